@@ -57,7 +57,7 @@ from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.rules import KEEP_UNIT
 
-# Codes of a file that can never be applied here: such a file changes nothing.
+# Errors of a file that can never be applied here: such a file changes nothing.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
 _POLL_SECONDS: Final = 0.5
 
@@ -81,6 +81,7 @@ def apply(
     """
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))
+    # Both raise for a user whom this machine does not have.
     names_in(wanted)
     user_limits_in(wanted)
     host = settings.connect()
@@ -89,38 +90,36 @@ def apply(
     try:
         rows, matched = _plan_when_idle(host, ledger, wanted, seconds)
     except GpushareError:
-        for text in undone:
-            note(text)
+        for undone_text in undone:
+            note(undone_text)
         raise
     changed = changed_limits(host, wanted)
     limits = _limits_plan(host, wanted, text, changed)
     if settings.dry_run:
         return _apply_result(rows, matched, limits, changed, dry_run=True, undo=_undo_command(host, rows))
-    undo = None
-    if any(row.steps for row in rows) and any(row.plan is not None and row.plan.needs_root for row in rows):
+
+    changes_gpus = any(row.steps for row in rows)
+    if changes_gpus and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
     consented(limits)
-    if any(row.steps for row in rows):
+    undo = None
+    if changes_gpus:
         rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
         undone += notes
-    matched = replace(matched, notes=(*undone, *matched.notes))
-    holds = not matched.missing and all(row.error is None for row in rows)
-    if holds and limits.steps and not any(row.steps for row in rows):
-        undo = _undo_command(host, rows)
-    if holds:
-        matched = replace(
-            matched,
-            notes=(
-                *matched.notes,
-                *_dropped_gpus_notes(host, matched),
-                *_rules_notes(host, wanted),
-                *_limit_notes(host, wanted),
-            ),
-        )
-    kept, failed = _kept_for_boot(host, text, limits) if holds else (None, ())
-    in_force = _NO_LIMITS if kept is None else limits
-    result = _apply_result(rows, matched, in_force, changed, dry_run=False, undo=undo)
-    return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *failed))
+
+    notes = (*undone, *matched.notes)
+    kept: str | None = None
+    kept_errors: tuple[GpushareError, ...] = ()
+    # Only a file that the host matches is kept for the next boot, and only with it limits come into force.
+    if not matched.missing and all(row.error is None for row in rows):
+        if limits.steps and not any(row.steps for row in rows):
+            undo = _undo_command(host, rows)
+        notes += (*_dropped_gpus_notes(host, matched), *_rules_notes(host, wanted), *_limit_notes(host, wanted))
+        kept, kept_errors = _keep_for_boot(host, text, limits)
+    if kept is None:
+        limits = _NO_LIMITS
+    result = _apply_result(rows, replace(matched, notes=notes), limits, changed, dry_run=False, undo=undo)
+    return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *kept_errors))
 
 
 _NO_LIMITS: Final = Plan(title="limits of users", steps=())
@@ -130,7 +129,8 @@ def _limits_plan(host: Host, wanted: HostFile, text: str, changed: Sequence[str]
     """Return the plan that puts the changed limits of users of a file in force; no steps: it has none, or this is not root."""
     if not changed or not host.root:
         return _NO_LIMITS
-    title, ended = "; ".join(changed), _ended_leases(host, wanted)
+    title = "; ".join(changed)
+    ended = _ended_leases(host, wanted)
     return Plan(
         title=title,
         steps=(Step(what=f"put in force: {title}", command=None, do=lambda: keep_applied(host, text)),),
@@ -163,24 +163,32 @@ class _GpuRow:
         """Return the steps that change the GPU; none: it is as its entry says, or has no plan."""
         return () if self.plan is None else self.plan.change.plan.steps
 
+    @property
+    def state(self) -> Literal["same", "planned", "done", "failed"]:
+        if self.error is not None:
+            return "failed"
+        if self.done:
+            return "done"
+        return "planned" if self.steps else "same"
+
 
 def _plan_when_idle(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_GpuRow], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
-    deadline, reported = time.monotonic() + seconds, set()
+    deadline = time.monotonic() + seconds
+    reported: set[str] = set()
     while True:
-        gpus = gpus_of(host)
-        matched = entries_of(wanted, gpus)
+        matched = entries_of(wanted, gpus_of(host))
         rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
         _refuse_file([*matched.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
-        busy = [row.error for row in rows if isinstance(row.error, InUse)]
-        rest = deadline - time.monotonic()
-        if not busy or rest <= 0:
+        busy_errors = [row.error for row in rows if isinstance(row.error, InUse)]
+        seconds_left = deadline - time.monotonic()
+        if not busy_errors or seconds_left <= 0:
             return rows, matched
-        for error in busy:
+        for error in busy_errors:
             if error.message not in reported:
                 reported.add(error.message)
-                note(f"waiting up to {rest:.0f} s: {error.message}")
-        time.sleep(min(_POLL_SECONDS, max(0.02, rest)))
+                note(f"waiting up to {seconds_left:.0f} s: {error.message}")
+        time.sleep(min(_POLL_SECONDS, max(0.02, seconds_left)))
 
 
 def _refuse_file(faults: Sequence[GpushareError]) -> None:
@@ -231,9 +239,10 @@ def _carry_out_rows(
 
 
 def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
-    """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it.
+    """Return the command that makes these GPUs what they are now, and write its file (not in a dry run).
 
-    If only limits of users change, the file has the GPUs of the one kept so far, so that boot still sets them up.
+    None: a file cannot say all of it, or it cannot be written. If only limits of users change, the file has the GPUs of the
+    one kept so far, so that boot still sets them up.
     """
     state = HostState(host)
     changed = {row.gpu for row in rows if row.steps} or {*kept_entries(host, state.gpus)[0]}
@@ -249,8 +258,11 @@ def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
     except GpushareError:
         # A full disk does not keep the host from being set up.
         return None
-    names = any(row.plan is not None and row.plan.change.names for row in rows)
-    return shlex.join(["gpushare", "apply", "-f", str(path), *(["-y"] if names else [])])
+    words = ["gpushare", "apply", "-f", str(path)]
+    if any(row.plan is not None and row.plan.change.names for row in rows):
+        # It takes away names that this change gives, and need not ask.
+        words.append("-y")
+    return shlex.join(words)
 
 
 def _joined_plan(rows: Sequence[_GpuRow]) -> Plan:
@@ -259,7 +271,10 @@ def _joined_plan(rows: Sequence[_GpuRow]) -> Plan:
 
 
 def _apply_row(host: Host, ledger: MigLedger, row: _GpuRow, matched: Matched, agreed: Sequence[Loss]) -> _GpuRow:
-    """Carry out the plan of one GPU, planned again; return its row with ``done``, or with the error."""
+    """Carry out the plan of one GPU, planned again; return its row with ``done``, or with the error.
+
+    It is an error, too, if the new plan takes more than the user has ``agreed`` to.
+    """
     if row.error is not None or not row.steps:
         return row
     try:
@@ -284,10 +299,13 @@ def _apply_row(host: Host, ledger: MigLedger, row: _GpuRow, matched: Matched, ag
 
 def _dropped_gpus_notes(host: Host, matched: Matched) -> list[str]:
     """Return a note on GPUs that the file kept so far covers and this one does not."""
-    dropped = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in matched.entries]
+    entries, _ = kept_entries(host, gpus_of(host))
+    dropped = [str(index) for index in entries if index not in matched.entries]
+    if not dropped:
+        return []
     which = f"it has no entry for GPU {', '.join(dropped)}, which the previous file had"
     fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
-    return [f"only this file is applied at boot, and {which}; {fix}"] if dropped else []
+    return [f"only this file is applied at boot, and {which}; {fix}"]
 
 
 def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
@@ -304,26 +322,26 @@ def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
 
 def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
-    now, longest, notes = kept_limits(host), user_limits_in(wanted).longest_lease_seconds, list[str]()
     if not host.root:
-        given = {"memory": bool(wanted.memory), "reserve": wanted.longest_lease_seconds is not None}
-        which = ", ".join(key for key, is_given in given.items() if is_given)
+        keys = ["memory"] if wanted.memory else []
+        if wanted.longest_lease_seconds is not None:
+            keys.append("reserve")
         how = "are in force only when root applies the file: sudo gpushare apply"
-        return [f"limits of users ({which}) {how}"] if which else []
+        return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
+    in_force = kept_limits(host)
+    longest = user_limits_in(wanted).longest_lease_seconds
+    notes = []
     if wanted.memory:
         notes.append(f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory")
-    elif now or now.others is not None:
+    elif in_force or in_force.others is not None:
         notes.append("limits of users (memory) are no longer in force: this file has none")
-    if longest != now.longest_lease_seconds:
+    if longest != in_force.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
     return notes
 
 
 def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
-    """Return each lease that ends when a file is applied, because it is longer than the file allows.
-
-    With each comes the id of its user.
-    """
+    """Return the leases that end when a file is applied, because they are longer than it allows, with their users' ids."""
     surviving = leases(host, user_limits_in(wanted))
     indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
     return [
@@ -333,7 +351,7 @@ def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
     ]
 
 
-def _kept_for_boot(host: Host, text: str, limits: Plan) -> tuple[str | None, tuple[GpushareError, ...]]:
+def _keep_for_boot(host: Host, text: str, limits: Plan) -> tuple[str | None, tuple[GpushareError, ...]]:
     """Put the limits of users in force by keeping an applied file for the next boot; return its path, or the error."""
     try:
         carry_out(limits, say_step if settings.verbose else None)
@@ -366,18 +384,15 @@ class ApplyAnswer(PlanAnswer):
 
 def _in_force_text(row: _GpuRow) -> str:
     """Return how a GPU is shared now that its entry is applied."""
-    entry, mps = row.entry, row.entry.mps
+    entry = row.entry
+    mps = entry.mps
     words = [] if entry.time_slice is None else [f"level {entry.time_slice.title}"]
-    if mps is not None:
-        words += [f"{', '.join(mps.limits.words)} per client"] if mps.limits.words else []
-        words += ["no programs outside it"] if mps.exclusive else []
+    if mps is not None and mps.limits.words:
+        words.append(f"{', '.join(mps.limits.words)} per client")
+    if mps is not None and mps.exclusive:
+        words.append("no programs outside it")
     if entry.mig:
-        words.append(
-            " ".join(
-                instance.wish if instance.name is None else f"{instance.wish} '{instance.name}'"
-                for instance in entry.mig
-            )
-        )
+        words.append(" ".join(mig.wish if mig.name is None else f"{mig.wish} '{mig.name}'" for mig in entry.mig))
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
@@ -390,7 +405,11 @@ def _apply_result(
     dry_run: bool,
     undo: str | None,
 ) -> Result:
-    """Return what was applied, or in a dry run would be, as a result; a single error is raised instead."""
+    """Return what was applied, or in a dry run would be, as a result; a single error is raised instead.
+
+    ``limits`` is the plan of the limits of users, and ``changed`` has them in words, also those that only root could put
+    in force. With an error, no limits change. ``undo`` is the command that takes all of it back.
+    """
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
@@ -413,17 +432,12 @@ def _apply_result(
     )
     result = plan_result(whole, dry_run=dry_run, **empty)
     in_force = [_in_force_text(row) for row in rows if row.done]
-    in_force += [limits.title] if limits.steps and not dry_run else []
+    if limits.steps and not dry_run:
+        in_force.append(limits.title)
     if in_force:
         result = replace(result, done=with_undo(in_force, undo))
     gpus = tuple(
-        GpuApplied(
-            gpu=row.gpu,
-            sharing=row.entry.sharing,
-            state="failed" if row.error is not None else "done" if row.done else "planned" if row.steps else "same",
-            steps=tuple(row.steps),
-        )
-        for row in rows
+        GpuApplied(gpu=row.gpu, sharing=row.entry.sharing, state=row.state, steps=tuple(row.steps)) for row in rows
     )
     return replace(
         with_answer(result, ApplyAnswer, gpus=gpus, limits=tuple(changed)),

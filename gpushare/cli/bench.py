@@ -120,7 +120,7 @@ def bench(
     if command:
         check_window(window, metric)
     check_repeat(repeat)
-    kept = None if to is None else check_new("--to", to)
+    to_file = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
     earlier = None if compare is None else read_bench(compare)
     printed = parse_metric(metric, higher_is_better=metric is None or not lower, latency=latency)
@@ -132,35 +132,37 @@ def bench(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
 
-    def settings_of(program: Settings) -> Settings:
-        """Return what is measured of a program: the options beside its own defaults."""
-        default = _OF_SIZES if len(sizes) > 1 else DEFAULT_WAYS
-        wanted = parse_ways(ways or (default if program.in_one else default.replace(",streams", "")))
+    def with_options(program: Settings) -> Settings:
+        """Return what is to be measured of a program, with the options that are given."""
+        default_ways = _WAYS_OF_SIZES if len(sizes) > 1 else DEFAULT_WAYS
+        if not program.in_one:
+            # Streams are copies inside one process, which only the built-in workload can be.
+            default_ways = default_ways.replace(",streams", "")
         return replace(
             program,
-            cells=[(way, number) for way in wanted for number in parse_copies(copies)],
+            cells=[(way, number) for way in parse_ways(ways or default_ways) for number in parse_copies(copies)],
             repeat=repeat,
             window=program.window if window is None else positive_time("--for", window, "3s"),
             limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
         )
 
     if command:
-        wishes = [settings_of(Settings(argv=command, metric=printed))]
+        wishes = [with_options(Settings(argv=command, metric=printed))]
     else:
         wishes = [
-            settings_of(built_in_workload(host, device, **{**built_in, "size": each_size})) for each_size in sizes
+            with_options(built_in_workload(host, device, **{**built_in, "size": each_size})) for each_size in sizes
         ]
     if len(sizes) > 1:
-        return _measure_sizes(host, device, wishes, kept, picture)
+        return _measure_sizes(host, device, wishes, to_file, picture)
     if earlier is not None:
         check_comparable(wishes[0].metric, earlier)
     prepared = prepare(host, device, wishes[0])
     if settings.dry_run:
         return bench_plan(host, device, prepared)
-    data, measurement, number = measure_with_progress(host, device, prepared)
+    data, measurement, signal_number = measure_with_progress(host, device, prepared)
     if command and data.reason == "finished":
         keep_caps(host, device, command, data)
-    return _result_of_runs(data, measurement, number, earlier, kept, picture)
+    return _result_of_runs(data, measurement, signal_number, earlier, to_file, picture)
 
 
 def check_window(window: str | None, metric: str | None) -> None:
@@ -179,32 +181,29 @@ def check_repeat(repeat: int) -> None:
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture, if it can be drawn and there is no such file."""
+    """Return the path of ``--plot``. Raises if no picture can be drawn, or there is such a file."""
     check_plot(text)
     return check_new("--plot", text)
 
 
 # The ways that differ where matrices are small; --ways gives others.
-_OF_SIZES = "timeslice,mps"
+_WAYS_OF_SIZES: Final = "timeslice,mps"
 
 
 def _measure_sizes(
-    host: Host,
-    device: Device,
-    wishes: Sequence[Settings],
-    kept: Path | None,
-    picture: Path | None,
+    host: Host, device: Device, wishes: Sequence[Settings], to_file: Path | None, picture: Path | None
 ) -> Any:
-    """Measure one size after the other, and show the times of all."""
-    prepared = [prepare(host, device, wished) for wished in wishes]
+    """Measure one size after the other until one ends early, and show the times of all."""
+    prepared_sizes = [prepare(host, device, wished) for wished in wishes]
     if settings.dry_run:
-        steps = tuple(step for each in prepared for step in planned_steps(host, device, each.settings))
+        steps = tuple(step for each in prepared_sizes for step in planned_steps(host, device, each.settings))
         return plan_result(Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
-    runs, interrupted = 0, False
-    for each in prepared:
+    runs = 0
+    interrupted = False
+    for prepared in prepared_sizes:
         try:
-            data, measurement, number = measure_with_progress(host, device, each)
+            data, measurement, signal_number = measure_with_progress(host, device, prepared)
         except GpushareError as error:
             if not benchmarks:
                 raise
@@ -212,87 +211,92 @@ def _measure_sizes(
             early: dict[str, Any] = {"errors": (error,)}
             break
         runs += len(measurement.runs)
-        early, interrupted = _early_end(measurement, number, runs), measurement.interrupted
+        interrupted = measurement.interrupted
+        early = _early_end(measurement, signal_number, runs)
         if measurement.runs:
             benchmarks.append(data)
         if early:
             break
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
     result = sizes_result(sizes_answer(benchmarks), notes, **early)
-    return _with_files(result, kept, picture, sizes_picture, runs=runs if interrupted else None)
+    return _with_files(result, to_file, picture, sizes_picture, interrupted_after=runs if interrupted else None)
 
 
 def _result_of_runs(
     data: BenchAnswer,
     measurement: Measurement,
-    number: int | None,
-    before: Benchmark | None,
-    kept: Path | None,
+    signal_number: int | None,
+    earlier: Benchmark | None,
+    to_file: Path | None,
     picture: Path | None,
 ) -> Any:
-    """Return what was measured as the command's result; with ``before`` compared, and with the files written."""
+    """Return what was measured as the command's result, compared with an ``earlier`` benchmark, and write the files."""
     runs = len(measurement.runs)
-    more = _early_end(measurement, number, runs)
-    if not more and data.cells and all(cell.throughput is None for cell in data.cells):
+    early = _early_end(measurement, signal_number, runs)
+    if not early and data.cells and all(cell.throughput is None for cell in data.cells):
         failure = next(text for cell in data.cells for text in cell.failures)
         failed_all = OperationFailed(
             f"every run failed: {failure}", "run the command alone by hand, then two copies of it", code="all_failed"
         )
-        more = {"errors": (failed_all,), "all_failed": True}
+        early = {"errors": (failed_all,), "all_failed": True}
     notes = bench_notes(data)
-    if before is not None:
-        data = replace(data, comparison=compare_cells(data, before))
-        notes += what_else_differs(data, before)
-    result = bench_result(data, notes, **more)
-    return _with_files(result, kept, picture, throughput_picture, runs=runs if measurement.interrupted else None)
+    if earlier is not None:
+        data = replace(data, comparison=compare_cells(data, earlier))
+        notes += what_else_differs(data, earlier)
+    result = bench_result(data, notes, **early)
+    interrupted_after = runs if measurement.interrupted else None
+    return _with_files(result, to_file, picture, throughput_picture, interrupted_after=interrupted_after)
 
 
-def _early_end(measurement: Measurement, number: int | None, runs: int) -> dict[str, Any]:
-    """Return the exit code and the errors of a benchmark that a signal or an error ended early; nothing if it finished.
+def _early_end(measurement: Measurement, signal_number: int | None, runs: int) -> dict[str, Any]:
+    """Return the exit code or the errors of a benchmark that a signal or an error ended early; nothing if it finished.
 
     Raises:
-        Ended: by signal ``number``, and there are no ``runs`` to show.
+        Ended: by the signal, and there are no ``runs`` to show.
     """
     if measurement.error is not None:
         return {"errors": (measurement.error,)}
     if not measurement.interrupted:
         return {}
     if not runs:
-        raise Ended(number or signal.SIGINT)
-    return {"exit_code": 128 + (number or signal.SIGINT)}
+        raise Ended(signal_number or signal.SIGINT)
+    return {"exit_code": 128 + (signal_number or signal.SIGINT)}
 
 
 def _with_files(
-    result: Result, kept: Path | None, picture: Path | None, draw: Callable[[Any, str], bytes], *, runs: int | None
+    result: Result,
+    to_file: Path | None,
+    picture: Path | None,
+    draw: Callable[[Any, str], bytes],
+    *,
+    interrupted_after: int | None,
 ) -> Result:
     """Write the files that were asked for, and return the result with what went wrong.
 
-    ``runs``: a signal ended the benchmark after so many; None: none did.
+    ``interrupted_after``: a signal ended the benchmark after so many runs; None: none did.
     """
     failed: list[GpushareError] = []
-    try:
-        if kept is not None:
-            write_bench(kept, result.data)
-    except GpushareError as error:
-        failed.append(error)
+    if to_file is not None:
+        try:
+            write_bench(to_file, result.data)
+        except GpushareError as error:
+            failed.append(error)
     failed += write_picture(picture, result.data, draw)
-    interrupted = () if runs is None else (_interrupted_error(runs, None if failed else kept),)
+    errors = list(result.errors)
+    if interrupted_after is not None:
+        errors.append(_interrupted_error(interrupted_after, None if failed else to_file))
     # The figures are shown even if a file cannot be written.
-    return replace(result, errors=(*result.errors, *interrupted, *failed))
+    return replace(result, errors=(*errors, *failed))
 
 
-def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
-    """Return the error of a benchmark that a signal ended; ``kept`` is the file that has its runs."""
-    if kept is None:
-        where, hint = (
-            f"{'its' if runs == 1 else 'their'} figures are shown, and no file has them",
-            "; to keep them, give --to FILE",
-        )
-    else:
-        where, hint = f"{kept} has them", ""
-    return Interrupted(
-        f"interrupted after {counted(runs, 'run')}; {where}", f"the copies were ended and the host was restored{hint}"
-    )
+def _interrupted_error(runs: int, file: Path | None) -> Interrupted:
+    """Return the error of a benchmark that a signal ended; ``file`` has its runs (None: they are only shown)."""
+    where = f"{file} has them"
+    hint = "the copies were ended and the host was restored"
+    if file is None:
+        where = f"{'its' if runs == 1 else 'their'} figures are shown, and no file has them"
+        hint += "; to keep them, give --to FILE"
+    return Interrupted(f"interrupted after {counted(runs, 'run')}; {where}", hint)
 
 
 def write_picture(path: Path | None, answer: Answer, draw: Callable[[Answer, str], bytes]) -> list[GpushareError]:
@@ -314,7 +318,7 @@ def measure_with_progress(
     """Measure with progress on stderr; return the answer, what was measured, and the signal that ended it early."""
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
-        measurement, number = measure(host, device, prepared, progress, note)
+        measurement, signal_number = measure(host, device, prepared, progress, note)
     if prepared.settings.workload is None:
         _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
@@ -326,11 +330,11 @@ def measure_with_progress(
         started_at=started,
         notes=(*blind, *prepared.notes),
     )
-    return answer, measurement, number
+    return answer, measurement, signal_number
 
 
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Benchmark) -> None:
-    """Keep the caps for `gpushare farm`; a failure to do so does not fail the benchmark."""
+    """Keep the best caps of MPS for `gpushare farm`; a failure to do so does not fail the benchmark."""
     caps = best_caps(data)
     if not caps:
         return
@@ -346,13 +350,14 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
     if host.processes.namespace_is_host() is False:
         # The measured memory is the increase of the whole GPU, not the program's.
         profile = replace(profile, memory_bytes=None)
-    if profile != type(profile)():
+    nothing_measured = type(profile)()
+    if profile != nothing_measured:
         with contextlib.suppress(GpushareError):
             keep_profile(host, device, command, profile)
 
 
 def bench_plan(host: Host, device: Device, prepared: Prepared) -> Any:
-    """Return what would be run, as a plan."""
+    """Return the runs that would be made, as a plan, with notes on those that cannot be made here."""
     notes = [
         f"left out: {cell.way}{'' if cell.copies is None else f' {cell.copies}'}: {cell.reason}"
         for cell in prepared.left_out
@@ -363,15 +368,15 @@ def bench_plan(host: Host, device: Device, prepared: Prepared) -> Any:
 
 def bench_notes(data: BenchAnswer) -> list[str]:
     """Return what the tables do not say: ways that were not measured, failures, other programs, and doubts."""
-    missing: dict[str, list[int]] = {}
+    missing_copies: dict[str, list[int]] = {}
     for cell in data.cells:
         if not cell.is_shown:
-            missing.setdefault(cell.way, []).append(cell.copies)
+            missing_copies.setdefault(cell.way, []).append(cell.copies)
     notes = [*data.notes]
-    if missing:
+    if missing_copies:
         ways = (
             f"{way} ({', '.join(map(str, copies))} {'copy' if copies == [1] else 'copies'})"
-            for way, copies in missing.items()
+            for way, copies in missing_copies.items()
         )
         notes.append(f"not measured: {', '.join(ways)}")
     notes += [

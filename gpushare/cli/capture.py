@@ -17,12 +17,10 @@ from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import HostState
 
-# The way to survive a reboot.
+# The note on how to survive a reboot.
 _AT_BOOT: Final = (
-    (
-        "to restore it at every boot: gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; "
-        "gpushare export systemd --to units; sh units/apply.sh"
-    ),
+    "to restore it at every boot: gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; "
+    "gpushare export systemd --to units; sh units/apply.sh"
 )
 
 
@@ -45,8 +43,8 @@ def capture(
         raise no_gpu_error()
     file, notes = captured_file(live_gpus(state, list(gpus.values())), by=keys[by])
     kept = kept_file(state.host)
+    # Rules and limits cannot be seen on the host.
     if kept is not None and kept.rules:
-        # What processes get cannot be seen on the host.
         file = replace(file, rules=kept.rules)
         notes = [*notes, "the rules for time-slices (slices) are those of the file that was applied last"]
     if kept is not None and kept.memory:
@@ -54,11 +52,9 @@ def capture(
         notes = [*notes, "the limits of users (memory) are those of the file that was applied last"]
     if kept is not None:
         file = replace(file, longest_lease_seconds=kept.longest_lease_seconds)
-    notes = [*notes, *_AT_BOOT]
-    errors = gpu_errors(gpus.values())
     return Result(
         data=document_of(file),
         text=text_of(file).rstrip("\n"),
-        notes=tuple(notes),
-        errors=errors,
+        notes=(*notes, _AT_BOOT),
+        errors=gpu_errors(gpus.values()),
     )

@@ -153,16 +153,23 @@ def _facts_or_reason(gpu: str | None) -> tuple[HostFacts | None, str | None]:
 
 
 def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
-    """Return the table of some ways, in the view of this host where one answers, unless another is named."""
-    facts, why_not = None, None
+    """Return the table of the chosen ways in a view; None: that of this host if it answers, else today's."""
+    facts: HostFacts | None = None
+    why_not: str | None = None
     if view is View.HOST:
         facts = _facts_of_host(gpu)
     elif view is None and driver is None:
         facts, why_not = _facts_or_reason(gpu)
-    view = view or (View.TODAY if facts is None else View.HOST)
-    driver = driver if facts is None else facts.driver
+    if view is None:
+        view = View.TODAY if facts is None else View.HOST
+    availability_here: list[WayHere] = []
+    if facts is not None:
+        driver = facts.driver
+        availability_here = [
+            WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
+            for way, gpu in product(chosen, answering(facts))
+        ]
     cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
-    errors = _silent_gpu_errors(facts)
     notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return Result(
         data=CompareAnswer(
@@ -170,12 +177,7 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
             host=None if facts is None else facts.host,
             driver=driver,
             root=None if facts is None else facts.root,
-            availability=()
-            if facts is None
-            else tuple(
-                WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
-                for way, gpu in product(chosen, answering(facts))
-            ),
+            availability=tuple(availability_here),
             cells=cells,
         ),
         tables=(
@@ -189,21 +191,22 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
         ),
         csv=csv_table(cells),
         notes=notes,
-        errors=errors,
+        errors=_silent_gpu_errors(facts),
     )
 
 
 def _compared_rows(
     table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    """Return a row per question with a cell per way; on a host the first row is what is available."""
+    """Return a row per question with a cell per chosen way; with the facts of a host, the first row tells which it has."""
 
     def cell_of(way: Way, key: str) -> ComparedCell:
         """Return what the view says of a way (None: not available here), and whether sources disagree."""
         cell = table.cell(way, key, driver)
-        text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         if facts is not None:
             text = text_here(table, way, key, facts, answering(facts))
+        else:
+            text = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         return ComparedCell(text=text, disputed=cell.contradiction is not None)
 
     rows = [
@@ -255,16 +258,20 @@ def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
 
 
 def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu: str | None) -> Any:
-    """Explain one cell: its row and its way."""
-    row, way = row_named(table, words[0]), named_way(words[1])
-    facts, why_not = (None, None) if driver is not None else _facts_or_reason(gpu)
-    driver = driver if facts is None else facts.driver
+    """Explain the cell of --why, whose ``words`` name its row and its way; with --driver not for this host."""
+    row = row_named(table, words[0])
+    way = named_way(words[1])
+    facts: HostFacts | None = None
+    why_not: str | None = None
+    if driver is None:
+        facts, why_not = _facts_or_reason(gpu)
+    if facts is not None:
+        driver = facts.driver
     entries = explanation(table, way, row.key, driver, facts, why_not)
     cell = host_cell(table, way, row.key, driver, facts)
-    errors = _silent_gpu_errors(facts)
     return Result(
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),
         tables=(why_table(f"{row.title}, {table.titles[way]}", entries),),
         csv=csv_table([cell]),
-        errors=errors,
+        errors=_silent_gpu_errors(facts),
     )

@@ -65,7 +65,8 @@ def install() -> str:
     target = _user_directory(name) / shell.user
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_symlink():  # written through, it would change the file of an installation, or fail if that is gone
+        if target.is_symlink():
+            # To write through it would change the file of an installation, or fail if that is gone.
             target.unlink()
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -77,10 +78,14 @@ def install() -> str:
 
 
 def _user_directory(shell: str) -> Path:
-    """Return this user's directory of data, of fish that of configuration (XDG_DATA_HOME, XDG_CONFIG_HOME)."""
-    variable, otherwise = ("XDG_CONFIG_HOME", ".config") if shell == "fish" else ("XDG_DATA_HOME", ".local/share")
-    given = os.environ.get(variable, "")
-    return Path(given) if os.path.isabs(given) else home_directory() / otherwise
+    """Return this user's directory of data, of fish that of configuration; a relative path in the variable is ignored."""
+    if shell == "fish":
+        given = os.environ.get("XDG_CONFIG_HOME", "")
+        default = ".config"
+    else:
+        given = os.environ.get("XDG_DATA_HOME", "")
+        default = ".local/share"
+    return Path(given) if os.path.isabs(given) else home_directory() / default
 
 
 def _completion_text(shell: _Shell) -> str:

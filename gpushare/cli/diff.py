@@ -36,18 +36,19 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
     rows += [GpuDiff(problem=error.message) for error in matched.missing]
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
-    good = all(row.as_requested for row in rows) and not processes and not limits
+    notes = list(matched.notes)
     # A GPU with a problem would be refused by apply, too.
-    fixable = limits or any(not row.as_requested and row.problem is None for row in rows)
-    notes = (*matched.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else matched.notes
+    if limits or any(not row.as_requested and row.problem is None for row in rows):
+        notes.append(f"make it so: gpushare apply -f {shlex.quote(path)}")
     if processes:
-        notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
+        notes.append(f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
     lines = [*map(_gpu_text, rows), *map(str, processes), *limits]
+    as_requested = all(row.as_requested for row in rows) and not processes and not limits
     return Result(
-        data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
+        data=DiffAnswer(as_requested=as_requested, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
         text="\n".join(lines) or _no_difference_text(wanted),
-        notes=notes,
-        exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
+        notes=tuple(notes),
+        exit_code=ExitCode.OK if as_requested else ExitCode.NOT_AS_REQUESTED,
     )
 
 
@@ -88,7 +89,8 @@ class DiffAnswer:
 
 def _gpu_diff(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
     """Return how a GPU differs from its entry; a GPU that cannot be as its entry says has a problem."""
-    entry, problem = entries[live.gpu.index], live.gpu.error
+    entry = entries[live.gpu.index]
+    problem = live.gpu.error
     differences: tuple[Point, ...] = ()
     if problem is None:
         try:
@@ -114,5 +116,7 @@ def _gpu_text(row: GpuDiff) -> str:
     title = f"GPU {row.gpu} ({row.sharing.value})"
     if row.as_requested:
         return f"{title}: as in the file"
-    lines = [f"{title}: different", *([f"  {row.problem}"] if row.problem else [])]
+    lines = [f"{title}: different"]
+    if row.problem:
+        lines.append(f"  {row.problem}")
     return "\n".join([*lines, *(f"  {text}" for text in row.differences)])

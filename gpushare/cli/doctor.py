@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-# Of lines on a terminal: the width of a verdict with its gap.
+# The width of a verdict with the gap behind it, in columns.
 _INDENT: Final = 6
 _COLOURS: Final = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 _CSV: Final = ("verdict", "id", "gpu", "seen", "why", "remedy")
@@ -70,13 +70,13 @@ def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
     """Return the checks as lines that fit a width (columns); a command can be copied."""
     from rich.text import Text
 
-    names = max((len(row["id"]) for row in rows), default=0)
+    id_width = max((len(row["id"]) for row in rows), default=0)
     lines: list[Text] = []
     for row in rows:
         colour = _COLOURS[row["verdict"]]
-        first = f"{row['verdict']:<4}  {row['id']:<{names}}  "
-        margin = " " * len(first)
-        lines += [Text(line, style=colour) for line in wrapped(row["seen"], width, first, margin)]
+        head = f"{row['verdict']:<4}  {row['id']:<{id_width}}  "
+        margin = " " * len(head)
+        lines += [Text(line, style=colour) for line in wrapped(row["seen"], width, head, margin)]
         if row["verdict"] in {"warn", "fail"}:
             lines += [Text(line) for line in wrapped(row["why"] or "", width, margin, margin)]
             lines += [Text(line) for line in _remedy_lines(row["remedy"] or "", width, margin)]

@@ -46,35 +46,40 @@ def explain(
     utilization; and each column of `status` and `jobs`.
     """
     path = _log_path(words)
-    if path is None:
-        text = " ".join(words or ())
-        own = (*_column_matches(text), *_check_matches(text))
-        try:
-            matches = (*facts.explain(text), *own)
-        except NotFound:
-            if not own:
-                raise
-            matches = own
-        log = facts.Log(matches=matches, lines=len(text.splitlines()))
-    else:
-        with _open_log(path) as stream:
-            log = facts.explain_log(_log_lines(stream))
-        if not log.matches:
-            raise NotFound(
-                f"no known error in {counted(log.lines, 'line')}",
-                "give a code (805), a name, or the line of the error",
-                code="not_explained",
-            )
-    whole = path is None and log.lines <= 1
-    shown = log.matches if settings.verbose or whole else log.faults
+    log = _explain_words(" ".join(words or ())) if path is None else _explain_log(path)
+    # Of a code, a name or a single line all is shown, and a verdict would say nothing more.
+    single = path is None and log.lines <= 1
+    shown = log.matches if settings.verbose or single else log.faults
+    verdict = None if single else log.verdict
     return Result(
-        data=ExplainAnswer(
-            verdict=None if whole else log.verdict,
-            lines=log.lines,
-            explanations=tuple(map(_explained_match, log.matches)),
-        ),
-        text=explained_text(shown, None if whole else log.verdict),
+        data=ExplainAnswer(verdict=verdict, lines=log.lines, explanations=tuple(map(_explained_match, log.matches))),
+        text=explained_text(shown, verdict),
     )
+
+
+def _explain_words(text: str) -> facts.Log:
+    """Return what the words of the command line mean. Raises NotFound (``not_explained``)."""
+    of_gpushare = (*_column_matches(text), *_check_matches(text))
+    try:
+        matches = (*facts.explain(text), *of_gpushare)
+    except NotFound:
+        if not of_gpushare:
+            raise
+        matches = of_gpushare
+    return facts.Log(matches=matches, lines=len(text.splitlines()))
+
+
+def _explain_log(path: str) -> facts.Log:
+    """Return what the lines of a log mean. Raises NotFound: no error in it is known (``not_explained``)."""
+    with _open_log(path) as stream:
+        log = facts.explain_log(_log_lines(stream))
+    if not log.matches:
+        raise NotFound(
+            f"no known error in {counted(log.lines, 'line')}",
+            "give a code (805), a name, or the line of the error",
+            code="not_explained",
+        )
+    return log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,14 +109,14 @@ class ExplainAnswer:
 
 
 def _explained_match(match: Match) -> Explained:
-    own = match.explanation
+    fact = match.explanation
     return Explained(
-        **vars(own), title=own.title, normal=own.normal, line=match.line, number=match.number, lines=match.lines
+        **vars(fact), title=fact.title, normal=fact.normal, line=match.line, number=match.number, lines=match.lines
     )
 
 
 def _column_matches(text: str) -> tuple[Match, ...]:
-    """Return what a column of `status` or `jobs` means, if the text is its head."""
+    """Return what the columns of `status` and `jobs` mean whose head is this text."""
     heads = [head for head in HEADS if head.lower() == text.strip().lower()]
     return tuple(
         Match(
@@ -169,8 +174,9 @@ def _log_path(words: list[str] | None) -> str | None:
     if words == ["-"]:
         return "-"
     if words:
-        # A code is never a file; a log is often named like one.
-        return words[0] if len(words) == 1 and not words[0].isalnum() and os.path.isfile(words[0]) else None
+        # A file may be named like a code (805), and the code is meant then; a log has a dot or a slash in its name.
+        is_log = len(words) == 1 and not words[0].isalnum() and os.path.isfile(words[0])
+        return words[0] if is_log else None
     if _is_stdin_piped():
         return "-"
     raise BadUsage("missing argument 'CODE|TEXT|FILE'", "see: gpushare explain --help", code="usage")
@@ -210,7 +216,10 @@ def _log_lines(stream: IO[bytes]) -> Iterator[str]:
 def explained_text(matches: Sequence[Match], verdict: str | None = None) -> str:
     """Return a verdict and explanations as paragraphs of at most 80 columns."""
     paragraphs = ["\n".join(_match_lines(match)) for match in matches]
-    return "\n\n".join([*(["\n".join(wrapped(verdict, _WIDTH, "verdict: ", " " * 9))] if verdict else []), *paragraphs])
+    if verdict:
+        head = "verdict: "
+        paragraphs.insert(0, "\n".join(wrapped(verdict, _WIDTH, head, " " * len(head))))
+    return "\n\n".join(paragraphs)
 
 
 def _match_lines(match: Match) -> Iterator[str]:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -152,8 +153,10 @@ def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:
     """Return the one device that a container gets."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
-    live = describe_host(state, [device.gpu])
-    return container_device(live if file is None else in_place(state, file, load(file)[0], live), device.uuid)
+    host = describe_host(state, [device.gpu])
+    if file is not None:
+        host = in_place(state, file, load(file)[0], host)
+    return container_device(host, device.uuid)
 
 
 def cdi(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: str | None = TO) -> Any:
@@ -213,22 +216,27 @@ def systemd(
     clients. The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another
     one.
     """
-    where = program or _own_program()
     host = describe(gpu, file=file, for_daemons=True)
     rules = _has_rules(at_boot) if file is None else "slices" in host.sections
-    return export_result("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
+    export = units_export(host, program=program or _own_program(), file=at_boot or FILE, rules=rules)
+    return export_result("systemd", export, to)
+
+
+_USUAL_PROGRAM: Final = "/usr/bin/gpushare"
 
 
 def _own_program() -> str:
-    """Return the path of this gpushare: with sudo, PATH may not have it, or another one."""
+    """Return the path of this gpushare (with sudo, PATH may not have it, or another one); of a simulated host the usual one."""
     if settings.spec != "local":
-        return "/usr/bin/gpushare"
-    own = os.path.abspath(sys.argv[0])
-    return own if os.path.basename(own) == "gpushare" else shutil.which("gpushare") or "/usr/bin/gpushare"
+        return _USUAL_PROGRAM
+    this_program = os.path.abspath(sys.argv[0])
+    if os.path.basename(this_program) == "gpushare":
+        return this_program
+    return shutil.which("gpushare") or _USUAL_PROGRAM
 
 
 def _has_rules(at_boot: str | None) -> bool:
-    """Return whether the file for the boot has rules; if it is not on this host, whether the kept one has."""
+    """Return whether the file of --at-boot has rules; if it is not on this host, whether the last applied one has."""
     if at_boot is not None and os.path.exists(at_boot):
         return bool(load(at_boot)[0].rules)
     kept = kept_file(settings.connect())
@@ -246,10 +254,11 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
     if given is None:
         if settings.spec != "local":
             return None
-        own = socket.gethostname().lower()
-        own = own.partition(".")[0] if short else own
+        host_name = socket.gethostname().lower()
+        if short:
+            host_name = host_name.partition(".")[0]
         # A host name that no node could have is not the user's mistake.
-        return own if re.fullmatch(_NODE, own) else None
+        return host_name if re.fullmatch(_NODE, host_name) else None
     if re.fullmatch(_NODE, given) is None:
         raise BadUsage(
             f"'{given[:60]}' is not a valid node name", "give its name in the cluster: --node gpu01", code="bad_node"
@@ -271,16 +280,23 @@ class ExportAnswer(Export):
 
 
 def export_result(engine: str, export: Export, to: str | None) -> Result:
-    """Return the result of an export; ``to`` is where its files are written."""
-    script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, export)
-    written = (
-        () if to is None else write_documents([*export.documents, *([] if script is None else [script])], Path(to))
-    )
-    where = "" if to is None else f"cd {shlex.quote(to)}; "
+    """Return the result of an export; ``to`` is where its files are written, with a script that applies them (None: nowhere)."""
+    script = None
+    written: Sequence[str] = ()
+    commands = list(export.commands)
+    if to is not None:
+        documents = list(export.documents)
+        if engine in _WITH_SCRIPT:
+            script = apply_script(engine, export)
+            documents.append(script)
+        written = write_documents(documents, Path(to))
+        if commands:
+            commands[0] = f"cd {shlex.quote(to)}; {commands[0]}"
     if script is None:
-        notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(export.commands)]
+        notes = [f"apply: {command}" for command in commands]
         notes += [f"needs: {text}" for text in export.needs]
     else:
+        # The script takes the name of the node as $1.
         node = " NODE" if "${1:" in script.text else ""
         notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
     notes += [f"lost: {text}" for text in export.lost]
@@ -365,8 +381,9 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
         raise matched.missing[0]
     for text in matched.notes:
         note(text)
-    reader, profiles = MigReader(state.host.nvml), {}
-    exported = {each.index for each in host.gpus}
+    reader = MigReader(state.host.nvml)
+    profiles = {}
+    exported = {gpu.index for gpu in host.gpus}
     for gpu in state.gpus:
         entry = matched.entries.get(gpu.index)
         if entry is None or gpu.index not in exported:
@@ -376,14 +393,15 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
             raise with_place_in_file(error, file, gpu.index, entry) from None
-    # Existing MIG devices have UUIDs and capability nodes. How many programs share a device is only in the file.
-    with_devices = [
+    # Where the MIG devices of the file exist, the host itself is described: they have UUIDs and capability nodes. How many
+    # programs share a device is only in the file.
+    with_mig = [
         gpu
         for gpu in state.gpus
         if profiles.get(gpu.index) and not any(instance.replicas for instance in matched.entries[gpu.index].mig)
     ]
     applied = {
-        live.gpu.index for live in live_gpus(state, with_devices) if not points(live, matched.entries[live.gpu.index])
+        live.gpu.index for live in live_gpus(state, with_mig) if not points(live, matched.entries[live.gpu.index])
     }
     return wished(host, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
 

@@ -91,7 +91,8 @@ def farm(
     count = 1 if gpus is None else gpus
     if count < 1:
         raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    refuse(_REFUSED, settings.given - ({"--gpus"} if count == 1 else set()))
+    # --gpus 1 is as without it.
+    refuse(_REFUSED, settings.given - {"--gpus"} if count == 1 else None)
     limits = Limits.typed(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
@@ -99,7 +100,7 @@ def farm(
     stall_seconds = None if stall is None else positive_time("--stall", stall, "60s")
     caps = None if like is None else _read_caps(like)
     host = settings.connect()
-    devices = _devices(gpu, gpus_of(host), instances=count == 1)
+    devices = _chosen_devices(gpu, gpus_of(host), instances=count == 1)
     lines = None if each is None else _read_lines(each)
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
@@ -125,6 +126,7 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
     """Raise BadUsage unless --copies or --each is given, and the numbers make sense; ``word`` is the first of the program."""
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
+        # A number in place of the program was meant for --copies.
         number = word if word.isdecimal() and len(word) <= len(str(MOST_COPIES)) else 8
         hint = f"give one of them before the program: --copies {number}, or --each FILE"
         raise BadUsage(wrong, hint, code="bad_copies")
@@ -136,8 +138,8 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
         raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
 
 
-def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
-    """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the ``instances``."""
+def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
+    """Return the devices of ``-g``; ``any``: all GPUs that answer, with ``instances`` also those of GPUs in MIG mode."""
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named_error(len(gpus), "say on which to run", hint)
@@ -147,20 +149,21 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
 
 def _read_lines(each: str) -> tuple[str, ...]:
     """Return the lines of a file, or of stdin, one for each copy."""
-    most = MOST_COPIES * (MOST_LINE_BYTES + 2)
+    # A line may end in CR LF.
+    most_bytes = MOST_COPIES * (MOST_LINE_BYTES + 2)
     title = file_title(each)
     try:
         if each == "-":
-            text = sys.stdin.buffer.read(most + 1)
+            text = sys.stdin.buffer.read(most_bytes + 1)
         else:
             with open(each, "rb") as file:
-                text = file.read(most + 1)
+                text = file.read(most_bytes + 1)
     except OSError as error:
         kind = NotFound if isinstance(error, FileNotFoundError) else OperationFailed
         raise kind(
             f"cannot read {title}: {error.strerror}", "give a file with one line for each copy", code="no_file"
         ) from None
-    if len(text) > most:
+    if len(text) > most_bytes:
         raise BadUsage(
             f"{title} is longer than {MOST_COPIES} lines of {MOST_LINE_BYTES} bytes", "split it", code="bad_lines"
         )
@@ -171,16 +174,16 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
     # An error comes before the farm is a job.
-    copies = Farm(host, devices, command, options, report)
-    copies.check()
+    farm = Farm(host, devices, command, options, report)
+    farm.check()
     if settings.dry_run:
-        plan = Plan(title="the farm has ended", steps=copies.plan())
+        plan = Plan(title="the farm has ended", steps=farm.plan())
         return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     try:
-        with farm_job(host, devices[0], options.name, command) as ended:
-            result = _result_of_farm(copies.run(), options, devices)
+        with farm_job(host, devices[0], options.name, command) as note_end:
+            result = _result_of_farm(farm.run(), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
-            ended(exit_code_of(result), max(peaks, default=None))
+            note_end(exit_code_of(result), max(peaks, default=None))
     finally:
         report.clear()
     return result
@@ -201,7 +204,11 @@ def _read_caps(like: str) -> list[BenchedCap]:
 def _cap_finder(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
-    """Return a function of N that returns the cap of each of N copies: from the bench file, from kept results, or 200/N."""
+    """Return a function from the number of copies at a time to the cap of each, which notes where the cap comes from.
+
+    ``caps`` are those of --like. Without them it is the one that `gpushare bench` found for this command and kept, or
+    else `share_of_threads`.
+    """
     reported: set[str] = set()
 
     def say_once(text: str) -> None:
@@ -217,14 +224,12 @@ def _cap_finder(
             benched: Any = find_benched(host, device, command, number)
             if benched is None:
                 return share_of_threads(number)
-            by = f"gpushare bench found the cap on {benched.date}"
-            driver = host.nvml.driver_version()
-            say_once(
-                by
-                if benched.driver == driver
-                else f"{by} under driver {benched.driver or 'unknown'}; measure again here"
-            )
+            source = f"gpushare bench found the cap on {benched.date}"
+            if benched.driver != host.nvml.driver_version():
+                source += f" under driver {benched.driver or 'unknown'}; measure again here"
+            say_once(source)
         else:
+            # The nearest number of copies; of two, the smaller one, whose cap is the higher.
             benched = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
             if benched.copies != number:
                 say_once(
@@ -251,8 +256,8 @@ def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[
                 code="not_written",
             )
         )
-    unproved = [copy.copy for copy in result.copies if copy.attached is False]
     notes = []
+    unproved = [copy.copy for copy in result.copies if copy.attached is False]
     if unproved:
         notes.append(f"never seen attached to MPS, so their limits are not proved: copy {ranges(unproved)}")
     skipped = [copy.copy for copy in result.copies if copy.state == "skipped"]
@@ -260,38 +265,44 @@ def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[
         notes.append(f"not started: copy {ranges(skipped)}")
     budget = options.budget
     given_bytes = None if budget is None else budget.on(devices)
+    limit_bytes = None
+    # MPS enforces a limit only where the job is to end above it; on several GPUs it runs outside MPS.
+    if budget is not None and given_bytes is not None and budget.action == "end" and options.gpus == 1:
+        limit_bytes = client_memory(given_bytes)
     answer = FarmAnswer(
         seconds=round(result.seconds, 2),
         memory_bytes=result.memory_bytes,
         memory_source=result.source,
-        memory_limit_bytes=None
-        if budget is None or given_bytes is None or budget.action != "end" or options.gpus > 1
-        else client_memory(given_bytes),
+        memory_limit_bytes=limit_bytes,
         job_memory_bytes=given_bytes,
         copies=result.copies,
     )
-    code = 1 if result.failed or result.unrecorded else 0
-    return farm_result(answer, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
+    exit_code = 1 if result.failed or result.unrecorded else 0
+    if result.ended_by is not None:
+        exit_code = 128 + result.ended_by
+    return farm_result(answer, errors, notes, exit_code)
 
 
 def _failure_errors(result: FarmResult) -> list[GpushareError]:
     """Return one error for all copies that failed in the same way."""
-    alike: dict[tuple[str, str | None], list[Copy]] = {}
+    groups: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:
-        # Each that was ended for its memory held another sum.
-        alike.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
+        # By the reason, not the text: each that was ended for its memory held another sum.
+        groups.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
     errors: list[GpushareError] = []
-    for (_, hint), copies in alike.items():
-        logs = [copy.log for copy in copies if copy.log]
-        seen = f"see {'its' if len(copies) == 1 else 'their'} output: {', '.join(logs[:3])}" if logs else None
-        first, alone = copies[0], len(copies) == 1
+    for (_, hint), copies in groups.items():
+        first = copies[0]
+        single = len(copies) == 1
         failure = str(first.failure)
-        if first.reason is not None and not alone:
+        if first.reason is not None and not single:
             failure = f"{failure} (copy {first.copy}; the others likewise)"
+        logs = [copy.log for copy in copies if copy.log]
+        if not hint and logs:
+            hint = f"see {'its' if single else 'their'} output: {', '.join(logs[:3])}"
         errors.append(
             OperationFailed(
-                f"{'copy' if alone else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
-                hint or seen or "keep its output: --logs DIR; or restart it: --restart 1",
+                f"{'copy' if single else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
+                hint or "keep its output: --logs DIR; or restart it: --restart 1",
                 code=first.reason or "copy_failed",
             )
         )

@@ -243,10 +243,11 @@ def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write arguments and options in groups. The common options are one line, except in the help of the program."""
     path = path_of(ctx)
     left_out = {f"--{name}" for name in MORE[path].split()} if is_short(ctx) else set()
-    # Where all options are one screen, only the first group has a title of its own.
-    groups = dict([*GROUPS.get(path, {}).items()][: 1 if path == "advise" and left_out else None])
-    group_of = {f"--{name}": title for title, names in groups.items() for name in names.split()}
-    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in groups}, "Options": []}
+    groups = GROUPS.get(path, {})
+    # The short help of `advise` has few options: only its first group has a title of its own.
+    titles = list(groups)[:1] if path == "advise" and left_out else list(groups)
+    group_of = {f"--{name}": title for title in titles for name in groups[title].split()}
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in titles}, "Options": []}
     common = sections.setdefault("Common options, before or after the command", [])
     for param in params:
         record = param.get_help_record(ctx)
@@ -276,5 +277,6 @@ def write_examples(ctx: Any, formatter: Any) -> None:
         return
     formatter.write_paragraph()
     formatter.write("Examples:\n")
-    for what, command in EXAMPLES[path][:1] if is_short(ctx) else EXAMPLES[path]:
-        formatter.write(f"  {what}:\n    {typed_line(command)}\n")
+    examples = EXAMPLES[path][:1] if is_short(ctx) else EXAMPLES[path]
+    for purpose, command in examples:
+        formatter.write(f"  {purpose}:\n    {typed_line(command)}\n")

@@ -14,7 +14,7 @@ from gpushare.run.output import follow as followed
 from gpushare.show.result import OutputFormat, Result, records
 from gpushare.signals import Ended
 
-# On a terminal, whose lines of before would be lost.
+# On a terminal more would push away the lines that it shows.
 _LINES_ON_A_TERMINAL: Final = 200
 # In a document, which is made in memory.
 _LINES_IN_A_DOCUMENT: Final = 10_000
@@ -51,13 +51,17 @@ def logs(
 
 
 def _print_raw(output: Output, lines: int | None, *, follow: bool) -> int:
-    """Print an output as bytes: its last ``lines``, or all; with ``follow`` until the job ends. Returns exit code 0."""
-    host = settings.connect()
-    most = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
-    if most is not None and seek_lines(output.descriptor, most) and lines is None:
-        note(f"the last {most} lines; all: gpushare logs {output.name} | less")
+    """Print an output as bytes: its last ``lines``, or all; with ``follow`` until the job ends. Returns exit code 0.
+
+    Without a number, a terminal gets only the last lines, and a note says so.
+    """
+    most_lines = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
+    skipped = most_lines is not None and seek_lines(output.descriptor, most_lines)
+    if skipped and lines is None:
+        note(f"the last {most_lines} lines; all: gpushare logs {output.name} | less")
+    blocks = followed(settings.connect(), output) if follow else read_blocks(output.descriptor)
     stream = sys.stdout.buffer
-    for block in followed(host, output) if follow else read_blocks(output.descriptor):
+    for block in blocks:
         stream.write(block)
         stream.flush()
     return 0
@@ -76,7 +80,7 @@ class LogsAnswer:
 
 
 def _document_result(output: Output, lines: int | None) -> Any:
-    """Return an output as a result: its last ``lines``, by default as many as fit in memory."""
+    """Return an output as a result: its last ``lines``, within bounds, because it is made in memory."""
     skipped = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")

@@ -113,43 +113,45 @@ def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Metric]
 
 def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
     """Return by GPU the memory of processes that have been idle for a while; GPUs where that is unknown are left out."""
-    idle_bytes = {}
+    idle_bytes: dict[int, int] = {}
     for gpu in snapshot.gpus:
-        idle = [(process, work.idle_seconds(process, snapshot.taken_at or 0.0)) for process in gpu.processes or ()]
-        if gpu.processes is not None and all(seconds is not None for _, seconds in idle):
+        if gpu.processes is None:
+            continue
+        idle = [(process, work.idle_seconds(process, snapshot.taken_at or 0.0)) for process in gpu.processes]
+        if all(seconds is not None for _, seconds in idle):
             idle_bytes[gpu.index] = sum(
-                process.memory_used_bytes or 0
-                for process, seconds in idle
-                if seconds is not None and seconds >= IDLE_SECONDS
+                process.memory_used_bytes or 0 for process, seconds in idle if (seconds or 0.0) >= IDLE_SECONDS
             )
     return idle_bytes
 
 
 def _read_host(host: Host, work: LastWork | None) -> Reading:
-    """Return one look at a host, with all that the metrics need."""
-    observer, work = Observer(host, power=True), work or LastWork(host, once=True)
-    snapshot, state = work.added_to(with_memory(host, observer.read())), observer.state
+    """Return one look at a host, with all that the metrics need; ``work`` knows the last work from earlier looks."""
+    observer = Observer(host, power=True)
+    work = work or LastWork(host, once=True)
+    snapshot = work.added_to(with_memory(host, observer.read()))
+    state = observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:
             with suppress(GpushareError):
                 layouts[gpu.index] = state.layout(gpu)
-    kept, _ = kept_entries(host, snapshot.gpus)
-    wanted = {gpu.uuid for gpu in snapshot.gpus if gpu.index in kept and kept[gpu.index].sharing is Way.EXCLUSIVE}
-    homes = [(home, home.read()) for home in homes_in(host.run_directories)]
+    entries, _ = kept_entries(host, snapshot.gpus)
+    exclusive = {index for index, entry in entries.items() if entry.sharing is Way.EXCLUSIVE}
+    exclusive_uuids = {gpu.uuid for gpu in snapshot.gpus if gpu.index in exclusive}
+    mps_leases = {}
+    for home in homes_in(host.run_directories):
+        if home.read() is not None and (leases := home.live_leases()) is not None:
+            mps_leases[str(home.pipe)] = len(leases)
     return Reading(
         version=__version__,
         snapshot=snapshot,
         layouts=layouts,
         names={(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()},
         leases=None if state.claims is None else tuple(state.claims),
-        mps_leases={
-            str(home.pipe): len(leases)
-            for home, record in homes
-            if record is not None and (leases := home.live_leases()) is not None
-        },
+        mps_leases=mps_leases,
         mig_interrupted=any(leftover.id == "mig.interrupted" for leftover in visible_leftovers(host)),
-        exclusive_wanted=frozenset(filter(None, wanted)),
+        exclusive_wanted=frozenset(filter(None, exclusive_uuids)),
         idle_bytes=_idle_bytes(snapshot, work),
         pauses=tuple((pause.gpu_uuid, pause.pid, pause.pauses, pause.paused) for pause in noted_pauses(host)),
         jobs=tuple(listed_jobs(host, snapshot, most_ended=0)),
@@ -219,7 +221,7 @@ def _write_textfile(path: Path, text: str) -> None:
 _REQUEST_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
 # Connections whose request is not complete, and those that are answered at the same time.
-_MOST_READING: Final = 8
+_MOST_INCOMPLETE: Final = 8
 _MOST_ANSWERED: Final = 32
 
 
@@ -229,26 +231,27 @@ class _Handler(WSGIRequestHandler):
     server: MetricsServer
     # Also for a slow reader of the answer.
     timeout = _ANSWER_SECONDS
-    _has_place = False
+    _is_counted = False
 
     def parse_request(self) -> bool:
-        """Return whether there is a request to answer; now that it is complete, no other connection takes its place."""
+        """Read a request, and return whether to answer it: it is valid, and not too many others are being answered."""
         is_valid = super().parse_request()
-        if self.server.reading.pop(self.connection, None) is None:
-            # It had to give way: what has come looks complete, as its end was read.
+        # From now on it is complete, and no longer gives way to new connections.
+        if self.server.incomplete.pop(self.connection, None) is None:
+            # It has given way already: the end of the connection looks like the end of a request.
             return False
-        if is_valid and not self.server.places.acquire(blocking=False):
+        if is_valid and not self.server.answers.acquire(blocking=False):
             self.send_error(503)
             return False
-        self._has_place = is_valid
+        self._is_counted = is_valid
         return is_valid
 
     def finish(self) -> None:
         try:
             super().finish()
         finally:
-            if self._has_place:
-                self.server.places.release()
+            if self._is_counted:
+                self.server.answers.release()
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
         """Do not log."""
@@ -267,32 +270,34 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((address, port), _Handler)
         self.set_app(application)
         self.socket.setblocking(False)
-        self.places = threading.BoundedSemaphore(_MOST_ANSWERED)
-        # In order of arrival: connections whose request is not complete, and until when it has to be.
-        self.reading: dict[Any, float] = {}
+        self.answers = threading.BoundedSemaphore(_MOST_ANSWERED)
+        # In order of arrival: connections whose request is not complete, each with its deadline.
+        self.incomplete: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer a connection in a thread; where too many have not said what they want, the oldest gives way."""
-        if len(self.reading) >= _MOST_READING:
-            self._drop(next(iter(self.reading)))
-        self.reading[request] = time.monotonic() + _REQUEST_SECONDS
+        if len(self.incomplete) >= _MOST_INCOMPLETE:
+            self._drop(next(iter(self.incomplete)))
+        self.incomplete[request] = time.monotonic() + _REQUEST_SECONDS
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
         """End connections whose request did not come in time. Called twice a second, and after each connection."""
         now = time.monotonic()
-        for connection in [connection for connection, until in list(self.reading.items()) if until <= now]:
-            self._drop(connection)
+        # The threads of other connections change the dictionary meanwhile.
+        for connection, deadline in list(self.incomplete.items()):
+            if deadline <= now:
+                self._drop(connection)
 
     def _drop(self, connection: Any) -> None:
         """Shut a connection down: its thread reads the end, and finishes."""
-        self.reading.pop(connection, None)
+        self.incomplete.pop(connection, None)
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; called at the end of its thread."""
-        self.reading.pop(request, None)
+        self.incomplete.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
