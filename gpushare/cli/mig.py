@@ -134,30 +134,31 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
     gpus, layouts = capable_gpus(gpu, silent, hidden)
-    texts, rows = [], []
+    texts: list[GpuText] = []
+    rows: list[MigGpu] = []
+    unusable_notes: list[str] = []
     for mig_gpu, layout in zip(gpus, layouts, strict=True):
         error = hidden.get(mig_gpu.index)
-        text = layout_text(layout) if error is None else f"  unknown: {error.message}"
         title = f"{mig_gpu.name}   MIG {_mode_text(mig_gpu)}"
-        texts.append(GpuText(index=mig_gpu.index, title=title, text=text, layout=layout if error is None else None))
-        rows.append(status_row(mig_gpu, layout if error is None else None, None if error is None else error.message))
+        if error is not None:
+            texts.append(GpuText(index=mig_gpu.index, title=title, text=f"  unknown: {error.message}", layout=None))
+            rows.append(status_row(mig_gpu, None, error.message))
+            continue
+        texts.append(GpuText(index=mig_gpu.index, title=title, text=layout_text(layout), layout=layout))
+        rows.append(status_row(mig_gpu, layout, None))
+        if mig_gpu.mig_enabled and not layout.instances:
+            unusable_notes.append(f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it")
     host = settings.connect()
     notes = [str(leftover) for leftover in leftovers(host, MigLedger(host))]
-    notes += [
-        f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it"
-        for mig_gpu, layout in zip(gpus, layouts, strict=True)
-        if mig_gpu.mig_enabled and not layout.instances and mig_gpu.index not in hidden
-    ]
-    notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
+    notes += [*unusable_notes, *(f"{error.message}: {error.hint}" for error in hidden.values())]
     screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
     text = grouped_text(texts, uuids=settings.verbose or gpu is not None or not screen)
-    errors = gpu_errors(silent)
     return Result(
         data=MigStatusAnswer(gpus=tuple(rows)),
         text=text + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
-        errors=errors,
+        errors=gpu_errors(silent),
     )
 
 
@@ -174,11 +175,8 @@ def profiles(gpu: str | None = GPU_OPTION, model: str | None = MODEL) -> Any:
     else:
         _, layouts = capable_gpus(gpu, silent)
         rows = [row for layout in layouts for row in profile_rows(layout)]
-    errors = gpu_errors(silent)
     return Result(
-        data=MigProfilesAnswer(profiles=tuple(rows)),
-        tables=(profiles_table(rows),),
-        errors=errors,
+        data=MigProfilesAnswer(profiles=tuple(rows)), tables=(profiles_table(rows),), errors=gpu_errors(silent)
     )
 
 
@@ -241,7 +239,7 @@ def plan(
 
 
 def _with_eviction_hint(
-    plan: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool
+    plan: MigPlan | NoPlan, layouts: Sequence[Layout], wish: Wish, *, exact: bool
 ) -> MigPlan | NoPlan:
     """Return the plan; if programs are in its way, the refusal with a hint that names the command to end them."""
     words_and_options = eviction_words(plan) if isinstance(plan, NoPlan) else None
@@ -252,7 +250,7 @@ def _with_eviction_hint(
         # A request by size is given as the profile that serves it on these GPUs.
         words = " ".join(
             str(request) if isinstance(request.profile, str | int) else profile_of(request, layouts[0].profiles).name
-            for request in asked
+            for request in wish
         )
         command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {evict_options}"
     else:
@@ -296,19 +294,23 @@ def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout],
 def capable_gpus(
     gpu: str | None, silent: list[Gpu] | None = None, hidden: dict[int, GpushareError] | None = None
 ) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the chosen GPUs that have MIG, with their layouts.
+    """Return the GPUs that -g names and that have MIG, with their layouts.
 
-    ``silent`` gets those that do not answer, ``hidden`` those whose instances the driver does not list: their layouts
-    are empty.
+    ``silent`` gets those that do not answer; without it such a GPU is an error if -g names it. ``hidden`` gets the errors
+    of those whose instances the driver does not list: their layouts are empty.
+
+    Raises:
+        GpuLost: no GPU with MIG answers, or one that is named.
+        NotSupported: none has MIG.
     """
     host = settings.connect()
     chosen = gpus_named(host, gpu)
-    if silent is not None:
-        silent += [each for each in chosen if each.error is not None]
     gpus = [each for each in chosen if each.mig_capable and each.error is None]
-    lost = next((each for each in chosen if each.error is not None), None)
-    if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
-        raise GpuLost(lost.error, "see: gpushare status", gpu=lost.index)
+    lost = [each for each in chosen if each.error is not None]
+    if lost and (not gpus or (gpu not in {None, "all"} and silent is None)):
+        raise GpuLost(str(lost[0].error), "see: gpushare status", gpu=lost[0].index)
+    if silent is not None:
+        silent += lost
     if not gpus:
         raise no_mig_error(chosen, "try one that has it: gpushare mig profiles --model h100-80gb")
     return gpus, layouts_of(host, gpus, hidden)
@@ -322,7 +324,9 @@ def chosen_gpus(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequ
             "give -g for this host, or --model for a GPU that is not here",
             code="two_names",
         )
-    return ((), [model_layout(model)[0]]) if model is not None else capable_gpus(gpu)
+    if model is not None:
+        return (), [model_layout(model)[0]]
+    return capable_gpus(gpu)
 
 
 def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
@@ -336,11 +340,9 @@ def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
 def _mode_text(gpu: Gpu) -> str:
     """Return the MIG mode of a GPU in words: ``on``, ``off``, ``on, pending: off``."""
     mode = "on" if gpu.mig_enabled else "off"
-    return (
-        mode
-        if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled
-        else f"{mode}, pending: {'on' if gpu.mig_pending else 'off'}"
-    )
+    if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled:
+        return mode
+    return f"{mode}, pending: {'on' if gpu.mig_pending else 'off'}"
 
 
 @dataclass(frozen=True, kw_only=True)

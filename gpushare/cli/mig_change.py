@@ -65,28 +65,28 @@ from gpushare.show.result import Result
 def current_layouts(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the GPUs that a change is for, as they are now, with their layouts.
 
-    On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
+    On a host with several GPUs -g is required, unless the instances that change are ``named``: their names tell which GPU.
     """
     all_gpus = gpus_of(host)
+    devices: Sequence[Device] = ()
     if named and gpu is None:
-        devices: Sequence[Device] = [Device(gpu=each) for each in all_gpus if each.error is None and each.mig_capable]
-        devices = devices or select_for_change("all", all_gpus)
-    else:
-        devices = select_for_change(gpu, all_gpus)
-    part = next((device for device in devices if device.mig is not None), None)
-    if part is not None and part.mig is not None:
-        # Otherwise "-g MIG-... apply" would destroy its neighbors.
-        raise BadUsage(
-            f"{part.mig.uuid} is an instance; this changes the whole GPU {part.gpu.index}",
-            f"name the GPU: -g {part.gpu.index}; to destroy one instance: gpushare mig destroy {part.mig.uuid}",
-            gpu=part.gpu.index,
-            code="whole_gpu",
-        )
+        devices = [Device(gpu=each) for each in all_gpus if each.error is None and each.mig_capable]
+        gpu = "all"
+    devices = devices or select_for_change(gpu, all_gpus)
+    for device in devices:
+        if device.mig is not None:
+            # Otherwise "-g MIG-... apply" would destroy its neighbors.
+            raise BadUsage(
+                f"{device.mig.uuid} is an instance; this changes the whole GPU {device.gpu.index}",
+                f"name the GPU: -g {device.gpu.index}; to destroy one instance: gpushare mig destroy {device.mig.uuid}",
+                gpu=device.gpu.index,
+                code="whole_gpu",
+            )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
-    able = ",".join(str(each.index) for each in gpus if each.mig_capable)
+    capable = ",".join(str(each.index) for each in gpus if each.mig_capable)
     for each in gpus:
         if not each.mig_capable:
-            raise no_mig_error([each], f"name those that have it: -g {able}") if able else no_mig_error([each])
+            raise no_mig_error([each], f"name those that have it: -g {capable}") if capable else no_mig_error([each])
     return gpus, layouts_of(host, gpus)
 
 
@@ -103,7 +103,11 @@ def planned_or_refused(plan: MigPlan | NoPlan) -> MigPlan:
 
 
 def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
-    """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
+    """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans.
+
+    It plans again under the lock, after the question and after an interrupted change is undone. If the new plan takes more
+    than the user has agreed to, the lock is released and the user is asked again.
+    """
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run:
@@ -271,11 +275,15 @@ def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
 def _undo_line(change: MigChange) -> str | None:
     """Return the commands that undo a change, as one line; None: nothing undoes it."""
     parts = [part for part in change.gpus if part.changes]
-    off = [part for part in parts if part.before.mig_enabled and part.enable is False and not part.before.instances]
-    commands = [f"gpushare mig enable -g {_gpu_numbers(off)}"] if off else []
-    commands += as_commands(part.before for part in parts if part not in off)
-    # It takes back what this change has named, so it does not ask.
-    commands = [f"{command} -y" if change.names else command for command in commands]
+    # GPUs on which nothing but the mode has changed, from on to off.
+    only_off = [
+        part for part in parts if part.before.mig_enabled and part.enable is False and not part.before.instances
+    ]
+    commands = [f"gpushare mig enable -g {_gpu_numbers(only_off)}"] if only_off else []
+    commands += as_commands(part.before for part in parts if part not in only_off)
+    if change.names:
+        # It takes back what this change has named, so it does not ask.
+        commands = [f"{command} -y" for command in commands]
     commands += [command for part in parts for command in _naming_commands(part)]
     return "; ".join(filter(None, [*commands, change.plan.undo])) or None
 
@@ -323,7 +331,7 @@ def recover(
     if forget:
         done = _forget(host, ledger)
     else:
-        done, undo, notes = _recover_or_foresee(host, ledger)
+        done, undo, notes = _recover_or_preview(host, ledger)
     if done:
         text = "\n".join(done)
     elif ledger.running():
@@ -335,16 +343,21 @@ def recover(
     return Result(data=data, notes=notes, **shown)
 
 
-def _recover_or_foresee(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
-    interrupted, jobs = ledger.interrupted(), left_instances(host)
-    if ledger.running() or (interrupted is None and not jobs and not ledger.not_restored()):
+def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """Return what was done, the command that does the change after all, and what of earlier changes is not restored yet.
+
+    In a dry run nothing is done, and the first is what would be.
+    """
+    interrupted = ledger.interrupted()
+    instances = left_instances(host)
+    if ledger.running() or (interrupted is None and not instances and not ledger.not_restored()):
         return (), None, ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
-        again = (f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
-        gone = (f"{job} was made for a job that has ended; it would be destroyed" for job in jobs)
-        done = (*(() if interrupted is None else (_foreseen_text(host, interrupted),)), *again, *gone)
+        if interrupted is not None:
+            done = (_preview_text(host, interrupted),)
+        done += tuple(f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
+        done += tuple(f"{each} was made for a job that has ended; it would be destroyed" for each in instances)
     else:
         need_rights(host)
         with ledger.locked():
@@ -353,10 +366,11 @@ def _recover_or_foresee(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
     if lost and not done:
         hints = dict.fromkeys(leftover.remedy for leftover in lost)
         raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
-    return done, None if interrupted is None or lost else way_forward(host, interrupted), tuple(map(str, lost))
+    again = None if interrupted is None or lost else way_forward(host, interrupted)
+    return done, again, tuple(map(str, lost))
 
 
-def _foreseen_text(host: Host, change: ChangeRecord) -> str:
+def _preview_text(host: Host, change: ChangeRecord) -> str:
     """Return in words what recovery would do about an interrupted change."""
     if is_complete(host, change):
         return f"'{change.title}' was interrupted but is complete; nothing would be undone"
@@ -396,12 +410,12 @@ def create(
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
         """Plan the new instances on the GPUs with MIG on, with their names."""
-        gpus, layouts = current_layouts(host, gpu)
-        _need_mig(gpus)
+        all_gpus, all_layouts = current_layouts(host, gpu)
+        _need_mig(all_gpus)
         # Only a GPU with MIG on has places to add to.
-        off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
-        on = [n for n, each in enumerate(gpus) if each.mig_enabled]
-        gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
+        off = ",".join(str(each.index) for each in all_gpus if not each.mig_enabled)
+        gpus = [each for each in all_gpus if each.mig_enabled]
+        layouts = [layout for each, layout in zip(all_gpus, all_layouts, strict=True) if each.mig_enabled]
         answer = plan_add(layouts, wanted, with_others=name is None)
         if off and isinstance(answer, NoPlan):
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
@@ -471,34 +485,33 @@ def apply(
         )
 
     refuse((*OF_FILE, *_OF_NAMES))
-    words, grants = [word for text in name or () for word in text.split(",")], _parse_grants(grant or ())
-
+    names = [word for text in name or () for word in text.split(",")]
+    grants = _parse_grants(grant or ())
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
-    named = None if file is None else read_config(file, config)
-
+    parted_config = None if file is None else read_config(file, config)
     title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
         """Plan the layout on the GPUs of the wish, or of the file."""
-        gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish or (), named, exact=exact)
+        gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish or (), parted_config, exact=exact)
         _need_profiles(gpus, layouts, demands)
         may_go = eviction_targets(evict, layouts)
         # For a file MIG devices count, not how they are spread over GPU instances.
         wishes = {
             layout.gpu: demands[layout.gpu].wish
             for layout in layouts
-            if named is None or difference(layout, demands[layout.gpu].wish)
+            if parted_config is None or difference(layout, demands[layout.gpu].wish)
         }
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
         modes = {index: demand.mig_enabled for index, demand in demands.items()}
         naming = None
-        if words:
+        if names:
             wanted = [
                 (part, instance)
                 for part, layout in zip(plan.gpus, layouts, strict=True)
                 for instance in in_order(demands[part.gpu].wish, layout.profiles, part.after)
             ]
-            naming = plan_names(host, words, grants, wanted)
+            naming = plan_names(host, names, grants, wanted)
         change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
         return replace(change, notes=(*notes, *change.notes))
 
@@ -579,20 +592,26 @@ def change_of(
     modes: dict[int, bool] | None = None,
     naming: Naming | None = None,
 ) -> MigChange:
-    """Return the transaction for a plan; ``modes`` are MIG modes to set, ``naming`` what becomes of names."""
+    """Return the transaction for a plan.
+
+    ``evict`` are the busy instances that may go, ``modes`` the MIG modes to set by GPU, ``naming`` what becomes of names.
+    """
+    modes = modes or {}
+    naming = naming or Naming()
     changes = [
-        gpu_change(gpu, layout, part, (modes or {}).get(gpu.index))
+        gpu_change(gpu, layout, part, modes.get(gpu.index))
         for gpu, layout, part in zip(gpus, layouts, plan.gpus, strict=True)
     ]
-    naming = naming or Naming()
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(host, changes, ledger, title=title, evict=may_go, first=naming.first, after=after)
+    notes = list(change.plan.notes)
+    switched_on = [gpu for gpu in gpus if modes.get(gpu.index) and not gpu.mig_enabled]
+    if switched_on:
+        notes += _swapped_out_notes(host, switched_on)
     consent = (*change.plan.consent, *naming.losses)
-    enabled = [gpu for gpu in gpus if (modes or {}).get(gpu.index) and not gpu.mig_enabled]
-    notes = (*change.plan.notes, *(_swapped_out_notes(host, enabled) if enabled else ()))
-    done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=notes)
-    return replace(change, plan=done, names=tuple(named.name for named in naming.bound))
+    plan_with_names = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=tuple(notes))
+    return replace(change, plan=plan_with_names, names=tuple(named.name for named in naming.bound))
 
 
 def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
@@ -606,19 +625,19 @@ def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
 
 
 def _demands_of_gpus(
-    host: Host, gpu: str | None, wish: Sequence[str], named: Config | None, *, exact: bool
+    host: Host, gpu: str | None, wish: Sequence[str], config: Config | None, *, exact: bool
 ) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
-    """Return the GPUs of a wish or a file, their layouts, the demand of each by index, and notes on the file."""
-    if named is None:
+    """Return the GPUs of a wish, or of the ``config`` of a file, their layouts, the demand of each by index, and notes."""
+    if config is None:
         gpus, layouts = current_layouts(host, gpu)
-        asked = parse_wish(" ".join(wish))
-        return gpus, layouts, {each.index: Demand(mig_enabled=True, wish=asked) for each in gpus}, ()
-    elsewhere = absent_gpus(named, host)
+        demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish)))
+        return gpus, layouts, {each.index: demand for each in gpus}, ()
+    absent_notes = absent_gpus(config, host)
     all_gpus = gpus_named(host, gpu)
-    demands, notes = demands_of(named, all_gpus, host, named=gpu is not None, exact=exact)
-    touched = [each for each in all_gpus if each.index in demands]
-    check_answers(*touched)
-    return touched, layouts_of(host, touched), demands, (*elsewhere, *notes)
+    demands, notes = demands_of(config, all_gpus, host, named=gpu is not None, exact=exact)
+    gpus = [each for each in all_gpus if each.index in demands]
+    check_answers(*gpus)
+    return gpus, layouts_of(host, gpus), demands, (*absent_notes, *notes)
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:
@@ -683,32 +702,33 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
         raise BadUsage(
             f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
         )
-    layout = next(each for each in layouts if each.gpu == targets[0].gpu)
-    instance_there = next(each for each in layout.instances if each.id == targets[0].instance)
-    if targets[0].compute is not None and len(instance_there.compute) > 1:
+    (target,) = targets
+    layout = next(each for each in layouts if each.gpu == target.gpu)
+    gpu_instance = next(each for each in layout.instances if each.id == target.instance)
+    if target.compute is not None and len(gpu_instance.compute) > 1:
         raise BadUsage(
-            f"'{instance[:60]}' is one of {len(instance_there.compute)} compute instances of {instance_there}; "
+            f"'{instance[:60]}' is one of {len(gpu_instance.compute)} compute instances of {gpu_instance}; "
             "a name means the GPU instance with all of them",
-            f"name that: gpushare mig name {name} {layout.gpu}/{instance_there.id}; for one compute instance use -g MIG-<uuid>",
+            f"name that: gpushare mig name {name} {layout.gpu}/{gpu_instance.id}; for one compute instance use -g MIG-<uuid>",
             gpu=layout.gpu,
             code="part_of_instance",
         )
     named = NamedInstance(
-        name=name, gpu_uuid=layout.uuid or "", profile=instance_there.profile.name, start=instance_there.start
+        name=name, gpu_uuid=layout.uuid or "", profile=gpu_instance.profile.name, start=gpu_instance.start
     )
     bound = names_of(host)
     if name in bound and (bound[name].gpu_uuid, bound[name].place) != (named.gpu_uuid, named.place):
         raise name_taken_error(bound[name], {layout.uuid: layout.gpu for layout in layouts})
-    steps = () if instance_there.name == name else (names_step(host, [named], (), {named.gpu_uuid: layout.gpu}),)
-    if steps and instance_there.name is not None:
+    if gpu_instance.name not in {None, name}:
         raise BadUsage(
-            f"{instance_there} on GPU {layout.gpu} is already named '{instance_there.name}'",
-            f"an instance has one name; forget that one first: gpushare mig name --forget {instance_there.name}",
+            f"{gpu_instance} on GPU {layout.gpu} is already named '{gpu_instance.name}'",
+            f"an instance has one name; forget that one first: gpushare mig name --forget {gpu_instance.name}",
             code="name_taken",
         )
+    step = names_step(host, [named], (), {named.gpu_uuid: layout.gpu})
     return Plan(
-        title=f"{instance_there} on GPU {layout.gpu} is named '{name}'",
-        steps=steps,
+        title=f"{gpu_instance} on GPU {layout.gpu} is named '{name}'",
+        steps=() if gpu_instance.name == name else (step,),
         undo=f"gpushare mig name --forget {name}",
     )
 

@@ -62,30 +62,34 @@ def check(
             code="no_wish",
         )
     refuse(OF_FILE)
-    named = None if file is None else read_config(file, config)
+    parted_config = None if file is None else read_config(file, config)
     host = settings.connect()
     gpus = gpus_named(host, gpu)
     if not gpus:
         raise no_gpu_error()
     strict = exact or gpu is not None
     notes: tuple[str, ...] = ()
-    if named is None:
-        asked = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish or ())))
-        demands: Mapping[int, Demand] = {each.index: asked for each in gpus}
+    if parted_config is None:
+        demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish or ())))
+        demands: Mapping[int, Demand] = {each.index: demand for each in gpus}
+        config_name = None
     else:
-        notes, ids = absent_gpus(named, host), pci_ids(named, gpus, host)
+        notes = absent_gpus(parted_config, host)
+        ids = pci_ids(parted_config, gpus, host)
         if gpu is None:
-            notes += idle_entry_notes(named, gpus, ids, range(host.nvml.count()))
-        demands = wishes_for(named, gpus, ids)
+            notes += idle_entry_notes(parted_config, gpus, ids, range(host.nvml.count()))
+        demands = wishes_for(parted_config, gpus, ids)
+        config_name = parted_config.name
     checked = tuple(_checked_gpu(each, demands.get(each.index), host, strict=strict) for each in gpus)
-    good = all(each.as_requested is not False for each in checked) and not (exact and notes)
-    if not good:
+    # With --exact an entry without a GPU, which has a note, is a difference too.
+    as_requested = all(each.as_requested is not False for each in checked) and not (exact and notes)
+    if not as_requested:
         notes = (*notes, "see the plan to get there: gpushare mig apply --dry-run, with the same arguments")
     return Result(
-        data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),
+        data=MigCheckAnswer(as_requested=as_requested, config=config_name, gpus=checked),
         text="\n".join(line for each in checked for line in each.lines),
         notes=notes,
-        exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
+        exit_code=ExitCode.OK if as_requested else ExitCode.NOT_AS_REQUESTED,
     )
 
 
@@ -108,7 +112,9 @@ class CheckedGpu:
         """Return the comparison as lines for people."""
         if self.as_requested is not False:
             return [f"GPU {self.gpu}: {'as asked' if self.as_requested else self.problem}"]
-        lines = [f"GPU {self.gpu}: not as asked", *([f"  {self.problem}"] if self.problem else [])]
+        lines = [f"GPU {self.gpu}: not as asked"]
+        if self.problem:
+            lines.append(f"  {self.problem}")
         for title, devices in (("missing", self.missing), ("extra", self.extra)):
             if devices:
                 lines.append(f"  {title}: {', '.join(map(str, devices))}")
@@ -125,14 +131,15 @@ class MigCheckAnswer:
 
 
 def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
-    """Return a GPU compared with its demand; ``strict``: one without a demand is not as requested."""
+    """Return a GPU compared with its demand; ``strict``: one without a demand is not as requested, instead of left out."""
     problem, difference = _compare_gpu(gpu, demand, host)
-    difference = difference or Difference()
-    compared = demand is not None or strict or gpu.error is not None
+    as_requested = None
+    if demand is not None or strict or gpu.error is not None:
+        as_requested = problem is None and not difference
     return CheckedGpu(
         gpu=gpu.index,
         uuid=gpu.uuid,
-        as_requested=(problem is None and not difference) if compared else None,
+        as_requested=as_requested,
         problem=problem,
         mig_enabled=gpu.mig_enabled,
         mig_pending=gpu.mig_pending,
@@ -142,19 +149,20 @@ def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -
     )
 
 
-def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
-    """Return what is wrong with a GPU as a whole, and the difference in MIG devices."""
+def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference]:
+    """Return what is wrong with a GPU as a whole, and the difference in MIG devices, empty where that cannot be compared."""
     if gpu.error is not None:
-        return gpu.error, None
+        return gpu.error, Difference()
     if demand is None:
-        return "no entry of the config is for it", None
+        return "no entry of the config is for it", Difference()
     if not gpu.mig_capable:
-        return (f"{gpu.name or 'this GPU'} has no MIG" if demand.mig_enabled else None), None
+        problem = f"{gpu.name or 'this GPU'} has no MIG" if demand.mig_enabled else None
+        return problem, Difference()
     problem = _mode_problem(gpu, demand)
     layout = MigReader(host.nvml).layout(gpu)
     if demand.wish and not layout.profiles:
         # Up to driver 575 there are no profiles while MIG is off; then the mode is the problem.
-        return problem or "the driver lists no MIG profiles", None
+        return problem or "the driver lists no MIG profiles", Difference()
     return problem, difference(layout, demand.wish)
 
 
@@ -173,13 +181,15 @@ _HINT: Final = "start with the current layout: gpushare export mig-parted > mig.
 
 
 def read_config(path: str, name: str | None) -> Config:
-    """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name."""
+    """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name.
+
+    A second document has the placements that gpushare exports beside it.
+    """
     yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), _HINT)
     if len(yaml_documents) > 2:
         raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
-    return choose_config(
-        parse_parted(yaml_documents[0], yaml_documents[1] if yaml_documents[1:] else None, shown_path(path)), name
-    )
+    placements = yaml_documents[1] if len(yaml_documents) == 2 else None
+    return choose_config(parse_parted(yaml_documents[0], placements, shown_path(path)), name)
 
 
 OF_FILE: Final = (
@@ -196,31 +206,33 @@ def demands_of(
     GPUs without an entry are left out, as by mig-parted. It is an error if none of the GPUs that the user has ``named``
     remains, and with ``exact`` if a GPU has no entry or an entry no GPU.
     """
-    ids, host_indexes = pci_ids(config, gpus, host), range(host.nvml.count())
+    host_indexes = range(host.nvml.count())
+    ids = pci_ids(config, gpus, host)
     wishes = wishes_for(config, gpus, ids)
     demands = demands_for_change(wishes, gpus)
-    idle = idle_entry_notes(config, gpus, ids, host_indexes)
-    missing = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
-    if exact and (missing or idle or absent_gpu_notes(config, host_indexes)):
-        reasons = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
-        raise NoGpu(
-            "; ".join([*reasons, *absent_gpu_notes(config, host_indexes), *idle]),
-            "change the file, or drop --exact",
-            code="no_gpu_of_config",
-        )
-    if not demands and any(wish.mig_enabled for wish in wishes.values()):
+    idle_notes = idle_entry_notes(config, gpus, ids, host_indexes)
+    entry_notes = [*absent_gpu_notes(config, host_indexes), *idle_notes]
+    without_entry = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
+    if exact and (without_entry or entry_notes):
+        if without_entry:
+            entry_notes.insert(0, f"config '{config.name}' has no entry for GPU {', '.join(without_entry)}")
+        raise NoGpu("; ".join(entry_notes), "change the file, or drop --exact", code="no_gpu_of_config")
+    # Of the chosen GPUs only, an entry without a GPU tells nothing: its GPU may be another one.
+    notes = idle_notes if len(gpus) == len(host_indexes) else ()
+    if demands:
+        return demands, notes
+    if any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig_error(gpus)
-    if not demands and named:
-        reasons = [*absent_gpu_notes(config, host_indexes), *idle] or ["none of them has MIG"]
+    if named:
+        reasons = entry_notes or ["none of them has MIG"]
         raise NoGpu(
             f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
         )
-    notes = idle if len(gpus) == len(host_indexes) else ()
-    return demands, notes if demands else (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
+    return demands, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
-    """Return notes on entries that name GPUs this host does not have."""
+    """Return notes on entries that name GPUs this host does not have. Raises NoGpu if all entries are of that kind."""
     host_indexes = range(host.nvml.count())
     notes = absent_gpu_notes(config, host_indexes)
     if notes and all(names_only_absent_gpus(entry, host_indexes) for entry in config.entries):

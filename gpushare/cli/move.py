@@ -62,17 +62,10 @@ def move(
     seconds = longest_wait(timeout, wait=wait)
     host = settings.connect()
     repair_first(host, note, dry_run=settings.dry_run)
-    mover = Mover(
-        host,
-        kept_limits(host),
-        seconds,
-        note,
-        lambda: waiting_line(note, quiet=settings.quiet),
-    )
-    devices = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
-    moves = (
-        mover.plan_job(job, devices)
-        if job is not None
-        else mover.plan_all_off(select_one(off, host.nvml.sweep()), devices)
-    )
+    mover = Mover(host, kept_limits(host), seconds, note, lambda: waiting_line(note, quiet=settings.quiet))
+    targets = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
+    if job is not None:
+        moves = mover.plan_job(job, targets)
+    else:
+        moves = mover.plan_all_off(select_one(off, host.nvml.sweep()), targets)
     return with_answer(ask_and_carry_out(moves.plan), MoveAnswer, jobs=moves.jobs)

@@ -43,7 +43,7 @@ from gpushare.mps.limits import LimitOptions, Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
-from gpushare.plan import Plan, one_plan
+from gpushare.plan import Loss, Plan, one_plan
 from gpushare.run.jobs import forget_ended, job_names
 from gpushare.run.look import only_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
@@ -62,21 +62,22 @@ class MpsStatusAnswer:
 def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     snapshot = Observer(settings.connect(), strangers=settings.verbose).read()
-    # A daemon with unknown GPUs is shown for every GPU.
     chosen = only_gpus(snapshot, gpu)
-    hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
-    shown = replace(chosen, daemons=chosen.daemons + hidden)
+    # A daemon with unknown GPUs is shown for every GPU.
+    of_unknown_gpus = [daemon for daemon in snapshot.daemons if not daemon.gpu_indexes]
+    missing = tuple(daemon for daemon in of_unknown_gpus if daemon not in chosen.daemons)
+    shown = replace(chosen, daemons=chosen.daemons + missing)
     result = status_result(shown)
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     # On a host with several GPUs a change must name its GPU.
-    name = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
-    where = "this host" if gpu is None else " or ".join(f"GPU {gpu_there.index}" for gpu_there in chosen.gpus)
+    gpu_option = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
+    where = "this host" if gpu is None else " or ".join(f"GPU {each.index}" for each in chosen.gpus)
     return replace(
         result,
         command="mps status",
         data=MpsStatusAnswer(mps_daemons=shown.daemons),
         tables=tables,
-        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{name}",
+        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{gpu_option}",
         csv=daemon_table(shown),
     )
 
@@ -121,29 +122,40 @@ def logs(
             gpu=device.gpu.index,
             code="directory_open",
         )
-    names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
-    texts, left_out = {}, 0
+    # Both logs, if neither is asked for, or both are.
+    names = []
+    if control or not server:
+        names.append("control.log")
+    if server or not control:
+        names.append("server.log")
+    texts = {}
+    left_out = 0
     for name in names:
-        filtered = name == "control.log" and not settings.verbose
-        # Most of the log may be questions.
-        whole = last_lines(home.log / name, _MOST_LINES if filtered else lines)
-        kept = without_questions(whole) if filtered else whole
-        left_out += len(whole) - len(kept)
-        texts[name] = kept[-lines:]
+        if name == "control.log" and not settings.verbose:
+            # Most of the log may be questions.
+            all_lines = last_lines(home.log / name, _MOST_LINES)
+            log_lines = without_questions(all_lines)
+            left_out = len(all_lines) - len(log_lines)
+        else:
+            log_lines = last_lines(home.log / name, lines)
+        texts[name] = log_lines[-lines:]
     notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
     return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes)
 
 
+# What is read of a log at most, in bytes and in lines of usual length; and what a long line takes.
 _MOST_OF_A_LOG: Final = 16 << 20
 _MOST_LINES: Final = _MOST_OF_A_LOG // 100
+_LONG_LINE_BYTES: Final = 300
 
 
 def last_lines(path: Path, lines: int) -> list[str]:
-    """Return the last lines of a log; none if there is no such file."""
+    """Return the last lines of a log; none if there is no such file. Raises OperationFailed: it cannot be read."""
     name = shlex.quote(str(path))
     try:
-        return read_trusted_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
+        size = min(_LONG_LINE_BYTES * lines + 4096, _MOST_OF_A_LOG)
+        return read_trusted_tail(path, size).splitlines()[-lines:]
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -206,7 +218,7 @@ class MpsStopAnswer(PlanAnswer):
 
 
 def stopped_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> StoppedDaemon:
-    """Return the result of stopping one daemon; ``done`` is None in a dry run."""
+    """Return the row of a daemon that is stopped; without ``done``, that of a dry run."""
     row = StoppedDaemon(
         pid=found.daemon.pid,
         gpu=found.daemon.gpu_index,
@@ -328,6 +340,10 @@ def set_limits(
     return ask_and_carry_out(plan(), homes=homes, replan=plan)
 
 
+# How long the clients may take before a stop without --drain and --force is refused.
+_USUAL_DRAIN_SECONDS: Final = 10.0
+
+
 def stop(
     gpu: str | None = GPU_OPTION,
     pipe_directory: str | None = option(
@@ -344,37 +360,41 @@ def stop(
     --pipe-directory. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
     refuse((Refused("--drain", "--force", "it does not wait", "-g 0 --drain 60s"),))
-    seconds = 0.0 if force else parse_seconds(drain) if drain is not None else 10.0
+    drain_seconds = _USUAL_DRAIN_SECONDS if drain is None else parse_seconds(drain)
+    if force:
+        drain_seconds = 0.0
     host = settings.connect()
     if not settings.dry_run:
+        # The question names jobs by their PIDs: that of one that has ended may be another program's.
         forget_ended(host)
-    gpus = gpus_of(host)
-    chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)
     forces = force or drain is not None
     works = [
-        (Stop(host, item, device, drain_seconds=seconds, force=forces, on_wait=_wait_reporter()), item)
-        for item, device in chosen
+        (Stop(host, found, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter()), found)
+        for found, device in daemons_to_stop(host, gpus_of(host), gpu, pipe_directory)
     ]
-    steps = tuple(step for work, _ in works for step in work.steps)
-    losses = (
-        ()
-        if settings.yes
-        else tuple(loss for work, _ in works for loss in work.losses(lambda pids: job_names(host, pids)))
+    losses: list[Loss] = []
+    if not settings.yes:
+        for work, _ in works:
+            losses += work.losses(lambda pids: job_names(host, pids))
+    plan = Plan(
+        title="MPS daemons are stopped",
+        steps=tuple(step for work, _ in works for step in work.steps),
+        undo="; ".join(work.undo for work, _ in works if work.undo is not None) or None,
+        consent=tuple(losses),
     )
-    undo = "; ".join(work.undo for work, _ in works if work.undo is not None) or None
-    plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
         planned = plan_result(plan, dry_run=True)
-        return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, item) for work, item in works))
+        return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, found) for work, found in works))
     consented(plan)
-    rows, errors = [], []
+    rows: list[StoppedDaemon] = []
+    errors: list[GpushareError] = []
     done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
-    deadline = time.monotonic() + seconds
-    for work, item in works:
+    deadline = time.monotonic() + drain_seconds
+    for work, found in works:
         work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
-            rows.append(stopped_row(work, item, work.run()))
+            rows.append(stopped_row(work, found, work.run()))
             done.append((stopped_sentence(rows[-1]), work.undo))
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.

@@ -56,6 +56,7 @@ def observe(
         return _recording_result(read_measured(read), Path(read))
     length, step = _length_and_interval(seconds, interval)
     host = settings.connect()
+    # None: all GPUs.
     indexes = None
     if gpu is not None:
         devices = select(gpu, host.nvml.identities())
@@ -68,12 +69,12 @@ def observe(
     with RecordingFile(path, header) as file:
         note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
         try:
-            with progress_line(quiet=settings.quiet) as tell:
+            with progress_line(quiet=settings.quiet) as draw:
 
                 def show_progress(seconds_over: float) -> None:
                     """Draw how many seconds of the recording are over."""
                     total = max(1, round(length))
-                    tell("recording; Ctrl-C ends and keeps it", int(seconds_over), total, length - seconds_over)
+                    draw("recording; Ctrl-C ends and keeps it", int(seconds_over), total, length - seconds_over)
 
                 recording = record(host, header, file, seconds=length, progress=show_progress)
         except KeyboardInterrupt:
@@ -90,7 +91,8 @@ def observe(
 
 def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
     """Return how long to record and the time between two samples, both in seconds."""
-    length, step = parse_seconds(seconds), positive_time("--interval", interval, **INTERVAL)
+    length = parse_seconds(seconds)
+    step = positive_time("--interval", interval, **INTERVAL)
     if length < step:
         raise BadUsage(
             f"--for {seconds} is shorter than one interval ({interval})",
@@ -148,13 +150,19 @@ class ObserveAnswer(Recording):
 
 def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
-    nobody = "no process was seen" if data.processes_known else "processes were not recorded"
+    without_processes = "no process was seen" if data.processes_known else "processes were not recorded"
     return Result(
         data=data,
         text=_header_text(data),
         tables=(
             Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
-            Table(name="processes", title="processes", columns=_PROCESS_COLUMNS, rows=data.processes, empty=nobody),
+            Table(
+                name="processes",
+                title="processes",
+                columns=_PROCESS_COLUMNS,
+                rows=data.processes,
+                empty=without_processes,
+            ),
             Table(
                 name="underused",
                 title="underused",

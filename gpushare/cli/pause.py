@@ -60,8 +60,10 @@ def pause(
             driver_seconds=round(work.seconds, 6),
             job=paused_row(work.job, host),
         )
+        if settings.dry_run and work.already:
+            return replace(result, text=text, tables=())
         if settings.dry_run:
-            return replace(result, text=text, tables=()) if work.already else result
+            return result
         return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))
 
 
@@ -146,8 +148,9 @@ def _user(uid: int | None) -> str | None:
 
 def clock(at: float) -> str:
     """Return a time for people: today's without the date."""
-    time_at, now = time.localtime(at), time.localtime()
-    return time.strftime("%H:%M:%S" if time_at[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", time_at)
+    local = time.localtime(at)
+    is_today = local[:3] == time.localtime()[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", local)
 
 
 def list_paused(host: Host) -> Any:

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 
 from gpushare.base.units import format_duration
 
-# What is being done, how much of how much is done, and the seconds left: an estimate, None at first.
-Told = Callable[[str, int, int, "float | None"], None]
+# Called with what is being done, how much of how much is done, and the seconds left: an estimate, None at first.
+DrawProgress = Callable[[str, int, int, "float | None"], None]
 
 
 @contextlib.contextmanager
-def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
-    """Yield a callback that draws a bar on a terminal, else nothing."""
+def progress_line(*, quiet: bool, about: str = "about") -> Iterator[DrawProgress]:
+    """Yield a function that draws a bar with the time left on a terminal, else nothing; ``about`` is the word before it."""
     if quiet or not sys.stderr.isatty():
         yield lambda *_: None
         return
@@ -32,16 +32,18 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
         transient=True,
     )
 
-    def tell(doing: str, done: int, total: int, seconds_left: float | None) -> None:
+    def draw(doing: str, done: int, total: int, seconds_left: float | None) -> None:
         remaining = "" if seconds_left is None else f"{about} {_rounded_duration(seconds_left)} left"
         bar.update(task, completed=done, total=total, description=doing, left=remaining)
         bar.refresh()
 
     with bar:
         task = bar.add_task("", total=None, left="")
-        yield tell
+        yield draw
 
 
 def _rounded_duration(seconds: float) -> str:
     """Return a time that is only estimated: in whole seconds below 100 s, else in whole minutes."""
-    return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))
+    if seconds < 100:
+        return format_duration(max(1, round(seconds)))
+    return format_duration(60 * round(seconds / 60))

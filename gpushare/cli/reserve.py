@@ -73,26 +73,30 @@ def reserve(
 
 
 def _check_length(device: Device, seconds: float, held: float, most: float) -> None:
-    """Raise NoPermission if a lease is longer than root allows; ``held``: the seconds since its start."""
-    # The undo of a shorter lease is in whole minutes.
-    if held + seconds > most + 60:
-        rest = most - held
-        raise NoPermission(
-            f"a lease of {format_duration(seconds)} on {device.title} is longer than {format_duration(most)}, the longest here"
-            + (f", of which {format_duration(held)} are over" if held >= 1 else "")
-            if most
-            else "root allows no leases here",
-            f"give at most --for {duration_option(int(rest))}; or ask root: reserve in gpushare.yaml"
-            if rest >= 1
-            else "ask root",
-            code="lease_too_long",
-        )
+    """Raise NoPermission if a lease is longer than root allows.
+
+    ``held`` are the seconds since its start, ``most`` those that root allows from start to end (0: no leases).
+    """
+    # The undo of a shorter lease is in whole minutes, rounded up.
+    if held + seconds <= most + 60:
+        return
+    problem = "root allows no leases here"
+    if most:
+        problem = f"a lease of {format_duration(seconds)} on {device.title} is longer than {format_duration(most)}, the longest here"
+        if held >= 1:
+            problem += f", of which {format_duration(held)} are over"
+    hint = "ask root"
+    if most - held >= 1:
+        hint = f"give at most --for {duration_option(int(most - held))}; or ask root: reserve in gpushare.yaml"
+    raise NoPermission(problem, hint, code="lease_too_long")
 
 
 def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     """Return the plan that reserves devices for some seconds, or extends this user's leases."""
     limits = kept_limits(host)
-    lease_by_gpu, steps, notes = leases(host, limits), [], []
+    lease_by_gpu = leases(host, limits)
+    steps: list[Step] = []
+    notes: list[str] = []
     for device in devices:
         lease = lease_by_gpu.get(device.uuid)
         if lease is not None and lease.uid != host.uid:
@@ -107,15 +111,16 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
         programs = [process for process in device.gpu.processes or () if process.compute]
         if programs:
             notes.append(f"{device.title} already has {counted(len(programs), 'program')}; see whose: gpushare status")
+        revert = partial(end_lease, host, device.uuid, limits)
+        if lease is not None:
+            revert = partial(take_lease, host, device.uuid, lease.seconds_left, limits)
         steps.append(
             Step(
                 what=f"reserve {device.title} for {format_duration(seconds)}",
                 command=f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}",
                 undo=_undo_command([device], lease_by_gpu),
                 do=partial(take_lease, host, device.uuid, seconds, limits),
-                revert=partial(end_lease, host, device.uuid, limits)
-                if lease is None
-                else partial(take_lease, host, device.uuid, lease.seconds_left, limits),
+                revert=revert,
             )
         )
     names = ", ".join(device.title for device in devices)
@@ -128,13 +133,14 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
 
 
 def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
-    """Return the commands that give these GPUs the leases that they have now."""
+    """Return the commands that give these GPUs the leases that they have now, by UUID in ``held``."""
     free = [device.selector for device in devices if device.uuid not in held]
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
     for device in devices:
         if device.uuid in held:
-            rest = held[device.uuid].seconds_left
-            seconds = rest if rest < 60 else 60 * math.ceil(rest / 60)
+            seconds = held[device.uuid].seconds_left
+            if seconds >= 60:
+                seconds = 60 * math.ceil(seconds / 60)
             commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}")
     return "; ".join(commands)
 
@@ -142,7 +148,10 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
 def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
     """Return the plan that ends the leases of devices; root is asked before it ends those of others."""
     limits = kept_limits(host)
-    lease_by_gpu, steps, losses, undo = leases(host, limits), [], [], []
+    lease_by_gpu = leases(host, limits)
+    steps: list[Step] = []
+    losses: list[Loss] = []
+    undo: list[str] = []
     for device in devices:
         lease = lease_by_gpu.get(device.uuid)
         if lease is None:
@@ -153,6 +162,7 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
             remaining = f"{format_duration(lease.seconds_left)} left"
             losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {device.title}", why=(remaining,)))
         else:
+            # Root could not give another user the lease back.
             undo.append(_undo_command([device], lease_by_gpu))
         steps.append(
             Step(

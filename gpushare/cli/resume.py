@@ -46,10 +46,10 @@ def resume(
         with host.open_channels() as control:
             plan = one_plan([_resume_plan(paused, resume_step(host, control, paused)) for paused in jobs_to_resume()])
             return plan_result(plan, dry_run=True)
-    done: list[tuple[PausedJob, Step]] = []
+    resumed: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
     with host.open_channels() as control:
-        # It loads while the records are read.
+        # The process that calls the driver loads while the records are read.
         control.start()
         if jobs_to_resume():
             with changing(host):
@@ -58,17 +58,19 @@ def resume(
                     step = resume_step(host, control, paused)
                     try:
                         step.do()
-                        done.append((paused, step))
+                        resumed.append((paused, step))
                     except GpushareError as error:
                         errors.append(error)
-    plan = one_plan([_resume_plan(job, step) for job, step in done])
+    plan = one_plan([_resume_plan(job, step) for job, step in resumed])
     result = plan_result(plan, dry_run=False, empty="no job is paused")
+    all_failed = bool(errors) and not resumed
     return replace(
         result,
-        data=ResumeAnswer(**vars(result.data), jobs=tuple(paused_row(job, host) for job, _ in done)),
-        done=() if errors and not done else result.done,
+        data=ResumeAnswer(**vars(result.data), jobs=tuple(paused_row(job, host) for job, _ in resumed)),
+        # Without a job, the result would say that none is paused.
+        done=() if all_failed else result.done,
         errors=tuple(errors),
-        all_failed=bool(errors) and not done,
+        all_failed=all_failed,
     )
 
 

@@ -58,13 +58,15 @@ def savings(
     target = _parse_number("--target-load", target_load, Decimal(100))
     cost = _price_of_hour(price, instance, _parse_number("--hours", hours, _MOST_HOURS))
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
-    if read is not None:
+    notes: list[str] = []
+    if read is None:
+        work = _typed_work(gpus, load, memory)
+    else:
         recording, uses = _chosen_uses(read, gpu)
         work = [_recorded_work(use) for use in uses]
-        capacity = capacity if capacity is not None else _smallest_memory(uses)
-        notes = _recording_notes(recording, uses)
-    else:
-        work, notes = _typed_work(gpus, load, memory), []
+        notes += _recording_notes(recording, uses)
+        if capacity is None:
+            capacity = _smallest_memory(uses)
     saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing is not included: measure before you give machines back")
     answer = SavingsAnswer(
@@ -160,8 +162,8 @@ def _recorded_work(use: GpuUse) -> Work:
 
 def _smallest_memory(uses: list[GpuUse]) -> int | None:
     """Return the memory of the smallest of these GPUs in bytes; None: it is unknown of one."""
-    sizes = [use.gpu.memory_total_bytes for use in uses]
-    return None if None in sizes else min((size for size in sizes if size is not None), default=None)
+    sizes = [use.gpu.memory_total_bytes for use in uses if use.gpu.memory_total_bytes is not None]
+    return min(sizes, default=None) if len(sizes) == len(uses) else None
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
@@ -225,16 +227,14 @@ def money(value: Decimal | None) -> str:
 
 def _line_of_today(data: SavingsAnswer) -> str:
     """Return the line on the GPUs as they are used today: number, load, cost."""
-    cost, price, loads = data.cost, data.price, data.loads_percent
-    each = (
-        f"{plain_value(loads[0])} % load each"
-        if len(set(loads)) == 1
-        else f"{plain_value(data.total_load_percent)} % load together"
-    )
-    head = f"now: {data.gpus} x {data.instance or 'GPU'} at {each}"
+    load = f"{plain_value(data.total_load_percent)} % load together"
+    if len(set(data.loads_percent)) == 1:
+        load = f"{plain_value(data.loads_percent[0])} % load each"
+    line = f"now: {data.gpus} x {data.instance or 'GPU'} at {load}"
+    price = data.price
     if price is None:
-        return head
-    return f"{head}: {data.gpus} x ${plain_value(price.per_hour)}/h x {plain_value(price.hours)} h = {money(cost)}"
+        return line
+    return f"{line}: {data.gpus} x ${plain_value(price.per_hour)}/h x {plain_value(price.hours)} h = {money(data.cost)}"
 
 
 def _option_line(option: Consolidation, data: SavingsAnswer) -> str:
@@ -252,7 +252,8 @@ def _option_line(option: Consolidation, data: SavingsAnswer) -> str:
 
 def _headroom_lines(data: SavingsAnswer) -> list[str]:
     """Return what the recommended option costs more than the one with the fewest GPUs, which has no room for peaks."""
-    fewest, chosen = min(data.options, key=lambda option: option.gpus, default=None), data.recommended
+    fewest = min(data.options, key=lambda option: option.gpus, default=None)
+    chosen = data.recommended
     if fewest is None or chosen is None or chosen.gpus == fewest.gpus:
         return []
     more = chosen.gpus - fewest.gpus

@@ -12,7 +12,7 @@ import typer
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
-from gpushare.base.units import counted, format_bytes, parse_memory_limit, parse_seconds, quoted
+from gpushare.base.units import GIB, counted, format_bytes, parse_memory_limit, parse_seconds, quoted
 from gpushare.cli.options import GROUP, AskingCommand, Command, argument, consented, flag, option, settings
 from gpushare.gpu_models import load_models
 from gpushare.memory.ledger import reservations
@@ -241,12 +241,14 @@ def _state_text(host: ShownHost) -> str:
 def _changed_fields(
     shown: SimulatedGpu | SimulatedHostState, fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]
 ) -> Iterator[str]:
-    """Yield the fields that differ from those of a new one; of processes and daemons their PIDs."""
+    """Yield the fields, all but some, that differ from those of a fresh GPU or host; of processes and daemons their PIDs."""
     for name, usual in vars(fresh).items():
         value = getattr(shown, name)
-        if name not in but and value != usual:
-            pids = [entry.pid for entry in value] if name in {"processes", "daemons"} else value
-            yield f"{name.replace('_', ' ')} {pids}"
+        if name in but or value == usual:
+            continue
+        if name in {"processes", "daemons"}:
+            value = [entry.pid for entry in value]
+        yield f"{name.replace('_', ' ')} {value}"
 
 
 def reset(
@@ -266,12 +268,11 @@ def reset(
             data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
-    done = tuple(map(_reset_host, specs))
-    alone = " ".join(str(pid) for each in done for pid in each.left_alone)
-    notes = (f"real programs and waiting jobs were left running; end them: kill {alone}",) if alone else ()
-    text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
-    answer = SimResetAnswer(dry_run=False, hosts=done)
-    return Result(data=answer, done=((text, None),), notes=notes)
+    deleted = tuple(map(_reset_host, specs))
+    left_alone = " ".join(str(pid) for each in deleted for pid in each.left_alone)
+    notes = (f"real programs and waiting jobs were left running; end them: kill {left_alone}",) if left_alone else ()
+    text = f"{', '.join(each.spec for each in deleted)}: reset" if deleted else "no simulated hosts to reset"
+    return Result(data=SimResetAnswer(dry_run=False, hosts=deleted), done=((text, None),), notes=notes)
 
 
 def _reset_host(spec: str) -> ResetResult:
@@ -305,7 +306,7 @@ def add(
     host = settings.connect()
     gpus = host.nvml.identities()
     if instance is not None and instance.isdigit():
-        # The id of a GPU instance; the simulation reports an unknown one.
+        # The id of a GPU instance: use the UUID of its first device. An unknown id is left for `add_process` to refuse.
         instances = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
         instance = next((mig.uuid for mig in instances), instance)
     device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)
@@ -315,10 +316,14 @@ def add(
     if mps:
         home, _ = own_daemon(host, device)
         environment["CUDA_MPS_PIPE_DIRECTORY"] = str(home.pipe)
+    if memory:
+        memory_bytes = parse_memory_limit(memory)
+    else:
+        memory_bytes = 0 if holder else GIB
     pid = admin.add_process(
         spec,
         str(device.gpu.index),
-        memory_bytes=parse_memory_limit(memory or "1G") if memory or not holder else 0,
+        memory_bytes=memory_bytes,
         sm_percent=sm,
         name=name,
         user=user,

@@ -33,7 +33,7 @@ def stop(
     seconds = None if grace is None else _grace_seconds(grace)
     host = settings.connect()
     if not settings.dry_run:
-        # The jobs of an earlier one that was killed may be gone.
+        # An earlier `gpushare stop` may have been killed before it forgot the jobs that it had ended.
         tidy(host)
     # All are looked up before the first one ends; one that has ended by itself keeps no other.
     targets: dict[tuple[int, int], Target] = {}
@@ -47,28 +47,30 @@ def stop(
             targets[target.job.pid, target.job.started] = target
     if not targets:
         raise no_job_error(host, missing[0])
+    # The gpushare of a job knows its GPUs.
     gpus = () if all(target.supervisor is not None for target in targets.values()) else gpus_of(host)
-    work = [Stop(host, target, gpus, seconds) for target in in_order_of_ends(host, targets.values())]
-    plan = one_plan([each.plan for each in work])
+    stops = [Stop(host, target, gpus, seconds) for target in in_order_of_ends(host, targets.values())]
+    plan = one_plan([each.plan for each in stops])
     if settings.dry_run:
         return replace(plan_result(plan, dry_run=True), errors=tuple(no_job_error(host, text) for text in missing))
     consented(plan)
-    done: list[Stopped] = []
+    stopped: list[Stopped] = []
     failures: list[GpushareError] = []
-    for each in work:
-        for step in each.plan.steps if settings.verbose else ():
+    for each in stops:
+        shown_steps = each.plan.steps if settings.verbose else ()
+        for step in shown_steps:
             say_step(step)
         try:
-            done.append(each.run())
+            stopped.append(each.run())
         except GpushareError as error:
             failures.append(error)
     # Only now: the hint names the jobs that still run.
     errors = (*(no_job_error(host, text) for text in missing), *failures)
     return Result(
-        data=StopAnswer(jobs=tuple(done)),
-        done=tuple((ended_sentence(stopped), None) for stopped in done),
+        data=StopAnswer(jobs=tuple(stopped)),
+        done=tuple((ended_sentence(job), None) for job in stopped),
         errors=errors,
-        all_failed=bool(errors) and not done,
+        all_failed=bool(errors) and not stopped,
     )
 
 

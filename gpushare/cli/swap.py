@@ -74,11 +74,12 @@ def back_in(
 def list_swapped() -> Any:
     """List the jobs that you or root have swapped out; as root, those of all users."""
     host = settings.connect()
-    out = [swap for swap in swaps(host) if swap.state != BACK]
-    # The list does not need the driver.
-    gpus = (or_none(host.nvml.identities) if out else None) or ()
-    indexes = {gpu.uuid: gpu.index for gpu in gpus}
-    rows = tuple(_swap_row(swap, indexes.get(swap.gpu_uuid)) for swap in out)
+    swapped_out = [swap for swap in swaps(host) if swap.state != BACK]
+    indexes: dict[str | None, int] = {}
+    if swapped_out:
+        # Without the driver, the list lacks only the indexes.
+        indexes = {gpu.uuid: gpu.index for gpu in or_none(host.nvml.identities) or ()}
+    rows = tuple(_swap_row(swap, indexes.get(swap.gpu_uuid)) for swap in swapped_out)
     columns = (
         Column("gpu", "GPU", right=True),
         Column("pid", "pid", right=True),

@@ -325,7 +325,7 @@ def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
     """Plan a change of a job's processes and carry it out; plan again if it would touch more than the user agreed to."""
     host = settings.connect()
     with host.open_channels() as control:
-        # It loads while the job is looked up.
+        # The process that calls the driver loads while the job is looked up.
         control.start()
 
         def plan_now() -> Plan:
