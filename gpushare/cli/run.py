@@ -89,9 +89,11 @@ def run(
     """
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    yields, share = (None, None) if how is None else parse_yield(how)
-    swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
-    refuse(REFUSED, _with_values(settings.given - ({"--gpus"} if gpus == 1 else set()), yields, swaps, over))
+    yields, share = parse_yield(how)
+    swaps = _swap_wish(swap, movable=movable)
+    # --gpus 1 is as without it.
+    given = settings.given - {"--gpus"} if gpus == 1 else settings.given
+    refuse(REFUSED, _with_values(given, yields, swaps, over))
     limits = Limits.typed(threads, None, priority)
     if yields == "caps" and share is not None:
         if threads is not None:
@@ -104,9 +106,9 @@ def run(
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
         slice_us = _slice_of_weight(weight)
-    # The program is not to know.
-    own = os.environ.pop(DETACHED, None)
-    job_name = name if own is None or production else own
+    # In the gpushare of a detached job, which has this name. The program must not inherit the variable.
+    detached_name = os.environ.pop(DETACHED, None)
+    job_name = name if detached_name is None or production else detached_name
     options = RunOptions(limits=limits, strict=strict, name=None if job_name is None else check_job_name(job_name))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
@@ -120,24 +122,22 @@ def run(
         keep=None if keep is None else _share_to_keep(keep),
         rate=None if metric is None else _printed_rate(host, production or "", metric, higher_is_better=not lower),
     )
-    budget = None
-    if memory is not None:
-        budget = parse_budget(memory, over)
-    leaves = yields == "swap"
+    budget = None if memory is None else parse_budget(memory, over)
+    leaves_for_production = yields == "swap"
     queue = QueueOptions(
         # Taking turns, and leaving for production, are ways of waiting.
-        wait=wait or leaves or (swaps is not None and swaps.turns),
+        wait=wait or leaves_for_production or (swaps is not None and swaps.turns),
         seconds=None if timeout is None else parse_seconds(timeout),
         requeue=requeue,
         run_seconds=None if run_time is None else positive_time("--time", run_time, "2h"),
         swap=swaps,
-        for_production=leaves,
+        for_production=leaves_for_production,
     )
-    if detach and own is None and not settings.dry_run:
+    if detach and detached_name is None and not settings.dry_run:
         return _start_detached(host, command[0], role.production or options.name)
     if container is not None:
         options = replace(options, container=_checked_engine(host, container, role))
-    started = JobStart(
+    job_start = JobStart(
         host=host,
         gpus=gpus_of(host),
         command=command,
@@ -152,7 +152,7 @@ def run(
         creates=create,
         restart=_restarts_on_mps_fault(restart_on),
     )
-    return started.run(gpu, mig, options)
+    return job_start.run(gpu, mig, options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,21 +172,20 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
     """Start the job in the background, and return its name; its notes and what keeps it from starting are shown as without -d."""
     job = detach(host, settings.words, program, name)
     if job.state == "ended" and job.exit_code and not was_started(host, job):
-        document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
-        put(sys.stdout if document else sys.stderr, document_of(job) if document else job.printed)
+        if settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}:
+            put(sys.stdout, document_of(job))
+        else:
+            put(sys.stderr, job.printed)
         return job.exit_code
-    how = {"runs": "is running", "waits": "waits in line", "ended": f"has ended, exit code {job.exit_code}"}
-    state = how.get(job.state or "", "has not started yet")
+    state_words = {"runs": "is running", "waits": "waits in line", "ended": f"has ended, exit code {job.exit_code}"}
+    state = state_words.get(job.state or "", "has not started yet")
     end = "" if job.state == "ended" else f"; end it: gpushare stop {job.name}"
     return Result(
         data=DetachedAnswer(
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
-        notes=(
-            *job.notes,
-            f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",
-        ),
+        notes=(*job.notes, f"{job.name} {state}; see its output: gpushare logs {job.name}{end}"),
     )
 
 
@@ -208,16 +207,16 @@ def _share_to_keep(text: str) -> float:
 
 
 def _printed_rate(host: Host, production: str, metric: str, *, higher_is_better: bool) -> PrintedRate:
-    """Return where production prints its speed: in the output that is kept of it."""
+    """Return how opportunistic jobs find the speed that ``production`` prints: a regex, and the output that is kept of it."""
     check_pattern("--metric", metric)
     return PrintedRate(str(output_path(host, production)), metric, higher_is_better)
 
 
 def _checked_engine(host: Host, name: str, role: Any) -> str:
-    """Return the engine of a container.
+    """Return the engine of a container; a note says what only root could do better.
 
     Raises:
-        NotSupported: only root may do with it what is asked for.
+        NotSupported: only root may pause such a container, or set its time-slice.
     """
     engine = check_engine(name)
     if role.yields == "pause":
@@ -263,12 +262,14 @@ REFUSED: Final = (
 )  # fmt: skip
 
 
-def parse_yield(text: str) -> tuple[Yield, str | None]:
-    """Return how a job yields and the value behind ``=``: ``slices=200us``, ``caps=60``, ``pause``.
+def parse_yield(text: str | None) -> tuple[Yield | None, str | None]:
+    """Return how a job yields and the value behind ``=``: ``slices=200us``, ``caps=60``, ``pause``; None: not given.
 
     Raises:
         BadUsage: no such way, or one that takes no value (code ``bad_yield``).
     """
+    if text is None:
+        return None, None
     way, equals, value = text.strip().partition("=")
     if way not in get_args(Yield) or (equals and (way not in {"slices", "caps"} or not value)):
         raise BadUsage(
@@ -279,17 +280,26 @@ def parse_yield(text: str) -> tuple[Yield, str | None]:
     return cast("Yield", way), value or None
 
 
+def _swap_wish(swap: str | None, *, movable: bool) -> SwapWish | None:
+    """Return what --swap and --movable say; a movable job is swapped on request, too."""
+    if not swap and not movable:
+        return None
+    return replace(parse_swap(swap or "request"), movable=movable)
+
+
 def parse_swap(text: str) -> SwapWish:
     """Return when a job is swapped: ``request``, ``idle=10m``, ``turns``, ``turns=60s``, or two with a comma.
 
     Raises:
         BadUsage: it is none of them, one is there twice, or a time is wrong (code ``bad_swap``).
     """
-    wish, seen = SwapWish(), set[str]()
+    wish = SwapWish()
+    seen = set[str]()
     for word in text.split(","):
         when, equals, value = word.strip().partition("=")
-        fits = {"request": not equals, "idle": bool(value), "turns": bool(value) or not equals}.get(when, False)
-        if not fits or when in seen:
+        # idle needs a time, turns may have one, request has none.
+        is_valid = bool(value) if when == "idle" or (when == "turns" and equals) else not equals
+        if when not in {"request", "idle", "turns"} or not is_valid or when in seen:
             raise BadUsage(
                 f"--swap {quoted(text)} does not say when the job leaves the GPU",
                 "give request, idle=10m, turns, turns=60s, or two of them: idle=10m,turns",
@@ -308,11 +318,12 @@ def parse_swap(text: str) -> SwapWish:
 
 def _with_values(given: AbstractSet[str], yields: str | None, swap: SwapWish | None, over: str | None) -> set[str]:
     """Return the options that are given, with those of their values that `REFUSED` names."""
-    values = {f"--yield:{yields}", f"--over:{over}"}
-    if swap is not None:
-        values |= {"--swap:idle"} if swap.idle_seconds is not None else set()
-        values |= {"--swap:turns"} if swap.turns else set()
-    return {*given, *values}
+    with_values = {*given, f"--yield:{yields}", f"--over:{over}"}
+    if swap is not None and swap.idle_seconds is not None:
+        with_values.add("--swap:idle")
+    if swap is not None and swap.turns:
+        with_values.add("--swap:turns")
+    return with_values
 
 
 def slice_of(text: str) -> int:

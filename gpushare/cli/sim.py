@@ -316,10 +316,9 @@ def add(
     if mps:
         home, _ = own_daemon(host, device)
         environment["CUDA_MPS_PIPE_DIRECTORY"] = str(home.pipe)
+    memory_bytes = 0 if holder else GIB
     if memory:
         memory_bytes = parse_memory_limit(memory)
-    else:
-        memory_bytes = 0 if holder else GIB
     pid = admin.add_process(
         spec,
         str(device.gpu.index),

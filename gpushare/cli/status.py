@@ -24,10 +24,9 @@ class WatchCommand(Command):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words, with the interval after each ``-w`` that has none."""
         words: list[str] = []
-        for place, word in enumerate(args):
+        for word, next_word in zip(args, [*args[1:], ""], strict=True):
             words.append(word)
-            following = args[place + 1 : place + 2]
-            if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", "".join(following)):
+            if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", next_word):
                 words.append(_INTERVAL)
         return super().make_context(info_name, words, parent, **extra)
 
@@ -51,9 +50,8 @@ def status(
         return legend_result()
     host = settings.connect()
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
-    whole = StatusReader(host, gpu, strangers=settings.verbose, power=power)
-
-    return read_or_watch(lambda: status_result(whole.snapshot()), watch)
+    reader = StatusReader(host, gpu, strangers=settings.verbose, power=power)
+    return read_or_watch(lambda: status_result(reader.snapshot()), watch)
 
 
 def read_or_watch(read: Callable[[], Result], interval: str | None) -> Any:

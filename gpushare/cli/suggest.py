@@ -86,14 +86,15 @@ _ALIKE: Final = 0.78
 
 def meant_option(word: str, options: Iterable[str]) -> str | None:
     """Return the option that a word was meant to be, of those a command has; None if none is near."""
-    options_of_command = [name for name in options if name.startswith("--") and name not in _NEVER]
     if word in _ANYWHERE:
         return _ANYWHERE[word]
+    candidates = [name for name in options if name.startswith("--") and name not in _NEVER]
     for name in _OPTIONS.get(word, ()):
-        if set(name.split(" or ")) <= set(options_of_command):
+        if set(name.split(" or ")) <= set(candidates):
             return name
-    completions = [name for name in options_of_command if len(word) > 4 and name.startswith(word)]
-    return completions[0] if len(completions) == 1 else _nearest_word(word, options_of_command)
+    # The beginning of an option, if it says enough: --opp is too little.
+    completions = [name for name in candidates if len(word) > 4 and name.startswith(word)]
+    return completions[0] if len(completions) == 1 else _nearest_word(word, candidates)
 
 
 def hint_of_arguments(error: Any) -> str | None:
@@ -104,7 +105,9 @@ def hint_of_arguments(error: Any) -> str | None:
     names = [parameter.metavar or "" for parameter in context.command.params if parameter.param_type_name == "argument"]
     if not names:
         return "it takes no arguments, only options"
-    return "one job at a time" if names[0].strip("[]").partition("|")[0] == "JOB" and len(names) == 1 else None
+    # JOB, [JOB] or JOB|list.
+    takes_one_job = len(names) == 1 and names[0].strip("[]").partition("|")[0] == "JOB"
+    return "one job at a time" if takes_one_job else None
 
 
 def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:

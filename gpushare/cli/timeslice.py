@@ -173,6 +173,7 @@ def _level_notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
     gpus = {device.gpu.index: device.gpu for device in devices}
+    # Each process once per GPU.
     processes = [
         (gpu, process)
         for gpu in gpus.values()
@@ -181,7 +182,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     if not processes:
         return []
     names = job_names(host, {process.pid for _, process in processes})
-    noted = slice_records(host)
+    records = slice_records(host)
     readings: dict[int, Reading] = {}
     rows = []
     with host.open_channels() as control:
@@ -190,7 +191,8 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
             info = host.processes.describe(pid)
             if pid not in readings:
                 readings[pid] = read_slices(control, pid, None)
-            reading, record = readings[pid], noted.get(pid)
+            reading = readings[pid]
+            record = records.get(pid)
             slices = reading.on(gpu.uuid)
             rows.append(
                 ProcessSlices(
@@ -213,7 +215,8 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
 
 def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
     """Return the slice that processes have by default (before it was set, if it was); None: no process, or they differ."""
-    slices = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps} - {None}
+    slices = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps}
+    slices.discard(None)
     return slices.pop() if len(slices) == 1 else None
 
 
@@ -252,13 +255,13 @@ def _setter_text(row: ProcessSlices) -> str:
 
 def _unknown_slice_notes(rows: Sequence[ProcessSlices]) -> list[str]:
     """Return why slices are unknown: one line per reason."""
-    alike: dict[str, list[ProcessSlices]] = {}
+    rows_by_reason: dict[str, list[ProcessSlices]] = {}
     for row in rows:
         if row.reason:
-            alike.setdefault(row.reason, []).append(row)
+            rows_by_reason.setdefault(row.reason, []).append(row)
     return [
         f"slice unknown: {group[0].message}" + (f" (and {len(group) - 1} more)" if len(group) > 1 else "")
-        for group in alike.values()
+        for group in rows_by_reason.values()
     ]
 
 

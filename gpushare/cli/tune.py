@@ -175,15 +175,17 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
             if settings.quiet:
                 return
             words = [f"production {share_text(figures.kept)} of alone"]
-            words += [] if figures.p99 is None else [f"p99 {factor_text(figures.p99)}"]
-            words += [] if figures.share is None else [f"the others {share_text(figures.share)}"]
+            if figures.p99 is not None:
+                words.append(f"p99 {factor_text(figures.p99)}")
+            if figures.share is not None:
+                words.append(f"the others {share_text(figures.share)}")
             title = f"{figures.setting.title}: " if terminal else "  "
             put(sys.stderr, f"gpushare: {title}{', '.join(words)} ({figures.seconds:.1f} s)\n")
 
         def progress(self, what: str, seconds: float, most: float) -> None:
-            tell(what, round(seconds), round(most), max(0.0, most - seconds))
+            draw(what, round(seconds), round(most), max(0.0, most - seconds))
 
-    with progress_line(quiet=settings.quiet, about="at most") as tell:
+    with progress_line(quiet=settings.quiet, about="at most") as draw:
         yield Lines()
 
 
@@ -195,6 +197,7 @@ def keep_result(
     ``picture``: write the settings into this file as a picture, too. What cannot be written becomes an error of the result
     (the setting, the picture), or changes nothing (the rest): the figures are shown all the same.
     """
+    # None: no setting surely meets the goal.
     tuned = tuned_record(host, device, options, result, name)
     data = answer(host, device, options, result, None if tuned is None else name)
     errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
@@ -207,7 +210,9 @@ def keep_result(
         except GpushareError as error:
             errors.append(error)
     errors += write_picture(picture, data, frontier_picture)
-    notes = [*([] if result.warning is None else [result.warning]), *_doubt_notes(options, result)]
+    notes = _doubt_notes(options, result)
+    if result.warning is not None:
+        notes.insert(0, result.warning)
     if result.strangers:
         notes.append(others_note(result.strangers))
     if data.file is not None and tuned is not None:
@@ -230,16 +235,14 @@ def _no_setting_note(device: Device, options: TuneOptions, *, unsure: bool) -> s
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
     """Keep the peaks and the use of the commands for `gpushare run --wait`; a failure to do so changes nothing."""
+    # What several jobs or copies use together tells nothing about each.
     single = options.copies == 1 and len(options.opportunistic) == 1
-    both = [
-        (options.production, profile_of(result.production, result.strangers)),
-        *(
-            (command, profile_of(result.others, result.strangers, peak=True, use=single))
-            for command in options.opportunistic
-        ),
-    ]
-    for command, profile in both:
-        if profile != type(profile)():
+    of_others = profile_of(result.others, result.strangers, peak=True, use=single)
+    profiles = [(options.production, profile_of(result.production, result.strangers))]
+    profiles += [(command, of_others) for command in options.opportunistic]
+    for command, profile in profiles:
+        nothing_measured = type(profile)()
+        if profile != nothing_measured:
             with contextlib.suppress(GpushareError):
                 keep_profile(host, device, command, profile)
 
@@ -251,13 +254,15 @@ def _start_notes(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
     return [f"start production{outside}: {first}", *(f"then the other: {command}" for command in others)]
 
 
-# The standard deviation of production's windows alone, relative to their mean, from which it is told.
+# The standard deviation of production's windows alone, relative to their mean, above which a note tells it.
 _MUCH_SPREAD: Final = 0.05
 
 
 def _doubt_notes(options: TuneOptions, result: TuneResult) -> list[str]:
     """Return notes on how sure the answer is."""
-    goal, best, spread = options.search.goal, result.outcome.best, result.production.spread
+    goal = options.search.goal
+    best = result.outcome.best
+    spread = result.production.spread
     notes = []
     if result.over:
         notes.append(f"the budget of {options.most_seconds:g} s is spent; the same tune again goes on from there")
