@@ -273,9 +273,9 @@ def advise(
     return _advice_result(advice_for(situation), explained, live=live, apply=apply)
 
 
-def _with_production_saturating(case: Case, saturating: bool | None) -> Case:
+def _with_production_saturating(case: Case, value: bool | None) -> Case:
     """Return the case with whether a production job alone fills the GPU; None: that is not given."""
-    if saturating is None:
+    if value is None:
         return case
     if Role.PRODUCTION not in case.roles:
         raise BadUsage(
@@ -283,12 +283,8 @@ def _with_production_saturating(case: Case, saturating: bool | None) -> Case:
             "give --production N, or a role in the file",
             code="no_role",
         )
-    return replace(
-        case,
-        workloads=tuple(
-            replace(work, saturating=saturating) if work.role is Role.PRODUCTION else work for work in case.workloads
-        ),
-    )
+    works = tuple(replace(work, saturating=value) if work.role is Role.PRODUCTION else work for work in case.workloads)
+    return replace(case, workloads=works)
 
 
 def _typed_case(

@@ -51,7 +51,7 @@ from gpushare.measure.bench_data import (
 from gpushare.measure.built_in import built_in_workload, parse_sizes, sizes_answer
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
-from gpushare.memory.peaks import keep_profile
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
 from gpushare.show.bench import bench_result, throughput_picture
@@ -350,8 +350,7 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
     if host.processes.namespace_is_host() is False:
         # The measured memory is the increase of the whole GPU, not the program's.
         profile = replace(profile, memory_bytes=None)
-    nothing_measured = type(profile)()
-    if profile != nothing_measured:
+    if profile != Profile():
         with contextlib.suppress(GpushareError):
             keep_profile(host, device, command, profile)
 

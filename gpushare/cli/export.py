@@ -281,19 +281,14 @@ class ExportAnswer(Export):
 
 def export_result(engine: str, export: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written, with a script that applies them (None: nowhere)."""
-    script = None
     written: Sequence[str] = ()
-    commands = list(export.commands)
+    script = apply_script(engine, export) if to is not None and engine in _WITH_SCRIPT else None
     if to is not None:
-        documents = list(export.documents)
-        if engine in _WITH_SCRIPT:
-            script = apply_script(engine, export)
-            documents.append(script)
-        written = write_documents(documents, Path(to))
-        if commands:
-            commands[0] = f"cd {shlex.quote(to)}; {commands[0]}"
+        written = write_documents(list(filter(None, [*export.documents, script])), Path(to))
     if script is None:
-        notes = [f"apply: {command}" for command in commands]
+        notes = [f"apply: {command}" for command in export.commands]
+        if to is not None and notes:
+            notes[0] = f"apply: cd {shlex.quote(to)}; {export.commands[0]}"
         notes += [f"needs: {text}" for text in export.needs]
     else:
         # The script takes the name of the node as $1.

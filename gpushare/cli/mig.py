@@ -298,10 +298,6 @@ def capable_gpus(
 
     ``silent`` gets those that do not answer; without it such a GPU is an error if -g names it. ``hidden`` gets the errors
     of those whose instances the driver does not list: their layouts are empty.
-
-    Raises:
-        GpuLost: no GPU with MIG answers, or one that is named.
-        NotSupported: none has MIG.
     """
     host = settings.connect()
     chosen = gpus_named(host, gpu)

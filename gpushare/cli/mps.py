@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ from gpushare.mps.limits import LimitOptions, Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
-from gpushare.plan import Loss, Plan, one_plan
+from gpushare.plan import Plan, one_plan
 from gpushare.run.jobs import forget_ended, job_names
 from gpushare.run.look import only_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
@@ -123,11 +124,7 @@ def logs(
             code="directory_open",
         )
     # Both logs, if neither is asked for, or both are.
-    names = []
-    if control or not server:
-        names.append("control.log")
-    if server or not control:
-        names.append("server.log")
+    names = [name for name, asked in (("control.log", control), ("server.log", server)) if asked or control == server]
     texts = {}
     left_out = 0
     for name in names:
@@ -372,10 +369,8 @@ def stop(
         (Stop(host, found, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter()), found)
         for found, device in daemons_to_stop(host, gpus_of(host), gpu, pipe_directory)
     ]
-    losses: list[Loss] = []
-    if not settings.yes:
-        for work, _ in works:
-            losses += work.losses(lambda pids: job_names(host, pids))
+    # To find them takes time, and with -y nobody is asked.
+    losses = [] if settings.yes else [loss for work, _ in works for loss in work.losses(partial(job_names, host))]
     plan = Plan(
         title="MPS daemons are stopped",
         steps=tuple(step for work, _ in works for step in work.steps),
@@ -386,8 +381,7 @@ def stop(
         planned = plan_result(plan, dry_run=True)
         return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, found) for work, found in works))
     consented(plan)
-    rows: list[StoppedDaemon] = []
-    errors: list[GpushareError] = []
+    rows, errors = list[StoppedDaemon](), list[GpushareError]()
     done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + drain_seconds

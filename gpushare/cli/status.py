@@ -24,7 +24,8 @@ class WatchCommand(Command):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words, with the interval after each ``-w`` that has none."""
         words: list[str] = []
-        for word, next_word in zip(args, [*args[1:], ""], strict=True):
+        for place, word in enumerate(args):
+            next_word = args[place + 1] if place + 1 < len(args) else ""
             words.append(word)
             if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", next_word):
                 words.append(_INTERVAL)

@@ -34,7 +34,7 @@ from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
 from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult, profile_of
 from gpushare.measure.tune import tune as measured
 from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
-from gpushare.memory.peaks import keep_profile
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.show.text import put
@@ -241,8 +241,7 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
     profiles = [(options.production, profile_of(result.production, result.strangers))]
     profiles += [(command, of_others) for command in options.opportunistic]
     for command, profile in profiles:
-        nothing_measured = type(profile)()
-        if profile != nothing_measured:
+        if profile != Profile():
             with contextlib.suppress(GpushareError):
                 keep_profile(host, device, command, profile)
 

@@ -40,8 +40,6 @@ from gpushare.mig.target import difference
 from gpushare.plan import Loss, Plan, Step
 from gpushare.snapshot import HostState
 
-_NOTHING = Assignment(())
-
 
 @dataclass(frozen=True)
 class GpuApply:
@@ -132,25 +130,17 @@ class _GpuWork:
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
         # UUIDs of the MIG devices that the change destroys.
         self.destroyed = _destroyed_uuids(self.plan)
-        # All MIG devices after the change, and those of the entry among them.
-        self.devices_after = self._devices_after()
-        self.assignment = self._assignment()
+        # All MIG devices after the change, and those of the entry among them; none if the entry wants no MIG.
+        self.devices_after: list[PlacedDevice] = []
+        self.assignment = Assignment(())
+        if self.change is not None:
+            layout = self.change.layout
+            kept = [device for device in devices_of_layout(self.live) if device.uuid not in self.destroyed]
+            self.devices_after = devices_to_be(self.change.after, layout.profiles, kept)
+            self.assignment = assignment_of(self.live, self.entry, layout, self.devices_after)
         self.names = self.assignment.names
         # UUIDs of devices; a wanted daemon is started again at the end.
         self.daemons_to_stop = self._daemons_to_stop()
-
-    def _devices_after(self) -> list[PlacedDevice]:
-        """Return the MIG devices of the GPU after the change; none if the entry wants no MIG."""
-        if not self.wants_mig or self.change is None:
-            return []
-        kept = [device for device in devices_of_layout(self.live) if device.uuid not in self.destroyed]
-        return devices_to_be(self.change.after, self.change.layout.profiles, kept)
-
-    def _assignment(self) -> Assignment:
-        """Return the MIG devices that the entry wants, each with the device that it gets."""
-        if not self.wants_mig or self.change is None:
-            return _NOTHING
-        return assignment_of(self.live, self.entry, self.change.layout, self.devices_after)
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file.

@@ -16,7 +16,7 @@ from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout, Profile
 from gpushare.mig.target import difference
 from gpushare.mig.wish import parse_wish, resolve
-from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.limits import check_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,8 @@ def _texts_by_key(wish: MpsWish) -> dict[str, str | None]:
     limits = wish.limits.explicit
     return {
         "threads": _percent_text(limits.threads_percent),
-        "memory": _size_text(limits.memory_limit_bytes),
-        "priority": _priority_text(limits),
+        "memory": None if limits.memory_limit_bytes is None else size_option(limits.memory_limit_bytes),
+        "priority": (limits.priority or Priority.NORMAL).title,
         "users": _users_text(wish.users),
         "exclusive": str(wish.exclusive).lower(),
         "multiuser": str(wish.multiuser).lower(),
@@ -181,14 +181,6 @@ def _place_text(want: WantedDevice) -> str:
 
 def _percent_text(value: float | None) -> str:
     return f"{100.0 if value is None else value:g} %"
-
-
-def _size_text(value: int | None) -> str | None:
-    return None if value is None else size_option(value)
-
-
-def _priority_text(limits: Limits) -> str:
-    return (limits.priority or Priority.NORMAL).title
 
 
 def _users_text(users: tuple[str, ...]) -> str:

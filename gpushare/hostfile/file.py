@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final
 
@@ -118,11 +118,6 @@ class Entry:
     @property
     def wish(self) -> Wish:
         return parse_wish(" ".join(mig.wish for mig in self.mig)) if self.mig else ()
-
-    @property
-    def alike(self) -> Entry:
-        """Return it without its GPUs, to merge equal entries."""
-        return replace(self, match=Match(by=Exactness.ALL))
 
 
 @dataclass(frozen=True, kw_only=True)

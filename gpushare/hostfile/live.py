@@ -68,26 +68,17 @@ _NO_GPU_YET: Final = Match(by=Exactness.ALL)
 def captured_file(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
     """Return the file for these GPUs as they are, and notes on what it cannot express.
 
-    ``by`` tells whether the file names GPUs by index or UUID. Equal GPUs share an entry; a name is for one GPU only.
+    ``by`` tells whether the file names GPUs by index or UUID. Equal GPUs share an entry.
     """
-    entries: list[Entry] = []
+    values_by_entry: dict[Entry, list[str]] = {}
     notes: list[str] = []
     for live in gpus:
         entry = _captured_entry(live, notes)
-        if entry is None:
-            continue
-        value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
-        equal = next((other for other in entries if other.alike == entry.alike and not _has_names(other)), None)
-        if equal is None:
-            entries.append(replace(entry, match=Match(by=by, values=(value,))))
-        else:
-            both = Match(by=by, values=(*equal.match.values, value))
-            entries[entries.index(equal)] = replace(equal, match=both)
+        if entry is not None:
+            value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
+            values_by_entry.setdefault(entry, []).append(value)
+    entries = (replace(entry, match=Match(by=by, values=tuple(values))) for entry, values in values_by_entry.items())
     return HostFile(entries=tuple(entries)), notes
-
-
-def _has_names(entry: Entry) -> bool:
-    return any(mig.name is not None for mig in entry.mig)
 
 
 def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:

@@ -24,14 +24,7 @@ from gpushare.mig.grant import access_steps, names_step, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import (
-    DaemonHome,
-    own_home,
-    pipe_users,
-    restart_command,
-    set_pipe_users,
-    start_command,
-)
+from gpushare.mps.home import DaemonHome, own_home, pipe_users, restart_command, set_pipe_users, start_command
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
