@@ -127,7 +127,8 @@ def _report_not_written(error: OSError, answer: Any = None) -> int:
         for each in (*getattr(answer, "errors", ()), unwritten):
             write_error(each, sys.stderr)
     _discard_output(sys.stdout)
-    return (0 if answer is None else exit_code_of(answer)) or int(ExitCode.FAILED)
+    exit_code = 0 if answer is None else exit_code_of(answer)
+    return exit_code or int(ExitCode.FAILED)
 
 
 def _run(words: list[str]) -> int:

@@ -240,7 +240,9 @@ def advise(
     explained = None if way is None else way_of(way)
     measuring = None
     if measure:
-        argv = program or (split_command("--command", command) if command else [])
+        argv = program or []
+        if command and not program:
+            argv = split_command("--command", command)
         measuring = parse_measuring(argv, copies, metric, window, repeat, timeout, lower=lower)
     # All words are checked before the host is asked, so that a typo costs nothing.
     case = _typed_case(words, file, root, role_counts)
@@ -578,7 +580,8 @@ def ask_numbers(situation: Situation) -> Situation:
     workloads: list[Workload] = []
     single = len(situation.case.workloads) == 1
     for workload in situation.case.workloads:
-        name = workload.name or (workload.role.value if workload.role is not None else "")
+        role = "" if workload.role is None else workload.role.value
+        name = workload.name or role
         of_name = f" of {name}" if name else ""
         if workload.processes is None and single:
             (workload,) = _ask_property(workload, "processes", "How many processes are to share the GPU?", "4")
@@ -648,10 +651,8 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     # The undo of the recipe is shown, unless a line of it is known only after the change: then that of the plan is.
     if all(line.command is not None for line in recipe.undo):
         result_notes = [text for text in result_notes if not text.startswith("undo: ")]
-        if done:
-            done = with_undo(
-                [what for what, _ in done], "; ".join(line.command for line in recipe.undo if line.command)
-            )
+        undo = "; ".join(line.command for line in recipe.undo if line.command)
+        done = with_undo([text for text, _ in done], undo) if done else done
     later = [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
     return replace(result, notes=(*notes, *result_notes, *later), done=done)
 
@@ -790,7 +791,8 @@ def parse_measuring(
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
-    repeat = 3 if repeat is None else repeat
+    if repeat is None:
+        repeat = 3
     if not argv:
         raise BadUsage(
             "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"

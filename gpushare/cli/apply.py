@@ -212,6 +212,7 @@ def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, fi
 
 
 def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
+    """Return the plan that makes a GPU match its entry; it may get names from the other GPUs that have entries."""
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.uuid}
     return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 

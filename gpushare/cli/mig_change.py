@@ -210,12 +210,10 @@ def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance])
         if part.enable is not None and part.enable is not part.before.mig_enabled:
             yield f"GPU {part.gpu.index}: MIG is {'on' if part.enable else 'off'}"
         if part.plan.destroyed:
-            gone = [
-                str(each.instance)
-                if each.whole
-                else f"{counted(len(each.compute), 'compute instance')} of {each.instance}"
-                for each in part.plan.destroyed
-            ]
+            gone = []
+            for each in part.plan.destroyed:
+                parts = "" if each.whole else f"{counted(len(each.compute), 'compute instance')} of "
+                gone.append(f"{parts}{each.instance}")
             yield f"{', '.join(gone)} on GPU {part.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
         for row in made:
             if row.gpu == part.gpu.index:

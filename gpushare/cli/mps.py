@@ -381,7 +381,9 @@ def stop(
         planned = plan_result(plan, dry_run=True)
         return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, found) for work, found in works))
     consented(plan)
-    rows, errors = list[StoppedDaemon](), list[GpushareError]()
+
+    rows: list[StoppedDaemon] = []
+    errors: list[GpushareError] = []
     done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + drain_seconds
@@ -393,7 +395,8 @@ def stop(
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)
-    if errors and not rows and len(errors) == 1:
+
+    if len(errors) == 1 and not rows:
         raise errors[0]
     return Result(
         data=MpsStopAnswer(

@@ -46,6 +46,7 @@ def resume(
         with host.open_channels() as control:
             plan = one_plan([_resume_plan(paused, resume_step(host, control, paused)) for paused in jobs_to_resume()])
             return plan_result(plan, dry_run=True)
+
     resumed: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
     with host.open_channels() as control:
@@ -61,6 +62,7 @@ def resume(
                         resumed.append((paused, step))
                     except GpushareError as error:
                         errors.append(error)
+
     plan = one_plan([_resume_plan(job, step) for job, step in resumed])
     result = plan_result(plan, dry_run=False, empty="no job is paused")
     all_failed = bool(errors) and not resumed

@@ -89,20 +89,23 @@ def run(
     """
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    yields, share = parse_yield(how)
+    # What does not go together.
+    yields, yield_value = parse_yield(how)
     swaps = _swap_wish(swap, movable=movable)
     # --gpus 1 is as without it.
     given = settings.given - {"--gpus"} if gpus == 1 else settings.given
     refuse(REFUSED, _with_values(given, yields, swaps, over))
+
+    # The share of the GPU, and the name.
     limits = Limits.typed(threads, None, priority)
-    if yields == "caps" and share is not None:
+    if yields == "caps" and yield_value is not None:
         if threads is not None:
             raise BadCombination(
                 "--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60"
             )
-        percent = percentage("--yield caps", share, example="--yield caps=60", code="bad_yield")
+        percent = percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
         limits = replace(limits, threads_percent=percent)
-    given_slice = share if yields == "slices" else slice_text
+    given_slice = yield_value if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
         slice_us = _slice_of_weight(weight)
@@ -112,6 +115,8 @@ def run(
     options = RunOptions(limits=limits, strict=strict, name=None if job_name is None else check_job_name(job_name))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
+
+    # The role, and the line.
     host = settings.connect()
     role = Role(
         production=None if production is None else check_job_name(production),
@@ -133,6 +138,7 @@ def run(
         swap=swaps,
         for_production=leaves_for_production,
     )
+
     if detach and detached_name is None and not settings.dry_run:
         return _start_detached(host, command[0], role.production or options.name)
     if container is not None:

@@ -92,7 +92,7 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
     for name in _OPTIONS.get(word, ()):
         if set(name.split(" or ")) <= set(candidates):
             return name
-    # The beginning of an option, if it says enough: --opp is too little.
+    # The beginning of an option: three letters at least, or it could be any.
     completions = [name for name in candidates if len(word) > 4 and name.startswith(word)]
     return completions[0] if len(completions) == 1 else _nearest_word(word, candidates)
 

@@ -109,6 +109,7 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
     """
     host = settings.connect()
     try:
+        # nvidia-smi runs while NVML is read.
         pending = host.policy.start()
     except GpushareError:
         # Without a driver there is no nvidia-smi either, and NVML says the reason.
@@ -117,16 +118,6 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
     gpus = gpus_of(host)
     devices = select(gpu, gpus)
     levels = policies_of(pending.result())
-    columns = (
-        Column("gpu", "GPU", right=True),
-        Column("name", "name", rank=3),
-        Column("time_slice", "level"),
-        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=format_slice),
-        Column("compute_mode", "compute mode", rank=2),
-        Column("uuid", "UUID", whole=True, rank=4),
-    )
-    errors = gpu_errors(device.gpu for device in devices)
-    blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     processes = _process_rows(host, devices)
     rows = [
         GpuSlices(
@@ -140,19 +131,29 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         )
         for device in devices
     ]
+    columns = (
+        Column("gpu", "GPU", right=True),
+        Column("name", "name", rank=3),
+        Column("time_slice", "level"),
+        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=format_slice),
+        Column("compute_mode", "compute mode", rank=2),
+        Column("uuid", "UUID", whole=True, rank=4),
+    )
+    # For people, a GPU that does not answer has a word in place of its level.
     shown = [
         {**vars(row), "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else vars(row)
         for row, device in zip(rows, devices, strict=True)
     ]
+    tables = [Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU")]
+    if processes:
+        tables.append(_process_table(processes))
+    blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
     return Result(
         data=TimesliceAnswer(gpus=tuple(rows), processes=tuple(processes)),
-        tables=(
-            Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),
-            *((_process_table(processes),) if processes else ()),
-        ),
+        tables=tuple(tables),
         csv=Table(name="gpus", columns=columns, rows=tuple(map(vars, rows))),
         notes=(*_level_notes(rows), *_unknown_slice_notes(processes), *blind),
-        errors=errors,
+        errors=gpu_errors(device.gpu for device in devices),
     )
 
 
@@ -193,12 +194,13 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
                 readings[pid] = read_slices(control, pid, None)
             reading = readings[pid]
             record = records.get(pid)
+            job_before = None if record is None else record.job
             slices = reading.on(gpu.uuid)
             rows.append(
                 ProcessSlices(
                     gpu=gpu.index,
                     pid=pid,
-                    job=names.get(pid) or (None if record is None else record.job),
+                    job=names.get(pid, job_before),
                     user=None if info is None else info.user,
                     name=None if info is None else info.name,
                     slice_us=slices[0] if len({*slices}) == 1 else None,

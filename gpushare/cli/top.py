@@ -26,12 +26,10 @@ def top(
     the screen. `gpushare top` needs Textual: pipx inject gpushare textual.
     """
     if not _is_terminal():
-        raise NotSupported(
-            "top needs a terminal",
-            "for logs and pipes: gpushare status -w",
-            code="no_terminal",
-        )
+        raise NotSupported("top needs a terminal", "for logs and pipes: gpushare status -w", code="no_terminal")
     seconds = positive_time("--interval", interval, **INTERVAL)
+
+    # What is shown: this host, or a recording.
     from gpushare.top.watch import Watch
 
     reader: Any
@@ -45,7 +43,8 @@ def top(
 
         reader = Replay(Samples(replay))
     watch = Watch(reader, seconds)
-    # It reads while Textual is loaded.
+
+    # The first frame is read while Textual is loaded.
     watch.start()
     try:
         with _without_tls():
@@ -61,7 +60,7 @@ def top(
         ) from None
     from gpushare.top.verbs import follow_output, run_verb
 
-    # Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at 50,000. What
+    # The screen. Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at 50,000. What
     # is loaded now stays, so the collector skips it.
     gc.freeze()
     gc.set_threshold(5_000)
@@ -79,7 +78,10 @@ def top(
 
 @contextlib.contextmanager
 def _without_tls() -> Iterator[None]:
-    """Import asyncio, which Textual needs, without OpenSSL, which it does not: that costs 15 ms and 4 MiB."""
+    """Let imports of Textual, which need asyncio, do without OpenSSL, which costs 15 ms and 4 MiB.
+
+    A module that is None in `sys.modules` cannot be imported, and asyncio works without ssl.
+    """
     if "asyncio" in sys.modules or "ssl" in sys.modules:
         yield
         return

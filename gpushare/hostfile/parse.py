@@ -209,14 +209,14 @@ def _check_processes(value: Value, fields: Mapping[str, Value]) -> None:
         raise value.wrong("is empty", "name a user, group, container, command, cgroup or gpu; or write: match: all")
 
 
-_RULE_GPU: Final = Form(
-    lambda value: (
-        str(_INDEX.read(value))
-        if not isinstance(value.raw, str)
-        else text(_UUID, "the index or the UUID of a GPU").read(value)
-    ),
-    {"oneOf": [_INDEX.schema, {"type": "string", "pattern": _UUID}]},
-)
+def _read_rule_gpu(value: Value) -> str:
+    """Return the index or the UUID of a GPU as text."""
+    if isinstance(value.raw, str):
+        return text(_UUID, "the index or the UUID of a GPU").read(value)
+    return str(_INDEX.read(value))
+
+
+_RULE_GPU: Final = Form(_read_rule_gpu, {"oneOf": [_INDEX.schema, {"type": "string", "pattern": _UUID}]})
 _PROCESSES: Final = all_or(
     mapping(
         {
