@@ -500,7 +500,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
             code="nobody",
         )
     graphics = any(process.graphics and not process.compute for process in gpu.processes) or None
-    # They are the ones to be set up, so they can be restarted.
+    # The setup is for these programs, so they can be restarted.
     properties: dict[str, Any] = {"graphics": graphics, "occupied": False}
     workloads = [_seen_process(each.name, each.user, each.memory_used_bytes, **properties) for each in programs]
     return Case(workloads=_merge_processes(workloads), root=root)

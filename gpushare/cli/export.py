@@ -346,10 +346,11 @@ def describe(
         """Return a GPU with the replicas of the options; with one replica a time-sliced GPU is not shared."""
         if replicas == 1 and gpu.sharing is Way.TIMESLICE:
             return replace(gpu, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
+        instances = gpu.mig
+        if mig_replicas is not None:
+            of_instance = None if mig_replicas == 1 else mig_replicas
+            instances = tuple(replace(mig, replicas=of_instance) for mig in gpu.mig)
         shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
-        instances = tuple(
-            replace(mig, replicas=None if mig_replicas == 1 else mig_replicas or mig.replicas) for mig in gpu.mig
-        )
         return replace(gpu, replicas=(replicas or gpu.replicas) if shared else None, mig=instances)
 
     return replace(host, gpus=tuple(map(with_replicas, host.gpus)))

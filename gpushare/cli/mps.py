@@ -233,12 +233,12 @@ def _wait_reporter() -> Callable[[list[int], float], None]:
     """Return a function that reports the clients a stop waits for, each set of them once."""
     reported: set[tuple[int, ...]] = set()
 
-    def say(pids: list[int], seconds: float) -> None:
+    def report(pids: list[int], seconds: float) -> None:
         if tuple(pids) not in reported:
             reported.add(tuple(pids))
             note(f"waiting up to {seconds:.0f} s for {counted(len(pids), 'client')}: {first_few(pids)}")
 
-    return say
+    return report
 
 
 def stopped_sentence(row: StoppedDaemon) -> str:

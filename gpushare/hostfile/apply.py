@@ -242,7 +242,7 @@ class _GpuWork:
 
     @property
     def _gpu_daemon_stays(self) -> bool:
-        """Return whether the whole GPU has a lasting daemon that does not stop."""
+        """Return whether a lasting daemon serves the whole GPU before and after the change."""
         return self.live.mps is not None and (self.live.gpu.uuid or "") not in self.daemons_to_stop
 
     def _refuse_programs(self) -> None:
@@ -280,7 +280,7 @@ class _GpuWork:
     def _mode_steps(self) -> list[Step]:
         """Return the step that sets the compute mode, or none."""
         mps = self.entry.mps
-        # A daemon sets the mode at its start, and restores the earlier one at its end.
+        # A daemon that starts later sets the mode itself, and restores at its end the one that it found.
         of_running_daemon = mps is not None and mps.exclusive and self._gpu_daemon_stays
         mode = ComputeMode.DEFAULT
         if self.entry.sharing is Way.EXCLUSIVE or of_running_daemon:

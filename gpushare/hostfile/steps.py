@@ -290,7 +290,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, allowed: int
 
 
 def device_to_be(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
-    """Return a MIG device that exists, or is to be created, on a GPU."""
+    """Return a MIG device for checks: as it is, or if it does not exist yet, with the ``memory`` of its profile in bytes."""
     mig = next((mig for mig in gpu.mig_instances if mig.uuid == placed.uuid), None)
     return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
 
