@@ -10,6 +10,7 @@ A slice is recorded before it is set, and restored at the end. What a killed kee
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -179,8 +180,32 @@ class Keeper:
         self._silent = 0
         # What has happened in this look.
         self._events: list[Event] = []
+        # What a killed keep has set, and this one has not put back yet.
+        self._earlier: list[KeptProcess] = []
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
+
+    def recover(self) -> list[Event]:
+        """Put back what a killed keep left; `undo` tries once more what cannot be put back now."""
+        record = KEEPS.read(KEEPS.path(self._host, _KEY))
+        self._earlier = [] if record is None else list(record.processes)
+        events = self._put_back_earlier(until=math.inf)
+        self._write()
+        return events
+
+    def _put_back_earlier(self, *, until: float) -> list[Event]:
+        """Restore the slices that a killed keep left, until a time of the clock; the rest stays for another try."""
+        events: list[Event] = []
+        rest: list[KeptProcess] = []
+        for kept in self._earlier:
+            if not self._host.processes.alive(kept.pid, kept.started):
+                continue
+            put_back = _put_back(self._host, self._control, kept) if self._clock() < until else None
+            events += put_back or ()
+            if put_back is None or any(event.kind == "skipped" for event in put_back):
+                rest.append(kept)
+        self._earlier = rest
+        return events
 
     def step(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
@@ -465,13 +490,19 @@ class Keeper:
                 failed.pop(process.pid, None)
                 events += put_back
                 process.slices.clear()
+        # After those of this keep: a process may have been set by both.
+        events += self._put_back_earlier(until=end)
         self.left = [process.pid for process in self._processes.values() if process.slices]
+        self.left += [kept.pid for kept in self._earlier]
         self._try_to_write()
         return events + [event for put_back in failed.values() for event in put_back]
 
     def _write(self) -> None:
         """Write what is set. Raises GpushareError: it cannot be written."""
-        _write(self._host, [kept for process in self._processes.values() if (kept := process.kept) is not None])
+        own = [kept for process in self._processes.values() if (kept := process.kept) is not None]
+        me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
+        path = KEEPS.path(self._host, _KEY)
+        KEEPS.write(KeepRecord(**me._asdict(), processes=(*own, *self._earlier), path=path))
 
     def _try_to_write(self) -> None:
         """Write what is set; a failure is no reason to stop."""
@@ -560,11 +591,6 @@ def keep_record(host: Host) -> KeepRecord | None:
     return next((record for record in records if record.runs), records[0] if records else None)
 
 
-def _write(host: Host, processes: Sequence[KeptProcess]) -> None:
-    me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
-    KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(processes), path=KEEPS.path(host, _KEY)))
-
-
 @contextlib.contextmanager
 def sole_keep(host: Host) -> Iterator[None]:
     """Be the only keep of a host meanwhile.
@@ -600,17 +626,6 @@ def _already_running_error(pid: int | None) -> InUse:
     )
 
 
-def recover(host: Host, control: ChannelControl) -> list[Event]:
-    """Put back what a killed keep left. Called by the only keep of a host."""
-    record = KEEPS.read(KEEPS.path(host, _KEY))
-    events: list[Event] = []
-    for process in () if record is None else record.processes:
-        if host.processes.alive(process.pid, process.started):
-            events += _put_back(host, control, process)
-    _write(host, ())
-    return events
-
-
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
@@ -625,8 +640,8 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         OperationFailed: not everything could be put back (code ``slices_left``).
     """
     with sole_keep(host), held_back() as wait, host.open_channels() as control:
-        say(recover(host, control))
         keeper = Keeper(host, control, policy)
+        say(keeper.recover())
         try:
             while True:
                 began = time.monotonic()

@@ -16,7 +16,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse
 from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
-from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, recover, sole_keep, verdicts
+from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, sole_keep, verdicts
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
@@ -360,12 +360,12 @@ def test_a_killed_keep_is_undone_by_the_next_one(new_desk: Callable[..., Desk]) 
     killed.look()
     killed.set(changed, 7000)
     desk = new_desk()
-    assert desk.told(recover(desk.host, desk.control)) == [
+    assert desk.told(desk.keeper.recover()) == [
         f"process {train} (root): restored 500us -> 2.048ms",
         f"process {serve} (root): restored 16ms -> 2.048ms",
     ]
     assert [desk.slice(pid) for pid in (train, serve, changed)] == [DEFAULT, DEFAULT, 7000]
-    assert recover(desk.host, desk.control) == []
+    assert desk.keeper.recover() == []
 
 
 @pytest.mark.parametrize("crash", ["set_slice", "find_again"])
@@ -386,7 +386,7 @@ def test_a_crash_at_any_call_is_undone(crash: str, after: bool, new_desk: Callab
     with pytest.raises(SystemExit):
         desk.look()
     again = new_desk()
-    recover(again.host, again.control)
+    again.keeper.recover()
     assert again.slice(pid) == DEFAULT
 
 
@@ -396,7 +396,7 @@ def test_a_process_with_a_recorded_pid_that_started_later_is_not_touched(new_des
     desk.look()
     with desk.world.file.changed() as state:
         next(process for process in state.processes if process.pid == pid).started += 60
-    assert recover(desk.host, desk.control) == []
+    assert new_desk().keeper.recover() == []
     assert desk.slice(pid) == 500
 
 
@@ -413,7 +413,7 @@ def test_a_broken_record_is_no_record(text: str, new_desk: Callable[..., Desk]) 
     desk.add()
     desk.look()
     (desk.host.run_directory / "keep" / "keep.json").write_text(text)
-    assert recover(desk.host, desk.control) == []
+    assert new_desk().keeper.recover() == []
 
 
 def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
@@ -477,8 +477,41 @@ def test_what_cannot_be_put_back_is_tried_again_and_stays_written_down(
     assert record is not None
     assert [kept.pid for kept in record.processes] == ([pid] if stays else [])
     # The next one does it.
-    recover(desk.host, desk.control)
+    new_desk().keeper.recover()
     assert desk.slice(pid) == DEFAULT
+
+
+def test_what_the_next_keep_cannot_put_back_is_tried_at_its_end(
+    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = new_desk()
+    pid = killed.add()
+    killed.look()
+
+    def failing(*_: Any) -> None:
+        raise OperationFailed("no", "none")
+
+    desk = new_desk("- {match: {command: none}, slice: 1ms}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", failing)
+        assert [event.kind for event in desk.keeper.recover()] == ["skipped"]
+        assert [event.kind for event in desk.keeper.undo()] == ["skipped"]
+    assert desk.keeper.left == [pid]
+    record = keep_record(desk.host)
+    assert record is not None
+    assert [kept.pid for kept in record.processes] == [pid]
+    # Another process is set meanwhile, which writes the record anew.
+    follower = new_desk("- {match: {command: '*serve*'}, slice: 1ms}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", failing)
+        follower.keeper.recover()
+    serve = follower.add("python serve.py")
+    follower.look()
+    assert sorted(follower.told(follower.keeper.undo())) == [
+        f"process {pid} (root): restored 500us -> 2.048ms",
+        f"process {serve} (root): restored 1ms -> 2.048ms",
+    ]
+    assert (follower.slice(pid), follower.slice(serve), follower.keeper.left) == (DEFAULT, DEFAULT, [])
 
 
 def test_a_slice_that_was_refused_is_not_written_down(
