@@ -281,8 +281,9 @@ def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout],
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
     layout_plan = planned_or_refused(layout_plan)
     steps = tuple(shown_steps(layout_plan, off))
-    made_ids = any("-ci CI" in (step.undo or "") for step in steps)
-    notes = ("GI and CI are the ids that the steps print when they create an instance",) if made_ids else ()
+    # The undo of a new instance has a word in place of its id, which is not known yet.
+    has_placeholder = any("-ci CI" in (step.undo or "") for step in steps)
+    notes = ("GI and CI are the ids that the steps print when they create an instance",) if has_placeholder else ()
     result = plan_result(Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
     return replace(
         with_answer(result, MigPlanAnswer, cost=layout_plan.cost),

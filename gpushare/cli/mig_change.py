@@ -224,13 +224,15 @@ def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance])
 def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
     """Return the GPU instances that were created or got new compute instances, each with the new UUIDs."""
     rows = []
-    for touched in change.gpus:
-        places = {new.instance.place for new in touched.plan.created}
-        gpu = host.nvml.gpu(touched.gpu.index) if places else None
+    for on_gpu in change.gpus:
+        plan = on_gpu.plan
+        places = {new.instance.place for new in plan.created}
+        gpu = host.nvml.gpu(on_gpu.gpu.index) if places else None
         if gpu is None or gpu.error is not None:
             continue
-        stayed = {part.uuid for instance in touched.plan.kept for part in instance.compute}
-        stayed -= {part.uuid for removal in touched.plan.destroyed for part in removal.compute}
+        # A GPU instance that stays may lose compute instances, and get others in their place.
+        destroyed = {part.uuid for removal in plan.destroyed for part in removal.compute}
+        stayed = {part.uuid for instance in plan.kept for part in instance.compute} - destroyed
         rows += [
             MadeInstance(
                 gpu=gpu.index,
@@ -419,7 +421,9 @@ def create(
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(answer)
         created = [(part, new.instance) for part in plan.gpus for new in part.created]
-        naming = None if name is None else plan_names(host, [name], {}, created, may_move=False, plans=plan.gpus)
+        naming = None
+        if name is not None:
+            naming = plan_names(host, [name], grants={}, instances=created, may_move=False, plans=plan.gpus)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, wanted))}", naming=naming)
 
     return carry_out_change(planned_change, refresh_cdi=refresh_cdi)

@@ -60,8 +60,8 @@ def top(
         ) from None
     from gpushare.top.verbs import follow_output, run_verb
 
-    # The screen. Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at 50,000. What
-    # is loaded now stays, so the collector skips it.
+    # The screen. Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at
+    # 50,000. What is loaded now stays, so the collector skips it.
     gc.freeze()
     gc.set_threshold(5_000)
     spec = settings.spec

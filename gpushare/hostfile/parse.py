@@ -329,10 +329,11 @@ def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
     value = whole_document(raw, "the file", shown)
     if isinstance(raw, dict) and "mig-configs" in raw:
-        configs = raw["mig-configs"]
-        name = next(iter(configs), None) if isinstance(configs, dict) else None
-        config = f" -c {shlex.quote(str(name)[:40])}" if name is not None and len(configs) > 1 else ""
-        raise value.wrong("is for mig-parted", f"apply it: gpushare mig apply -f {shlex.quote(shown)}{config}")
+        command = f"gpushare mig apply -f {shlex.quote(shown)}"
+        names = list(raw["mig-configs"]) if isinstance(raw["mig-configs"], dict) else []
+        if len(names) > 1 and names[0] is not None:
+            command += f" -c {shlex.quote(str(names[0])[:40])}"
+        raise value.wrong("is for mig-parted", f"apply it: {command}")
     return _FILE.read(value)
 
 
