@@ -293,16 +293,16 @@ def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
 
 
 def _naming_commands(change: GpuChange) -> list[str]:
-    """Return the commands that give instances of one GPU the names and the grants from before its change."""
-    places = {instance.place for instance in change.after.instances}
+    """Return the commands that name and grant again the instances that a change removes: their names are forgotten."""
+    staying = {instance.place for instance in change.after.instances}
     granted = {instance.name: instance.granted for instance in change.layout.instances}
-    words = []
+    commands = []
     for instance in change.before.instances:
-        if instance.name and instance.place not in places:
-            words.append(f"gpushare mig name {instance.name} {instance} -g {change.gpu.index}")
+        if instance.name and instance.place not in staying:
+            commands.append(f"gpushare mig name {instance.name} {instance} -g {change.gpu.index}")
             users = granted.get(instance.name, ())
-            words += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users]
-    return words
+            commands += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users]
+    return commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -683,7 +683,8 @@ def name(
     The name stands for a profile at a placement on a GPU, not for the UUID, which another instance at this place may
     have later. An instance has one name, which survives a reboot.
     """
-    if (forget is None) == (name is None or instance is None):
+    gives_name = name is not None and instance is not None
+    if gives_name is (forget is not None):
         raise BadUsage(
             "give a name and an instance, or a name to forget",
             "for example: gpushare mig name train 0/2; gpushare mig name --forget train",
