@@ -47,7 +47,6 @@ def bench(
         else:
             mean, low, high = rate if isinstance(rate, tuple) else (rate, 0.995 * rate, 1.005 * rate)
             figures = summarize([mean])
-            assert figures is not None
             cell = replace(cell, throughput=replace(figures, low=low, high=high))
         cells.append(cell)
     metric = Metric(pattern="(.+)", higher_is_better=higher)
@@ -69,7 +68,6 @@ def after(words: Mapping[str, Any], rates: Mapping[str, Rate], **more: Any) -> M
 
 
 def commands(found: MeasuredAdvice) -> list[str | None]:
-    assert found.final.recipe is not None
     return [line.command for line in found.final.recipe.lines]
 
 
@@ -86,7 +84,6 @@ def test_what_the_rules_said_is_confirmed_and_the_advice_is_surer() -> None:
     assert found.final.confidence is Confidence.HIGH
     assert found.sentence == "MPS with 50 % each is 2.50 x a queue, the next best: as the rules said"
     assert "gpushare mps start -g 0 --threads 50 --memory 2816M" in commands(found)
-    assert found.final.recipe is not None
     assert found.final.recipe.measure == (), "it was measured"
 
 
@@ -254,11 +251,9 @@ def test_the_answer_always_fits_and_is_as_fast_or_wished(
 ) -> None:
     words = {"processes": 4, "memory": "2G", "users": same, "saturating": saturating, "pattern": pattern}
     found = after(words, rates, higher=higher)
-    assert found.final.best is not None
     assert not found.final.best.refused
     assert found.sentence
     if found.effect in {Effect.CHANGED, Effect.SETTLED, Effect.OTHER_CAP}:
-        assert found.chosen is not None
         assert found.chosen.way is found.final.best.way
         assert found.ratio is None or found.ratio > 0.97
     else:

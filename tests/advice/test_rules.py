@@ -63,7 +63,6 @@ ON = {"mig_enabled": True}
 def held() -> dict[str, Any]:
     """Return the facts of an A100 in whose one instance, the whole of it, somebody may be."""
     layout = facts_of("a100-80gb").gpus[0].layout
-    assert layout is not None
     whole = next(profile for profile in layout.profiles if profile.name == "7g.80gb")
     assert whole.placements
     instance = GpuInstance(id=0, profile=whole, placement=whole.placements[0], holders=None)
@@ -386,7 +385,6 @@ def test_workloads_that_contradict_themselves(words: dict[str, Any], message: st
 def with_instances(*busy: bool) -> dict[str, Any]:
     """Return the facts of an A100 with MIG on and one 3g.40gb for each of these; somebody is in the busy ones."""
     layout = facts_of("a100-80gb").gpus[0].layout
-    assert layout is not None
     half = next(profile for profile in layout.profiles if profile.name == "3g.40gb")
     assert half.placements
     there = tuple(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, select, select_for_change, select_one
+from tests.errors import fails
 
 MIGS = (
     MigInstance(uuid="MIG-8443519f-29f1-5dd9-9d33-0a4c2b6f1c01", profile="1g.18gb", memory_total_bytes=18),
@@ -77,17 +78,14 @@ def test_a_device_is_named_by_index_uuid_prefix_or_pci_bus_id(text: str | None, 
     ],
 )
 def test_a_device_that_is_not_there_is_not_found(text: str) -> None:
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "unknown_gpu", hint="0, 1, 10"):
         select(text, GPUS)
-    assert caught.value.code == "unknown_gpu"
-    assert "0, 1, 10" in caught.value.hint
 
 
 @pytest.mark.parametrize("text", ["GPU-0d54", "MIG-8443519f"])
 def test_a_prefix_that_fits_several_is_refused_with_their_names(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "ambiguous_gpu") as caught:
         select(text, GPUS)
-    assert caught.value.code == "ambiguous_gpu"
     assert caught.value.message.count(text) == 3
 
 
@@ -98,9 +96,8 @@ def test_a_whole_uuid_that_begins_another_is_exact() -> None:
 
 @pytest.mark.parametrize("text", ["", " ", ",", "0,", ",0", "0,,1"])
 def test_blanks_in_a_list_are_refused(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_gpu"):
         select(text, GPUS)
-    assert caught.value.code == "bad_gpu"
 
 
 def test_gpus_that_do_not_tell_their_uuid_are_still_two() -> None:
@@ -109,18 +106,16 @@ def test_gpus_that_do_not_tell_their_uuid_are_still_two() -> None:
 
 
 def test_a_change_needs_a_name_where_several_are_there() -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "gpu_not_named"):
         select_for_change(None, GPUS)
-    assert caught.value.code == "gpu_not_named"
     assert names(select_for_change(None, GPUS[:1])) == ["0"]
     assert names(select_for_change("all", GPUS)) == ["0", "1", "10"]
 
 
 def test_a_change_on_a_host_without_gpu_is_not_found() -> None:
     for text in (None, "0", "all"):
-        with pytest.raises(NotFound) as caught:
+        with fails(NotFound, "no_gpu"):
             select_for_change(text, ())
-        assert caught.value.code == "no_gpu"
     assert select(None, ()) == ()
     with pytest.raises(NotFound, match="no GPU '0'") as caught:
         select("0", ())
@@ -138,9 +133,8 @@ def test_a_change_refuses_a_lost_gpu_and_a_look_does_not() -> None:
 
 def test_one_device_is_one() -> None:
     assert select_one("GPU-ffff", GPUS).gpu.index == 10
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "one_gpu"):
         select_one("0,1", GPUS)
-    assert caught.value.code == "one_gpu"
     with pytest.raises(BadUsage) as caught:
         select_one(None, GPUS)
     # Not "all": that is refused too.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gpushare.base import units
 from gpushare.base.errors import BadUsage, ExitCode
 from gpushare.base.units import GIB, KIB, MIB, TIB
+from tests.errors import fails
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 NASTY = st.one_of(
@@ -95,9 +96,8 @@ def test_a_percentage_has_the_one_decimal_that_the_daemon_keeps(text: str, perce
     "text", ["0", "0.0", "0.04", "100.01", "101", "-1", "nan", "inf", "1e1", "٣٣", "25%%", "", "9" * 5000]
 )
 def test_a_percentage_outside_the_range_is_refused(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_percentage"):
         units.parse_thread_percentage(text)
-    assert caught.value.code == "bad_percentage"
 
 
 @given(NASTY)
@@ -159,9 +159,8 @@ def test_a_time_slice_has_its_unit(text: str, microseconds: int, again: str) -> 
     "text", ["500", "0us", "0.4us", "2s", "-1ms", "nan us", "1e3us", "us", "1,5ms", "٣us", "9" * 5000]
 )
 def test_what_is_no_time_slice(text: str) -> None:
-    with pytest.raises(BadUsage) as raised:
+    with fails(BadUsage, "bad_slice"):
         units.parse_slice(text)
-    assert raised.value.code == "bad_slice"
 
 
 @given(NASTY)

@@ -15,6 +15,7 @@ from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export.description import HostDescription
 from gpushare.export.dra import GROUP, claims_export
+from tests.errors import fails
 from tests.export.dra_parameters import check_parameters
 from tests.export.hosts import all_loaded, check_kubernetes, gpu, host, loaded, mig, mps, t4s
 
@@ -130,9 +131,8 @@ def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
     ],
 )
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
-    with pytest.raises(kind) as refused:
+    with fails(kind, code):
         claims_export(described, **options)
-    assert refused.value.code == code
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.base.units import MIB
 from gpushare.export.systemd import FILE, READY, units_export
 from gpushare.mps.home import LIMIT_FILE
+from tests.errors import fails
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 LIMITS = mps(33.3, memory_limit_bytes=3840 * MIB, priority=Priority.LOW, users=("alice",))
@@ -120,9 +121,8 @@ def test_an_older_driver_gets_mig_first(driver: str | None, first: bool) -> None
 @pytest.mark.parametrize("path", ["gpushare", "/opt/my tools/gpushare", "/opt/100%/gpushare", "/a$b"])
 def test_a_path_that_no_unit_holds(path: str) -> None:
     for options in ({"program": path}, {"file": path}):
-        with pytest.raises(BadUsage) as refused:
+        with fails(BadUsage, "bad_path"):
             units_export(HOST, **options)
-        assert refused.value.code == "bad_path"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")

@@ -14,6 +14,7 @@ from gpushare.export.description import HostDescription, MigDescription, in_plac
 from gpushare.export.k8s import sharing_of_node
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.parse import parse
+from tests.errors import fails
 from tests.export.hosts import check_kubernetes, gpu, host, mig, mps
 
 PROFILES = find_model("h100-80gb").profiles
@@ -36,7 +37,6 @@ def test_each_way_of_sharing() -> None:
     )
     sliced, clients, alone, untouched = parsed.gpus
     assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Way.TIMESLICE, TimeSlice.LONG, 3)
-    assert clients.mps is not None
     assert (clients.mps.limits.threads_percent, clients.mps.limits.memory_limit_bytes) == (25.0, 4 * GIB)
     assert (clients.mps.limits.priority, clients.replicas) == (Priority.LOW, 4)
     assert clients.compute_mode is alone.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
@@ -66,9 +66,8 @@ def test_mig_by_size_with_parts_and_sharing_inside() -> None:
 
 
 def test_a_profile_that_the_gpu_never_has() -> None:
-    with pytest.raises(NotSupported) as refused:
+    with fails(NotSupported, "mig_profile_unknown"):
         read('mig: ["9g.99gb"]')
-    assert refused.value.code == "mig_profile_unknown"
 
 
 def test_engines_take_it() -> None:
@@ -86,10 +85,9 @@ def test_engines_take_it() -> None:
         {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 7}}
     ]
     assert "gpu:nvidia_h100_80gb_hbm3_1g.10gb:28" in slurm.slurm_export(plain).documents[1].text
-    with pytest.raises(NotSupported) as refused:
+    with fails(NotSupported, "no_capabilities"):
         # What is not there yet has no device nodes.
         slurm.slurm_export(plain, autodetect="off")
-    assert refused.value.code == "no_capabilities"
 
 
 # -- the devices that are there --------------------------------------------------------------------
@@ -137,10 +135,8 @@ def test_a_daemon_that_is_not_up_yet_listens_where_it_will() -> None:
     found = found_in(divided(*HALVES), 'mig: ["3g.40gb:0", {wish: "3g.40gb:4", mps: {threads: 50}}]')
     plain, served = found.gpus[0].mig
     assert plain.mps is None
-    assert served.mps is not None
     assert (served.mps.limits.threads_percent, served.mps.pipe_directory) == (50.0, f"/pipe/{served.uuid}")
     whole = found_in(host(gpu(0)), "mps: {threads: 25}").gpus[0]
-    assert whole.mps is not None
     assert whole.mps.pipe_directory == f"/pipe/{whole.uuid}"
 
 
@@ -162,10 +158,8 @@ def test_what_is_named_goes_to_its_name() -> None:
     "entry", ["mig: [2g.20gb]", 'mig: ["3g.40gb*3"]', 'mig: ["1c.3g.40gb"]', "mig: [1g.10gb, 3g.40gb]"]
 )
 def test_a_device_that_is_not_there_has_no_uuid(entry: str) -> None:
-    with pytest.raises(NotFound, match="GPU 0 has no") as refused:
+    with fails(NotFound, "not_applied", match="GPU 0 has no", hint="gpushare apply -f x"):
         found_in(divided(*HALVES), entry)
-    assert refused.value.code == "not_applied"
-    assert "gpushare apply -f x" in refused.value.hint
 
 
 def test_where_only_daemons_count_the_others_need_not_be_there() -> None:
@@ -180,8 +174,6 @@ def test_where_only_daemons_count_the_others_need_not_be_there() -> None:
 
 def test_all_of_the_threads_is_no_limit_and_less_is_one() -> None:
     everything, nearly = read("mps: {threads: 100}", "mps: {threads: 99}").gpus[:2]
-    assert everything.mps is not None
-    assert nearly.mps is not None
     assert (everything.mps.limits.threads_percent, nearly.mps.limits.threads_percent) == (None, 99.0)
 
 

@@ -30,7 +30,6 @@ def test_a_busy_gpu_and_an_idle_one(spec: str, source: str) -> None:
     assert meter.read() == Activity(0.0, source)
     admin.add_process(spec, sm_percent=60)
     found = meter.read()
-    assert found is not None
     assert (found.source, round(found.percent)) == (source, 60)
 
 

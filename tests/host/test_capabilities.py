@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host import capabilities as module
 from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, parse, user_id, user_name
+from tests.errors import fails
 
 TEXT = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: {}\n"
 MIG = "proc/driver/nvidia/capabilities/gpu0/mig"
@@ -188,9 +189,8 @@ def test_users_of_the_machine() -> None:
     assert (user_id("root"), user_id("0"), user_name(0)) == (0, 0, "root")
     assert (user_id("3999999999"), user_name(3999999999)) == (3999999999, "3999999999")
     for unknown in ("no-such-user", str(2**32 - 1), "9" * 40, "-1", "", "a" * 5000):
-        with pytest.raises(NotFound) as raised:
+        with fails(NotFound, "no_user"):
             user_id(unknown)
-        assert raised.value.code == "no_user"
 
 
 def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:

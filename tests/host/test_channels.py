@@ -30,6 +30,7 @@ from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, Si
 from gpushare.sim.job import pace_of
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
+from tests.errors import fails
 from tests.sim import mps
 
 SPEC = "sim:h200"
@@ -62,7 +63,6 @@ def fault(state_file: StateFile, name: str | None = None, **statuses: int) -> It
 
 def process_of(state_file: StateFile, pid: int) -> SimulatedProcess:
     state = state_file.read()
-    assert state is not None
     return next(process for process in state.processes if process.pid == pid)
 
 
@@ -73,7 +73,6 @@ def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(control: 
     found = control.find(pid)
     (compute,) = found.compute
     assert (compute.slice_us, compute.channels, compute.engine) == (2048, CHANNELS, "compute")
-    assert compute.gpu is not None
     assert compute.gpu.startswith("GPU-")
     assert sorted((group.engine, group.slice_us) for group in found.groups) == [
         ("compute", 2048),
@@ -235,7 +234,6 @@ def test_channels_that_are_off_do_nothing_until_they_are_on(
     assert not busy(state_file, pid)
     assert process_of(state_file, pid).channels_off == list(CHANNELS)
     state = state_file.read()
-    assert state is not None
     target = Target(Handle(HandleKind.GPU, 0), state.gpus[0], model_of(state.gpus[0].model))
     assert activity.utilization(state, target) == 0
     assert pace_of(state, process_of(state_file, pid), 50).rate == 0
@@ -435,7 +433,6 @@ class Counted(KernelFiles):
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         self.calls += 1
-        assert self.simulated is not None
         assert room._is_device(file, DEVICE)
         token = self.simulated.opened(self.pid)
         self.simulated.ioctl(token, request, argument, parameters)
@@ -452,7 +449,6 @@ def running(*opened: str) -> Iterator[subprocess.Popen[str]]:
     argv = [sys.executable, "-S", "-c", code, *opened]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
     finally:
@@ -463,7 +459,6 @@ def running(*opened: str) -> Iterator[subprocess.Popen[str]]:
 def real(state_file: StateFile, pid: int) -> Counted:
     """Put a real process on the simulated GPU."""
     started = identity_of(pid)
-    assert started is not None
     with state_file.changed() as state:
         state.processes.append(
             SimulatedProcess(
@@ -503,7 +498,6 @@ def test_two_descriptors_of_one_file_count_once(state_file: StateFile) -> None:
 def test_the_pid_of_another_process_now_is_refused_before_any_call(state_file: StateFile) -> None:
     with running(NODE) as child:
         identity = identity_of(child.pid)
-        assert identity is not None
         files = Counted(None, NODE, DEVICE)
         for started in (identity.started - 1, 0):
             reply = answer(files, {"do": "find", "pid": child.pid, "started": started})
@@ -549,7 +543,6 @@ def test_a_forked_worker_has_its_parents_context(state_file: StateFile) -> None:
         "pid = os.fork()\nif pid: os.write(1, b'%d\\n' % pid)\ntime.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-S", "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         try:
             if room._syscall(room._SYS_KCMP.get(os.uname().machine, 0), parent.pid, worker, 0, 0, 0)[0] < 0:
@@ -682,7 +675,6 @@ def test_an_ioctl_that_the_kernel_refuses_is_told(state_file: StateFile) -> None
 def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
     with running() as child, ChannelControl() as control:
         assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
-        assert control._caller is not None
         helper = control._caller._child
         assert helper is not None
         # 3 is the socket.

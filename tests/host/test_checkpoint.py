@@ -13,6 +13,7 @@ import pytest
 from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
 from gpushare.host import checkpoint as module
 from gpushare.host.checkpoint import LOCKED, Checkpoint
+from tests.errors import fails
 
 
 class Driver:
@@ -80,30 +81,26 @@ def test_a_second_lock_is_refused() -> None:
 
 def test_a_long_queue_is_a_timeout_and_the_process_runs_on() -> None:
     driver = Driver(queue_seconds=1.0)
-    with pytest.raises(TimedOut) as caught:
+    with fails(TimedOut, "lock_timeout"):
         Checkpoint(driver).lock(42, 0.02)
-    assert caught.value.code == "lock_timeout"
     assert not driver.locked
 
 
 def test_an_mps_client_cannot_be_locked() -> None:
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "not_supported"):
         Checkpoint(Driver(mps=True)).lock(42, 0.5)
-    assert caught.value.code == "not_supported"
 
 
 def test_an_older_driver_has_no_locks() -> None:
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "driver_too_old"):
         Checkpoint(object()).lock(42, 0.5)
-    assert caught.value.code == "driver_too_old"
     assert Checkpoint(object()).state(42) is None
 
 
 def test_no_libcuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIBRARY", "libcuda-that-is-not-there.so.1")
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "no_libcuda"):
         Checkpoint().lock(42, 0.5)
-    assert caught.value.code == "no_libcuda"
 
 
 def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,9 +112,8 @@ def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPa
             release.wait(120)
             return super().cuCheckpointProcessUnlock(pid, argument)
 
-    with pytest.raises(TimedOut) as caught:
+    with fails(TimedOut, "driver_hangs"):
         Checkpoint(Hanging()).unlock(42)
-    assert caught.value.code == "driver_hangs"
     release.set()
 
 
@@ -138,9 +134,8 @@ def test_an_unlock_does_not_overtake_a_lock_that_hangs(monkeypatch: pytest.Monke
     with pytest.raises(TimedOut):
         lock.lock(42, 0.01)
     for _ in range(3):
-        with pytest.raises(TimedOut) as caught:
+        with fails(TimedOut, "driver_hangs"):
             lock.unlock(42)
-        assert caught.value.code == "driver_hangs"
     # Others are not held up by it.
     lock.unlock(43)
     goes_on.set()
@@ -201,17 +196,15 @@ class Answering:
 
 def test_an_unlock_that_the_driver_refuses_is_said() -> None:
     """Taken for done, the program would stand still for ever."""
-    with pytest.raises(OperationFailed, match="did not unlock process 42: CUDA error 999") as caught:
+    with fails(OperationFailed, "lock_refused", match="did not unlock process 42: CUDA error 999"):
         Checkpoint(Answering(999)).unlock(42)
-    assert caught.value.code == "lock_refused"
     with pytest.raises(NotSupported):
         Checkpoint(Answering(801)).unlock(42)
 
 
 def test_a_lock_that_the_driver_refuses_is_said() -> None:
-    with pytest.raises(OperationFailed, match="did not lock process 42: CUDA error 999") as caught:
+    with fails(OperationFailed, "lock_refused", match="did not lock process 42: CUDA error 999"):
         Checkpoint(Answering(999)).lock(42, 1.0)
-    assert caught.value.code == "lock_refused"
 
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(0.5, 500), (2.0, 2000), (0.0001, 1), (0.0015, 1), (0.0, 1)])

@@ -25,6 +25,7 @@ from gpushare.host.claims import Claim, HeldClaim, live_claims, take_claim
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space
 from gpushare.mig.holders import claimed_instances
+from tests.errors import fails
 
 ROOT = Path(__file__).parents[2]
 ONE, OTHER = "MIG-11111111-1111-5111-8111-111111111111", "MIG-22222222-2222-5222-8222-222222222222"
@@ -79,7 +80,6 @@ def taker() -> Iterator[Start]:
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
@@ -262,7 +262,6 @@ def text(
     one: Identity | None = None, *, key: str = ONE, ticket: int | None = 1, more: str = "", boot: str | None = None
 ) -> str:
     one = one or identity_of(os.getpid())
-    assert one is not None
     drawn = "" if ticket is None else f"ticket {ticket}\n"
     head = f"gpushare claim 1\nboot {boot or boot_id()}\nspace {pid_space()}\nkey {key}\n"
     return f"{head}process {one.pid} {one.started}\n{drawn}{more}"
@@ -327,7 +326,6 @@ def test_the_ticket_is_drawn_when_the_claim_can_be_seen(host: Host, monkeypatch:
 
 def test_a_claim_for_another_process_of_that_pid_is_worth_nothing(host: Host) -> None:
     me = identity_of(os.getpid())
-    assert me is not None
     path = put(host, text(Identity(me.pid, me.started + 1)))
     taken(host).release()
     # It is dead, and so it went.
@@ -430,10 +428,10 @@ def test_a_flood_is_said_with_whose_it_is(host: Host, monkeypatch: pytest.Monkey
     for number in range(30):
         put(host, "x", name=f"{number:016x}")
     monkeypatch.setattr(claims, "_MOST_FILES", 20)
-    with pytest.raises(OperationFailed, match=f"claims of user {os.geteuid()}") as caught:
+    with fails(
+        OperationFailed, "lease_unusable", match=f"claims of user {os.geteuid()}", hint=f"-uid {os.geteuid()} -delete"
+    ):
         take_claim(host, ONE)
-    assert caught.value.code == "lease_unusable"
-    assert f"-uid {os.geteuid()} -delete" in caught.value.hint
 
 
 def test_in_a_flood_who_has_what_cannot_be_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,9 +555,8 @@ def test_no_room_for_the_text_leaves_nothing_behind(host: Host, monkeypatch: pyt
         return real(descriptor, content)
 
     monkeypatch.setattr(claims.os, "write", full)
-    with pytest.raises(OperationFailed, match="No space left") as caught:
+    with fails(OperationFailed, "lease_unusable", match="No space left"):
         take_claim(host, ONE)
-    assert caught.value.code == "lease_unusable"
     assert files(host) == []
 
 

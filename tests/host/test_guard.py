@@ -14,6 +14,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.host import guard
 from gpushare.host.guard import DONE, Guard
 from tests.cli.drive import until
+from tests.errors import fails
 
 # What a guard of these tests does: it writes down what it was told.
 ACT = """
@@ -81,9 +82,8 @@ def test_a_guard_that_is_gone_is_said_before_anything_runs(started: Guard) -> No
     started.started(42, 1500)
     with pytest.raises(BrokenPipeError):
         started.announce(42, 1500)
-    with pytest.raises(OperationFailed, match="the guard, which is tested, does not start: it is gone") as caught:
+    with fails(OperationFailed, "guard_failed", match="the guard, which is tested, does not start: it is gone"):
         started.hand_over("held")
-    assert caught.value.code == "guard_failed"
 
 
 def test_one_that_ends_at_once_is_not_waited_for(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,6 @@ def test_every_model_is_read_whole(model: str) -> None:
     (gpu,) = connect(spec).nvml.sweep()
     assert gpu.error is None
     assert gpu.name == load_models()[model].name
-    assert gpu.uuid is not None
     assert gpu.uuid.startswith("GPU-")
     assert gpu.pci_bus_id == "00000000:01:00.0"
     # One shares the machine's memory, and NVML does not support the question.
@@ -214,7 +213,6 @@ def test_garbage_instead_of_a_mig_uuid_is_an_error_of_that_gpu() -> None:
     admin.set_mig("sim:h200", "0", ["7g.141gb"])
     reader = NvmlReader(Altered("sim:h200", nvmlDeviceGetUUID=garbage_text))
     (gpu,) = reader.sweep()
-    assert gpu.error is not None
     assert "garbage" in gpu.error
 
 

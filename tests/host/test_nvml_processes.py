@@ -18,7 +18,6 @@ from tests.sim import mps, nvml_host
 
 def on_gpu(spec: str, index: int = 0) -> dict[int, GpuProcess]:
     host = connect(spec).nvml.processes(index)
-    assert host is not None
     return {process.pid: process for process in host}
 
 

@@ -30,7 +30,6 @@ def holder(node: Path) -> Iterator[subprocess.Popen[str]]:
     """Give a child that has the node open until it is told to end."""
     command = [sys.executable, "-c", HOLD, str(node)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == "open\n"
         yield child
         child.kill()
@@ -109,7 +108,6 @@ def test_a_file_of_ones_own_with_the_name_of_a_node_is_none() -> None:
     """In a name space of their own all users may put any file at any path."""
     command = ["unshare", "-Urm", "bash", "-c", IMPOSTER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
         if child.stdout.readline() != "open\n":
             pytest.skip("no user name spaces here")
         assert os.readlink(f"/proc/{child.pid}/fd/7") == "/dev/nvidia-caps/nvidia-cap5"

@@ -30,18 +30,14 @@ def sleeper() -> Iterator[int]:
 
 def test_a_process_of_ours(sleeper: int) -> None:
     origin, identity = origin_of(sleeper), identity_of(sleeper)
-    assert origin is not None
-    assert identity is not None
     assert (origin.uid, origin.started) == (os.getuid(), identity.started)
     assert origin.gids >= {os.getgid(), *os.getgroups()}
-    assert origin.command is not None
     assert len(origin.command) <= MOST_OF_COMMAND
     assert "time.sleep(60) two\nlines xxx" in origin.command
 
 
 def test_the_command_line_is_read_only_when_it_is_asked_for(sleeper: int) -> None:
     origin = origin_of(sleeper, command=False)
-    assert origin is not None
     assert origin.command is None
 
 

@@ -13,6 +13,7 @@ import pytest
 from gpushare.base.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host.process import Processes
 from gpushare.host.program import Completed, Programs, merged_environment, program_path
+from tests.errors import fails
 
 Script = Callable[[str], str]
 
@@ -103,9 +104,8 @@ def test_a_missing_program_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GPUSHARE_NVIDIA_SMI", "/nonexistent/smi")
     for name in ("nvidia-smi", "gs-no-such-program"):
         assert Programs().find(name) is None
-        with pytest.raises(NotSupported, match=f"{name} is not installed") as caught:
+        with fails(NotSupported, "program_missing", match=f"{name} is not installed"):
             Programs().run([name])
-        assert caught.value.code == "program_missing"
 
 
 def test_a_file_that_is_not_executable_is_no_program(script: Script) -> None:
@@ -150,10 +150,8 @@ def test_a_program_that_floods_is_ended(
     path = script(f"echo $$ > {sim_dir}/pid; trap '' PIPE XFSZ; while :; do head -c 9000000 /dev/zero; done")
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", path)
     started = Programs().start([program], timeout=120.0)
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "program_floods", message=f"more than {room >> 20} MiB"):
         started.result()
-    assert caught.value.code == "program_floods"
-    assert f"more than {room >> 20} MiB" in caught.value.message
     pid = int((sim_dir / "pid").read_text())
     deadline = time.monotonic() + 120
     while Processes().alive(pid):
@@ -174,6 +172,5 @@ def test_without_memory_files_a_flood_is_ended_too(script: Script, monkeypatch: 
     monkeypatch.setattr(os, "memfd_create", refused)
     monkeypatch.setattr("gpushare.host.program._MOST_OF_OTHERS", 1 << 16)
     script("while :; do echo flood; sleep 0.00001; head -c 70000 /dev/zero; sleep 1; done")
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "program_floods"):
         run()
-    assert caught.value.code == "program_floods"

@@ -52,7 +52,6 @@ def test_the_use_of_the_host_and_the_family_of_a_process() -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         own = processes.usage(os.getpid())
-        assert own is not None
         assert own.cpu_seconds > 0
         assert own.memory_bytes > 1 << 20
         families = processes.families([os.getpid(), child.pid, 1 << 30])
@@ -67,7 +66,6 @@ def test_the_use_of_the_host_and_the_family_of_a_process() -> None:
 
 def test_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Machine().load()
-    assert load is not None
     assert 0 < load.busy_seconds < load.all_seconds
     assert 0 < load.memory_free <= load.memory_total
     monkeypatch.setattr(psutil, "PROCFS_PATH", "/nonexistent")

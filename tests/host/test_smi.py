@@ -26,6 +26,7 @@ from gpushare.connect import connect
 from gpushare.host import smi
 from gpushare.host.program import Completed
 from gpushare.sim import admin
+from tests.errors import fails
 
 CAPTURE = Path(__file__).parent.parent / "data" / "h200-r580" / "compute-policy-list.txt"
 COLUMNS = ("GPU", "Name", "Value")
@@ -70,9 +71,8 @@ def test_a_host_where_no_gpu_has_a_policy_has_an_empty_table() -> None:
 
 @pytest.mark.parametrize("text", ["", "\n", "garbage", "GPU Name", "GPU 0: Timeslice Default", "No devices were found"])
 def test_what_is_no_table_is_an_error(text: str) -> None:
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "smi_text"):
         smi.parse_compute_policies(text)
-    assert caught.value.code == "smi_text"
     with pytest.raises(OperationFailed):
         smi.policies_of(done(0, text))
 
@@ -188,6 +188,5 @@ def test_a_gpu_that_is_not_there_is_an_error() -> None:
 def test_a_hanging_nvidia_smi_is_a_time_out() -> None:
     host = connect("sim:h200")
     admin.set_fault(host.spec, "hang", value="nvidia-smi")
-    with pytest.raises(TimedOut) as caught:
+    with fails(TimedOut, "program_hangs"):
         host.policy.read(timeout=0.05)
-    assert caught.value.code == "program_hangs"

@@ -21,6 +21,7 @@ from gpushare.measure import bench_data
 from gpushare.measure.statistics import summarize
 from gpushare.run.results import BenchedCap, find_benched, keep_benched
 from gpushare.show.result import jsonable
+from tests.errors import fails
 
 PICK = Pick(
     copies=4,
@@ -173,9 +174,8 @@ def test_a_file_with_a_cap_that_is_none_is_not_believed(threads: Any, tmp_path: 
     assert best_caps(bench_data.read_bench(str(path)))[4].threads_percent == 50
     data["cells"][0]["threads_percent"] = threads
     path.write_text(json.dumps(data))
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "not_a_bench"):
         bench_data.read_bench(str(path))
-    assert caught.value.code == "not_a_bench"
 
 
 def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu() -> None:

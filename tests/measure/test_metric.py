@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import BadUsage
 from gpushare.measure.metric import Printed, amount, hopeless, number, parse_metric
+from tests.errors import fails
 
 RATE = parse_metric(r"rate=(\S+)")
 
@@ -55,10 +56,8 @@ def test_a_long_row_of_digits_is_looked_at_once() -> None:
 
 @pytest.mark.parametrize("pattern", ["rate=", "(rate)=(.+)", "(", "a(?:b)"])
 def test_a_pattern_needs_exactly_one_pair_of_brackets(pattern: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_metric", hint="--metric 'rate="):
         parse_metric(pattern)
-    assert caught.value.code == "bad_metric"
-    assert "--metric 'rate=" in caught.value.hint
     with pytest.raises(BadUsage):
         parse_metric(None, latency=pattern)
 
@@ -121,7 +120,6 @@ def test_a_latency_pattern_of_ones_own() -> None:
 def test_rates_add_up_and_times_do_as_rates(values: list[float]) -> None:
     assert Metric().together(values) == pytest.approx(sum(values))
     times = Metric(higher_is_better=False).together(values)
-    assert times is not None
     assert 1 / times == pytest.approx(sum(1 / value for value in values))
 
 

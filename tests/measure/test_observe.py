@@ -26,6 +26,7 @@ from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedHostState, StateFile, parse_spec
 from tests.cli.drive import World
+from tests.errors import fails
 from tests.host.test_nvml import Altered
 
 Events = Mapping[int, Callable[[], Any]]
@@ -90,13 +91,11 @@ def test_a_changing_load_is_summed_up(tmp_path: Path) -> None:
     (gpu,) = recording.gpus
     assert (recording.samples, recording.seconds, recording.reason, recording.missed) == (10, 10.0, "finished", 0)
     assert gpu.source == "gpm"
-    assert gpu.sm is not None
     # Five idle seconds, one in which it began (GPM averages over it), four busy ones.
     assert (gpu.sm.mean, gpu.sm.max) == (36.0, 80.0)
     assert gpu.busy_share == 0.5
     use = use_of(recording, pid)
     assert (use.process.name, use.process.user, use.memory_peak_bytes) == ("python3", "root", 3 * GIB)
-    assert use.sm is not None
     assert (use.sm.mean, use.source) == (36.0, "gpm")
     (workload,) = workloads_of(recording)
     assert (workload.pattern, workload.activity.p95) == ("bursty", 80.0)
@@ -123,8 +122,6 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
     assert (first.seen_from_seconds, first.seen_to_seconds, first.samples) == (1.0, 6.0, 6)
     assert (late.seen_from_seconds, late.seen_to_seconds, late.samples) == (4.0, 10.0, 7)
     # Whose SMs they were is known while one was alone: 3 seconds of the first, 4 of the second.
-    assert first.sm is not None
-    assert late.sm is not None
     assert (first.sm.samples, late.sm.samples) == (3, 4)
     assert [
         (workload.process.pid, workload.seen_from_seconds, workload.seen_to_seconds)
@@ -133,7 +130,6 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
         (pids["first"], 1.0, 6.0),
         (pids["second"], 4.0, 10.0),
     ]
-    assert first.utilization is not None
     assert (first.utilization.samples, first.utilization.mean) == (6, 10.0)
 
 
@@ -182,7 +178,6 @@ def test_a_process_between_two_looks_is_seen_by_its_work(tmp_path: Path) -> None
     recording = recorded(host, tmp_path)
     use = use_of(recording, 4242)
     assert (use.samples, use.memory_peak_bytes, len(recording.processes)) == (1, None, 1)
-    assert use.utilization is not None
     assert use.utilization.mean == 80.0
     # Each look asks for what came since the one before.
     assert [later - earlier for earlier, later in itertools.pairwise(calls)] == [1_000_000] * 10
@@ -219,7 +214,6 @@ def test_under_mps_the_only_client_has_the_activity(cli_start: Callable[[], dict
     recording = recorded("sim:h200", tmp_path)
     use = use_of(recording, pid)
     assert use.process.mps
-    assert use.sm is not None
     assert use.sm.mean == 40.0
     assert [workload.process.name for workload in workloads_of(recording)] == ["python3"]
     assert SERVER_PROGRAM in {process.process.name for process in recording.processes}
@@ -245,7 +239,6 @@ def cli_start() -> Callable[[], dict[str, str]]:
 
         assert main(["--host", "sim:h200", "mps", "start", "-o", "json"]) == 0
         found = StateFile(parse_spec("sim:h200").text).read()
-        assert found is not None
         return {"CUDA_MPS_PIPE_DIRECTORY": found.daemons[0].pipe_directory}
 
     return start
@@ -261,7 +254,6 @@ def test_each_mig_instance_tells_for_its_only_process(tmp_path: Path) -> None:
     recording = recorded(host, tmp_path)
     use = use_of(recording, alone)
     assert use.process.mig == busy.uuid
-    assert use.sm is not None
     assert use.sm.mean == 80.0
     assert [use_of(recording, pid).activity for pid in pair] == [None, None]
 
@@ -375,7 +367,6 @@ def test_the_use_of_ones_own_commands_is_kept_after_a_while(tmp_path: Path, seco
     if seconds < 30:
         assert found is None
     else:
-        assert found is not None
         assert found.memory_bytes == 3 * GIB
         assert found.use_percent == pytest.approx(40, abs=1)
     assert "train.py" not in (tmp_path / "r.jsonl").read_text()
@@ -404,17 +395,15 @@ def test_only_the_chosen_gpus_are_recorded(tmp_path: Path) -> None:
 def test_a_host_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     host = connect("sim:h200")
     monkeypatch.setattr(host.nvml, "sweep", tuple)
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "no_gpu"):
         header_for(host, None, 1.0)
-    assert caught.value.code == "no_gpu"
 
 
 def test_a_host_where_no_gpu_answers_is_refused() -> None:
     host = connect("sim:h200")
     admin.set_fault("sim:h200", "lost")
-    with pytest.raises(GpushareError) as caught:
+    with fails(GpushareError, "no_gpu_answers"):
         header_for(host, None, 1.0)
-    assert caught.value.code == "no_gpu_answers"
 
 
 def test_a_blind_process_list_is_said(tmp_path: Path) -> None:

@@ -93,7 +93,6 @@ def test_the_best_slices_are_found_for_production_with_gaps(request_ms: float, g
     right = best_of(search.goal, [model(setting) for line in search.lines(Way.SLICES) for setting in line])
     best = best_of(search.goal, known.values())
     if right is not None:
-        assert best is not None
         assert (right.share or 0.0) <= FASTER * (best.share or 0.0)
     assert len(order) <= 8
 
@@ -110,7 +109,6 @@ def test_figures_that_scatter_are_measured_longer_and_not_for_ever(seed: int) ->
     known: dict[Setting, Figures] = {}
     order = searched(Search(goal=GOAL, ways=(Way.CAPS,)), model, known)
     best = best_of(GOAL, known.values())
-    assert best is not None
     assert abs(best.setting.threads - 65.0) <= 5.0
     assert len(order) <= 18
 
@@ -140,7 +138,6 @@ def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
     known: dict[Setting, Figures] = {}
     searched(Search(goal=GOAL, ways=(Way.CAPS,)), model, known)
     result = outcome(GOAL, list(known.values()), stable=True)
-    assert result.best is not None
     assert not result.best.setting.low
     assert result.best.setting in result.frontier
 
@@ -151,7 +148,6 @@ def test_an_earlier_search_is_gone_on_from() -> None:
     first = searched(search, model, known)
     earlier = {setting: replace(figures, earlier="2026-11-25 10:00") for setting, figures in known.items()}
     wanted = next_setting(search, Way.CAPS, earlier)
-    assert wanted is not None
     assert "measured on 2026-11-25 10:00" in (wanted.again or "")
     again = searched(search, model, earlier)
     assert set(again) < set(first)
@@ -329,7 +325,6 @@ def test_late_the_best_so_far_becomes_certain_before_more_is_tried() -> None:
     search, found = Search(goal=GOAL), Setting(threads=60.0)
     known = {found: replace(knee(80, error=0.03)(found), seconds=1.2)}
     late = next_setting(search, Way.CAPS, known, late=True)
-    assert late is not None
     assert late.setting == found
     assert next_setting(search, Way.CAPS, known) != late
     # It is certain by now, and there is time left.

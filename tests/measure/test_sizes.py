@@ -10,6 +10,7 @@ from gpushare.base.benchmark import BenchAnswer, BuiltInWorkload
 from gpushare.base.errors import BadUsage
 from gpushare.measure.built_in import parse_sizes, sizes_answer
 from gpushare.show.sizes import format_time, sizes_result
+from tests.errors import fails
 from tests.measure.test_bench import answer, measured
 
 
@@ -64,9 +65,8 @@ def test_sizes_of_a_list(text: str, sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "256,,512", "-1", "1234567", ",".join(str(16 + n) for n in range(33))])
 def test_what_is_no_list_of_sizes(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_size"):
         parse_sizes(text)
-    assert caught.value.code == "bad_size"
 
 
 @pytest.mark.parametrize(

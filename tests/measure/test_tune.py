@@ -24,6 +24,7 @@ from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, 
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import DEFAULT_SLICE_US, StateFile
+from tests.errors import fails
 from tests.measure.told_jobs import ToldExperiment, ToldJob, tell
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
@@ -88,7 +89,6 @@ def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(tuned: Tu
     # 30 beside 60 fits, beside 80 does not: 100/110 is left.
     result = tuned(job(30))
     best = result.outcome.best
-    assert best is not None
     assert best.setting == Setting(threads=60.0)
     assert shares(result)[Setting(threads=80.0)] == pytest.approx(100 / 110, abs=0.005)
     assert best.kept == pytest.approx(1.0, abs=0.005)
@@ -104,7 +104,6 @@ def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(tuned: Tu
 def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) -> None:
     result = tuned(job(*SHORT), goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
     best = result.outcome.best
-    assert best is not None
     # A request waits for one slice and a switch: 1 + .25 + .1. Longer ones give the other no more.
     assert best.setting == sliced(2048, 100)
     assert (best.p99, best.kept) == (pytest.approx(1.35, abs=0.02), pytest.approx(1.0, abs=0.005))
@@ -131,7 +130,6 @@ def test_slices_alone_have_a_shorter_budget(ways: tuple[str, ...], seconds: floa
 
 def test_both_ways_are_searched_within_the_budget(tuned: Tuned) -> None:
     result = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"))
-    assert result.outcome.best is not None
     assert result.outcome.best.setting.way == "slices"
     assert [way.way for way in result.ways] == ["slices", "caps"]
     assert not result.over
@@ -157,7 +155,6 @@ def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
             return super().scatter(job) * (0.8 if early else 1.0)
 
     result = tuned(job(*SHORT), kind=WarmsUp, goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
-    assert result.outcome.best is not None
     # Measured once, at the start, it would be 1.25.
     assert (result.outcome.best.share or 9) <= 1.1
 
@@ -176,7 +173,6 @@ class Seldom(ToldExperiment):
 def test_jobs_that_print_seldom_have_an_answer_within_the_budget(tuned: Tuned) -> None:
     Seldom.printed = 0.0
     result = tuned(job(30), kind=Seldom)
-    assert result.outcome.best is not None
     assert result.outcome.best.setting == Setting(threads=60.0)
 
 
@@ -201,7 +197,6 @@ def test_an_uneven_host_does_not_decide(seed: int, tuned: Tuned) -> None:
     for ways, goal, kept, cap in ((("caps",), 0.97, 1.0, 70.0), (("slices", "caps"), 0.85, 0.87, 20.0)):
         result = tuned(job(30 if len(ways) == 1 else 95), kind=Uneven, goal=Goal(keep=goal), ways=ways, caps=caps)
         best = result.outcome.best
-        assert best is not None
         assert best.setting.threads == cap
         assert best.kept == pytest.approx(kept, abs=0.03)
         assert result.seconds <= 150
@@ -245,7 +240,6 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
     result = tuned(server, kind=Queue, goal=goal, ways=("slices",), metric=Metric())
     best = result.outcome.best
     assert result.waits
-    assert best is not None
     assert best.waits
     assert result.production.rate == pytest.approx(112.5, rel=0.08)
     # Watched for long, without a stop.
@@ -264,7 +258,6 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
             queue.wait(120.0)
             spans.append(programs[0].printed.window(start, queue.now()))
     alone, together = (p99([window]) or 0.0 for window in spans)
-    assert best.p99_low is not None
     assert best.p99_high is not None
     assert best.p99_low <= together / alone <= best.p99_high
     assert result.seconds < 100
@@ -276,7 +269,6 @@ def test_copies_and_jobs_of_two_kinds_run_together(tuned: Tuned) -> None:
     two = tuned(job(*LONG), job(95), job(30, "--rate", "7"), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices",))
     assert one.outcome.best is not None
     for result, jobs in ((three, 3), (two, 2)):
-        assert result.outcome.best is not None
         # They share one slice.
         assert result.outcome.best.setting == one.outcome.best.setting
         assert result.outcome.best.p99 == pytest.approx(one.outcome.best.p99, abs=0.01)
@@ -330,14 +322,12 @@ def test_a_second_search_goes_on_and_doubts_what_does_not_hold(tuned: Tuned) -> 
     earlier = [replace(figures, earlier="2026-11-25 10:00") for figures in first.measured]
     heard = Stopping(99, KeyboardInterrupt())
     second = tuned(job(30), earlier=earlier, reporter=heard)
-    assert second.outcome.best is not None
     assert second.outcome.best.setting == Setting(threads=60.0)
     assert sum(figures.earlier is None for figures in second.measured) < len(first.measured)
     assert any("does it still hold?" in text for text in heard.said)
     # Production needs more than it did.
     third = tuned(job(60), earlier=earlier, reporter=heard)
     assert any("are searched again" in text for text in heard.said)
-    assert third.outcome.best is not None
     assert third.outcome.best.setting.threads == 40.0
 
 
@@ -491,7 +481,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 def test_real_processes_are_measured_and_ended(host: Host) -> None:
     result = tune(host, device_of(host), options(job(30), caps=(60.0,), **EASY))
-    assert result.outcome.best is not None
     assert result.outcome.best.setting.threads == 60.0
     assert result.production.memory is not None
     assert result.others.memory is not None
@@ -508,7 +497,6 @@ def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeyp
     def watched(self: Stage, setting: Setting) -> None:
         together(self, setting)
         state = StateFile(host.spec).read()
-        assert state is not None
         (server,) = (server for daemon in state.daemons for server in daemon.servers)
         (production,) = (each for each in state.processes if each.real and each.mps_server is None and each.request_ms)
         others = [each for each in state.processes if each.real and each.mps_server is not None]
@@ -538,9 +526,8 @@ def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
 def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host) -> None:
     with changing(StateFile(host.spec)) as (state, _):
         state.channel_fault = "seccomp"
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "seccomp"):
         tune(host, device_of(host), options(job(*SHORT), ways=("slices",), **EASY))
-    assert caught.value.code == "seccomp"
     assert not host.nvml.processes(0)
 
 
@@ -563,6 +550,5 @@ def test_a_job_that_cannot_be_measured_is_named(
 
 def test_a_job_outside_mps_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "not_attached"):
         tune(host, device_of(host), options(job(30)))
-    assert caught.value.code == "not_attached"

@@ -12,6 +12,7 @@ from gpushare.connect import connect
 from gpushare.measure.ways import DEFAULT_WAYS, Reasons, parse_copies, parse_ways, reasons, sort_out
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
+from tests.errors import fails
 
 ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, clients=None)
 
@@ -30,9 +31,8 @@ def test_names_in_their_order_each_once() -> None:
     "text", ["", "mps:", "mps:0", "mps:101", "mps:0/n", "queue:50", "mig:2", "foo", "mps,,queue", "mps:x"]
 )
 def test_what_is_no_way(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_way"):
         parse_ways(text)
-    assert caught.value.code == "bad_way"
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,8 @@ def test_copies() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "x", "1,", "-1", "513", "1.5", "٣", "9" * 5000])
 def test_what_is_no_number_of_copies(text: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_copies"):
         parse_copies(text)
-    assert caught.value.code == "bad_copies"
 
 
 def test_a_host_with_everything_but_mig() -> None:

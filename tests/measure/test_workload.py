@@ -20,6 +20,7 @@ from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
 from gpushare.measure.workload import BACKENDS, Unusable, first_usable
 from gpushare.sim.job import _parser as job_parser
+from tests.errors import fails
 
 
 class Counting:
@@ -59,7 +60,6 @@ def test_it_prints_a_rate_that_bench_reads(capsys: pytest.CaptureFixture[str]) -
     printed = Printed(chosen.metric)
     for line in capsys.readouterr().out.splitlines():
         printed.listen(line, 1.0)
-    assert printed.last is not None
     assert printed.last > 0
 
 
@@ -129,10 +129,8 @@ def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None
         "gpushare.measure.built_in._PROGRAM", (sys.executable, "-c", "import sys; sys.exit('error: no')")
     )
     real = type(host)(**{**vars(host), "spec": "local", "programs": connect("local").programs})
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "no_backend", hint="pip install 'cupy-cuda12x[ctk]'"):
         built_in_workload(real, device, size=256, cpu=False, footprint=None)
-    assert caught.value.code == "no_backend"
-    assert "pip install 'cupy-cuda12x[ctk]'" in caught.value.hint
     monkeypatch.setattr("gpushare.measure.built_in._PROGRAM", (sys.executable, "-c", "print('backend=torch')"))
     chosen = built_in_workload(real, device, size=256, cpu=True, footprint="1G")
     assert chosen.workload.backend == "torch"
@@ -143,9 +141,8 @@ def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("size", [0, 15, 32769])
 def test_sizes_out_of_range(size: int) -> None:
     host = connect("sim:h200")
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "bad_size"):
         built_in_workload(host, Device(gpu=host.nvml.gpu(0)), size=size, cpu=False, footprint=None)
-    assert caught.value.code == "bad_size"
 
 
 def test_the_simulated_one_is_a_job_that_the_simulation_knows() -> None:
@@ -273,7 +270,6 @@ def test_streams_of_cupy_do_not_wait_for_the_default_one(monkeypatch: pytest.Mon
     install(monkeypatch, library)
     BACKENDS["cupy"](16, 1, 0).launch(0)
     ((stream, *_),) = library.launches
-    assert stream is not None
     assert stream.options == {"non_blocking": True}
 
 
@@ -285,8 +281,6 @@ def test_the_first_stream_can_have_priority(name: str, monkeypatch: pytest.Monke
     multiplier.launch(0)
     multiplier.launch(1)
     (first, *_), (second, *_) = library.launches
-    assert first is not None
-    assert second is not None
     assert first.options.get("priority") == -1
     assert "priority" not in second.options
 

@@ -52,6 +52,7 @@ from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
+from tests.errors import fails
 
 SPEC = "sim:2xa30"
 # A user who is neither root nor this one.
@@ -68,23 +69,46 @@ def telling(messages: list[str]) -> Draw:
     return contextlib.ExitStack().enter_context(waiting_line(messages.append))
 
 
-def told_clock() -> dict[str, Any]:
-    """Return a clock for `wait_for_room` that only its waiting moves: no machine is too slow for it."""
-    now = [0.0]
+class Clock:
+    """A clock for `wait_for_room` that only its waiting moves: no machine is too slow for it."""
 
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    return {"clock": lambda: now[0], "sleep": sleep}
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def devices(host: Host) -> tuple[Device, ...]:
     return select(None, host.nvml.sweep())
 
 
-def enter(host: Host, size: int | None, *, name: str | None = None) -> Place:
-    keys = tuple(device.uuid for device in devices(host))
-    return Place(host, Request(memory_bytes=size, keys=keys, client=False, name=name))
+def enter(host: Host, size: int | None, *, on: Sequence[Device] | None = None, **facts: Any) -> Place:
+    keys = tuple(device.uuid for device in on or devices(host))
+    return Place(host, Request(**{"memory_bytes": size, "keys": keys, "client": False, **facts}))
+
+
+def hold(host: Host, size: int, device: Device) -> Place:
+    """Enter a job that has a place on this device."""
+    place = enter(host, size)
+    place.take(device.uuid)
+    return place
+
+
+def wait(
+    host: Host,
+    place: Place,
+    among: Sequence[Device],
+    seconds: float | None,
+    messages: list[str],
+    *,
+    limits: UserLimits | None = None,
+    clock: Clock | None = None,
+) -> None:
+    """Wait for room by a clock that never stands still."""
+    clock = clock or Clock()
+    draw = telling(messages)
+    wait_for_room(host, place, among, seconds, limits or UserLimits(), draw, clock=lambda: clock.now, sleep=clock.sleep)
 
 
 def take(host: Host, place: Place) -> bool:
@@ -108,7 +132,6 @@ def test_a_place_is_taken_kept_and_left(host: Host) -> None:
     (reservation,) = reservations(host) or []
     assert (reservation.held, reservation.sure) == ((devices(host)[0].uuid,), True)
     line = line_of(host, devices(host)[0], [reservation])
-    assert line is not None
     assert line.reserved_bytes == 10 * GIB
     assert line.free_bytes == line.room.memory_bytes - 10 * GIB
     (file,) = files(host)
@@ -127,8 +150,7 @@ def test_a_second_gpu_takes_what_does_not_fit_on_the_first(host: Host) -> None:
 
 def test_nobody_overtakes_an_earlier_job(host: Host) -> None:
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
-    blocker = Place(host, Request(memory_bytes=20 * GIB, keys=(devices(host)[1].uuid,), client=False))
-    blocker.take(devices(host)[1].uuid)
+    hold(host, 20 * GIB, devices(host)[1])
     assert not take(host, late)
     assert take(host, early)
 
@@ -200,15 +222,12 @@ def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.Monke
     listed = reservations(host) or []
     monkeypatch.setattr(ledger, "owners_of", lambda *_: dict.fromkeys((51, 52, 53), listed[0].id))
     line = line_of(host, replace(device, gpu=gpu), listed, clients=4)
-    assert line is not None
     assert sum(job.client for job in line.running) == 3
     assert sum(job.memory_bytes for job in line.running) == 8 * GIB
     assert line.free_clients == 1
     # A job starts as many processes as it likes: more than there were places for.
     crowded = line_of(host, replace(device, gpu=gpu), listed, clients=2)
-    assert crowded is not None
     assert crowded.free_clients == 0
-    place.leave()
 
 
 def test_an_instance_takes_its_share_of_the_clients(host: Host) -> None:
@@ -286,7 +305,6 @@ def test_a_program_that_is_started_again_and_again_keeps_its_place(host: Host) -
         place.tell_limit(GIB, "end")
         place.add(os.getpid())
     assert [reservation.held for reservation in reservations(host) or []] == [(devices(host)[0].uuid,)]
-    place.leave()
 
 
 def test_an_instance_that_is_gone_is_said(host: Host) -> None:
@@ -294,9 +312,9 @@ def test_an_instance_that_is_gone_is_said(host: Host) -> None:
     gpu = host.nvml.gpu(0)
     device = Device(gpu=gpu, mig=gpu.mig_instances[0])
     set_mig(SPEC, "0", ["2g.12gb"])
-    place, messages = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
+    messages: list[str] = []
     with pytest.raises(InUse):
-        wait_for_room(host, place, [device], 5.0, UserLimits(), telling(messages), **told_clock())
+        wait(host, enter(host, GIB, on=[device], client=True), [device], 5.0, messages)
     assert messages == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
 
 
@@ -307,35 +325,28 @@ def test_only_processes_of_a_claims_own_user_belong_to_it(
     """A claim that names the parent of somebody else's process must not hide that one's memory; but root starts them as others."""
     pid = add_process(SPEC, memory_bytes=12 * GIB, user=user)
     monkeypatch.setattr(type(host.processes), "parent", lambda _, child: os.getpid() if child == pid else None)
-    place = enter(host, 1 * GIB)
-    place.take(devices(host)[0].uuid)
+    hold(host, 1 * GIB, devices(host)[0])
     listed = [
         replace(reservation, claim=replace(reservation.claim, uid=claimant)) for reservation in reservations(host) or []
     ]
     line = line_of(host, devices(host)[0], listed)
-    assert line is not None
     assert others <= line.others_bytes < others + GIB
     assert line.room.memory_bytes - line.free_bytes >= 12 * GIB
-    place.leave()
 
 
 def test_a_reservation_that_is_not_used_lapses(host: Host) -> None:
-    place = enter(host, 10 * GIB)
-    place.take(devices(host)[0].uuid)
+    hold(host, 10 * GIB, devices(host)[0])
     (job,) = reservations(host) or []
     for age, reserved in ((0, 10 * GIB), (ledger.LAPSE_SECONDS + 5, 0)):
         untouched = replace(job, claim=replace(job.claim, touched_at=time.time() - age))
         line = line_of(host, devices(host)[0], [untouched])
-        assert line is not None
         assert line.reserved_bytes == reserved
 
 
 def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> None:
-    first, second = enter(host, 8 * GIB), enter(host, 8 * GIB)
-    for place in (first, second):
-        place.take(devices(host)[0].uuid)
+    for _ in range(2):
+        hold(host, 8 * GIB, devices(host)[0])
     line = line_of(host, devices(host)[0], reservations(host) or [], limits={os.geteuid(): 10 * GIB})
-    assert line is not None
     assert line.room.memory_bytes - line.free_bytes == 8 * GIB
 
 
@@ -357,20 +368,18 @@ def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> Non
     ],
 )
 def test_a_claim_that_we_would_not_write_counts_for_nothing(host: Host, facts: list[str]) -> None:
-    place = enter(host, 1)
+    enter(host, 1)
     path = files(host)[0]
     head = path.read_text().split("fact ")[0]
     path.write_text(head + "".join(f"fact {fact}\n" for fact in facts) + "ticket 5\n")
     assert reservations(host) == []
-    place.leave()
 
 
 def test_a_job_may_name_all_instances_of_a_large_host(host: Host) -> None:
     keys = tuple(f"MIG-{number:08x}-0000-0000-0000-000000000000" for number in range(16 * 7))
-    place = Place(host, Request(memory_bytes=GIB, keys=keys, client=True, name="n" * 64))
+    Place(host, Request(memory_bytes=GIB, keys=keys, client=True, name="n" * 64))
     (reservation,) = reservations(host) or []
     assert reservation.keys == keys
-    place.leave()
 
 
 def test_a_fact_that_nobody_could_read_is_not_written(host: Host) -> None:
@@ -396,9 +405,7 @@ def test_waiting_jobs_of_one_user_are_bounded(host: Host, monkeypatch: pytest.Mo
 
 def test_the_order_of_a_user_also_counts_beyond_that_bound(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "MOST_WAITING_OF_ONE_USER", 3)
-    blockers = [enter(host, 20 * GIB), enter(host, 20 * GIB)]
-    for blocker, device in zip(blockers, devices(host), strict=True):
-        blocker.take(device.uuid)
+    blockers = [hold(host, 20 * GIB, device) for device in devices(host)]
     *first, fourth, last = [enter(host, 20 * GIB) for _ in range(5)]
     assert not take(host, last)
     for job in [*first, blockers[0]]:
@@ -416,8 +423,7 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
 
 def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None:
     first, second = devices(host)
-    place = enter(host, 10 * GIB)
-    place.take(first.uuid)
+    hold(host, 10 * GIB, first)
 
     def order(limits: UserLimits, size: int) -> list[int]:
         ranked = best_first(
@@ -432,13 +438,11 @@ def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None
     limits = UserLimits({os.geteuid(): 15 * GIB})
     assert order(limits, 5 * GIB) == order(UserLimits(), 6 * GIB) == [0, 1]
     assert order(limits, 6 * GIB) == [1, 0]
-    place.leave()
 
 
 def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
     full, free = devices(host)
-    place = enter(host, 20 * GIB)
-    place.take(full.uuid)
+    hold(host, 20 * GIB, full)
 
     def order(size: int | None) -> list[int]:
         ranked = best_first(host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], memory_bytes=size)
@@ -452,8 +456,6 @@ def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
     production = enter(host, GIB)
     production.take(free.uuid)
     assert order(None) == [0, 1]
-    place.leave()
-    production.leave()
 
 
 def test_a_try_reads_again_only_the_devices_that_it_takes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +471,6 @@ def test_a_try_reads_again_only_the_devices_that_it_takes(host: Host, monkeypatc
     assert take(host, place)
     keys = [device.uuid for device in devices(host)]
     assert read == [*keys, *place.held, *place.held]
-    place.leave()
 
 
 @pytest.mark.parametrize(
@@ -496,21 +497,17 @@ def test_only_own_processes_are_known_by_their_command(host: Host, user: str | N
 
 def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host: Host) -> None:
     first, second = devices(host)
-    place = enter(host, GIB)
-    place.take(first.uuid)
+    place = hold(host, GIB, first)
     add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [])
     assert [device.gpu.index for device, _ in ordered] == [second.gpu.index, first.gpu.index]
     assert "how busy it is is not known" in ordered[1][1]
     # It is not its own neighbour.
     assert "it is idle" in best_first(host, [first], lambda _: [], own_place=place)[0][1]
-    place.leave()
 
 
 def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> None:
-    blockers = [enter(host, 20 * GIB) for _ in devices(host)]
-    for gpu, place in zip(devices(host), blockers, strict=True):
-        place.take(gpu.uuid)
+    blockers = [hold(host, 20 * GIB, device) for device in devices(host)]
     asked: list[int] = []
 
     def best(some: Sequence[Device]) -> list[Device]:
@@ -529,7 +526,6 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
     # One that need not wait has just been given the order.
     place = enter(host, 10 * GIB)
     assert wait_for_room(host, place, devices(host), None, UserLimits(), telling([]), best=best)[0].gpu.index == 0
-    place.leave()
 
 
 def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: Host) -> None:
@@ -538,63 +534,42 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
     add_process(SPEC, memory_bytes=GIB, name="alone")
     host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     small = replace(second, gpu=replace(second.gpu, memory_total_bytes=4 * GIB))
-    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         now = (host.nvml.gpu(0), small.gpu)
         patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
-        with pytest.raises(InUse) as caught:
-            wait_for_room(
-                host, enter(host, 10 * GIB), (first, second), 5.0, UserLimits(), telling(messages), **told_clock()
-            )
-    assert caught.value.code == "no_room"
+        with fails(InUse, "no_room"):
+            wait(host, enter(host, 10 * GIB), (first, second), 5.0, [])
 
 
 def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is memory: to say only that would be a riddle."""
     monkeypatch.setattr("gpushare.memory.room.client_limit", lambda *_: 1)
     first = devices(host)[:1]
-    request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=True)
-    running, before = Place(host, request), Place(host, request)
+    running, _before, place = (enter(host, GIB, on=first, client=True) for _ in range(3))
     running.take(first[0].uuid)
     messages: list[str] = []
-    # A clock that stands still, but for the waiting.
-    passed = [0.0]
-    clock, sleep = (lambda: passed[0]), (lambda seconds: passed.append(passed.pop() + seconds))
     with pytest.raises(InUse) as caught:
-        wait_for_room(
-            host, Place(host, request), first, 0.05, UserLimits(), telling(messages), clock=clock, sleep=sleep
-        )
+        wait(host, place, first, 0.05, messages)
     reason = "GPU 0 has 22.5 GiB free to reserve, but has 1 client of MPS and takes no more"
     assert messages == [f"waiting for 1.0 GiB, 1 job before it: {reason}, held by process {os.getpid()} (1.0 GiB)"]
     assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
-    before.leave()
 
 
 def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
     first = devices(host)[:1]
-    running = [Place(host, Request(memory_bytes=10 * GIB, keys=(first[0].uuid,), client=False)) for _ in range(2)]
-    for place in running:
-        place.take(first[0].uuid)
+    running = [hold(host, 10 * GIB, first[0]) for _ in range(2)]
     messages: list[str] = []
-    clock = [0.0]
 
-    def sleep(seconds: float) -> None:
-        # In large steps: it looks every second.
-        clock[0] += max(seconds, 20.0)
-        if len(running) == 2 and clock[0] >= 600:
-            running.pop().leave()
+    class Strides(Clock):
+        """It looks every second: in large steps."""
+
+        def sleep(self, seconds: float) -> None:
+            super().sleep(max(seconds, 20.0))
+            if len(running) == 2 and self.now >= 600:
+                running.pop().leave()
 
     with pytest.raises(InUse):
-        wait_for_room(
-            host,
-            enter(host, 20 * GIB),
-            first,
-            900.0,
-            UserLimits(),
-            telling(messages),
-            clock=lambda: clock[0],
-            sleep=sleep,
-        )
+        wait(host, enter(host, 20 * GIB), first, 900.0, messages, clock=Strides())
     held = f"process {os.getpid()} (10.0 GiB)"
     assert messages == [
         f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by {held}, {held}",
@@ -604,24 +579,22 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
 
 def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Host) -> None:
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
-    running = Place(host, Request(memory_bytes=20 * GIB, keys=(devices(host)[0].uuid,), client=False))
-    running.take(devices(host)[0].uuid)
+    hold(host, 20 * GIB, devices(host)[0])
     messages: list[str] = []
     place = enter(host, 10 * GIB)
     room = outlook(host, devices(host), place.request, UserLimits())
     with pytest.raises(InUse):
-        wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(messages), **told_clock())
+        wait(host, place, devices(host), 5.0, messages)
     reason = "GPU 1 is in compute mode prohibited"
     assert messages == [
         f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by process {os.getpid()} (20.0 GiB); {reason}"
     ]
     assert reason in room.why
-    running.leave()
 
 
 def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, only, messages = enter(host, 10 * GIB), devices(host), list[str]()
-    clock, restarted = [0.0], list[float]()
+    place, among, messages = enter(host, 10 * GIB), devices(host), list[str]()
+    clock, restarted = Clock(), list[float]()
     real = host.nvml.gpu
 
     def gpu(_: object, index: int) -> Gpu:
@@ -629,15 +602,11 @@ def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pyt
             raise DriverNotLoaded("the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia")
         return real(index)
 
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-
     monkeypatch.setattr(type(host.nvml), "gpu", gpu)
-    monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock[0]) if clock[0] > 60 else None)
-    wait_for_room(host, place, only, None, UserLimits(), telling(messages), clock=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock.now) if clock.now > 60 else None)
+    wait(host, place, among, None, messages, clock=clock)
     assert messages == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
     assert len(restarted) == 1
-    place.leave()
 
 
 def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
@@ -646,7 +615,7 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     messages: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, UserLimits(), telling(messages), **told_clock())
+        wait(host, enter(host, 10 * GIB), devices(host), 5.0, messages)
     reason = (
         f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
     )
@@ -656,20 +625,11 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
     for device in devices(host):
-        Place(host, Request(memory_bytes=20 * GIB, keys=(device.uuid,), client=False)).take(device.uuid)
-    messages: list[str] = []
-    clock = [0.0]
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-
-    place = enter(host, 10 * GIB)
-    with pytest.raises(InUse) as caught:
-        wait_for_room(
-            host, place, devices(host), 3.0, UserLimits(), telling(messages), clock=lambda: clock[0], sleep=sleep
-        )
-    assert caught.value.code == "no_room"
-    assert clock[0] == pytest.approx(3.0, abs=0.02)
+        hold(host, 20 * GIB, device)
+    clock, messages = Clock(), list[str]()
+    with fails(InUse, "no_room"):
+        wait(host, enter(host, 10 * GIB), devices(host), 3.0, messages, clock=clock)
+    assert clock.now == pytest.approx(3.0, abs=0.02)
     assert len(messages) == 1
     assert messages[0].startswith("waiting for 10.0 GiB")
     assert len(reservations(host) or []) == 2
@@ -705,22 +665,16 @@ jobs = some.lists(
 
 
 def test_two_farms_and_the_jobs_between_them_take_turns(host: Host) -> None:
-    key = devices(host)[0].uuid
-
-    def enters() -> Place:
-        return Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-
-    first, second, job = enters(), enters(), enters()
+    first, second, job = (enter(host, 20 * GIB, on=devices(host)[:1]) for _ in range(3))
     assert [take(host, place) for place in (second, job, first)] == [False, False, True]
     # The first one has started a copy, and comes again for the next one: behind those that came meanwhile.
-    again = enters()
+    again = enter(host, 20 * GIB, on=devices(host)[:1])
     first.leave()
     assert [take(host, place) for place in (again, job, second)] == [False, False, True]
     second.leave()
     assert [take(host, place) for place in (again, job)] == [False, True]
     job.leave()
     assert take(host, again)
-    again.leave()
 
 
 @given(jobs)
@@ -750,14 +704,12 @@ def test_production_goes_first_without_delay_for_anybody_else(line: list[Reserva
 
 
 def test_an_opportunistic_job_lets_production_take_the_room_first(host: Host) -> None:
-    key = devices(host)[0].uuid
-    blocker = enter(host, 20 * GIB)
-    blocker.take(key)
-    asked = Request(memory_bytes=20 * GIB, keys=(key,), client=False)
-    batch = Place(host, replace(asked, opportunistic=True))
+    first = devices(host)[:1]
+    blocker = hold(host, 20 * GIB, first[0])
+    batch = enter(host, 20 * GIB, on=first, opportunistic=True)
     assert not take(host, batch)
-    plain = Place(host, asked)
-    web = Place(host, replace(asked, production=True))
+    plain = enter(host, 20 * GIB, on=first)
+    web = enter(host, 20 * GIB, on=first, production=True)
     assert not take(host, plain)
     assert not take(host, web)
     blocker.leave()
@@ -775,12 +727,11 @@ def test_an_opportunistic_job_lets_production_take_the_room_first(host: Host) ->
 def test_a_dry_run_of_production_goes_before_opportunistic_jobs(host: Host) -> None:
     key = devices(host)[0].uuid
     asked = Request(memory_bytes=20 * GIB, keys=(key,), client=False)
-    batch = Place(host, replace(asked, opportunistic=True))
+    Place(host, replace(asked, opportunistic=True))
     listed = reservations(host) or []
     assert waiting_before(listed, asked, os.geteuid()) == listed
     assert waiting_before(listed, replace(asked, production=True), os.geteuid()) == []
     assert waiting_before(listed, replace(asked, production=True), 12345) == listed
-    batch.leave()
 
 
 # -- limits of users ---------------------------------------------------------------------------------
@@ -828,10 +779,8 @@ def test_two_of_one_user_do_not_exceed_the_limit_at_the_same_time(host: Host, mo
 def test_a_job_above_the_limit_alone_is_refused(host: Host) -> None:
     for size in (12 * GIB, None):
         place = enter(host, size)
-        with pytest.raises(NoPermission) as caught:
+        with fails(NoPermission, "over_user_limit", message="you may reserve 10.0 GiB on a GPU"):
             wait_for_room(host, place, devices(host), None, limited(10 * GIB), telling([]))
-        assert caught.value.code == "over_user_limit"
-        assert "you may reserve 10.0 GiB on a GPU" in caught.value.message
     assert files(host) == []
 
 
@@ -852,14 +801,11 @@ def test_the_limit_for_all_is_not_for_root() -> None:
 @pytest.mark.parametrize("limits", [UserLimits({}, 2 * GIB), UserLimits({OTHER: 2 * GIB})])
 def test_what_others_reserve_beyond_their_limit_keeps_nobody_out(host: Host, limits: UserLimits) -> None:
     """Also by a limit for all users, which names none."""
-    place = enter(host, 20 * GIB)
-    place.take(devices(host)[0].uuid)
+    hold(host, 20 * GIB, devices(host)[0])
     (job,) = reservations(host) or []
     forged = replace(job, claim=replace(job.claim, uid=OTHER))
     line = line_of(host, devices(host)[0], [forged], limits=limits)
-    assert line is not None
     assert (line.reserved_bytes, line.beyond) == (0, {job.id})
-    place.leave()
 
 
 @contextlib.contextmanager
@@ -893,7 +839,7 @@ def test_a_job_waits_for_the_ticket_of_one_that_came_first(host: Host, monkeypat
     clocked(monkeypatch)
     key = devices(host)[0].uuid
     with planted(host, f"fact want {20 * GIB} 0 {key}") as path:
-        late = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        late = enter(host, 20 * GIB, on=devices(host)[:1])
 
         def draw(_: float) -> None:
             if "ticket" not in path.read_text():
@@ -916,13 +862,11 @@ def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatc
 
 def test_nobody_comes_first_by_an_earlier_ticket(host: Host) -> None:
     keys = ",".join(gpu.uuid for gpu in devices(host))
-    blocker = [enter(host, 24 * GIB), enter(host, 23 * GIB)]
-    for place, device in zip(blocker, devices(host), strict=True):
-        place.take(device.uuid)
+    blocker, _ = (hold(host, size * GIB, device) for size, device in zip((24, 23), devices(host), strict=True))
     honest = enter(host, 20 * GIB)
     assert not take(host, honest)
     with planted(host, f"fact want {24 * GIB} 0 {keys}", "ticket 1"):
-        blocker[0].leave()
+        blocker.leave()
         assert take(host, honest)
 
 
@@ -930,10 +874,9 @@ def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host, monkeypatch: pyte
     """A claim can choose for days, and then say that it was there before all others."""
     clocked(monkeypatch)
     key = devices(host)[0].uuid
-    blocker = enter(host, 20 * GIB)
-    blocker.take(key)
+    blocker = hold(host, 20 * GIB, devices(host)[0])
     with planted(host, f"fact want {20 * GIB} 0 {key}") as path:
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        honest = enter(host, 20 * GIB, on=devices(host)[:1])
         assert not take(host, honest)
         with path.open("a") as file:
             file.write("ticket 1\n")
@@ -946,7 +889,7 @@ def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pyt
     forward = clocked(monkeypatch)
     key = devices(host)[0].uuid
     with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1"):
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        honest = enter(host, 20 * GIB, on=devices(host)[:1])
         assert not take(host, honest)
         forward(ledger.PATIENCE_SECONDS / 2)
         assert not take(host, honest)
@@ -962,7 +905,7 @@ def test_all_jobs_of_a_user_that_do_not_come_share_one_patience(host: Host, monk
     with contextlib.ExitStack() as held:
         for number in range(1, 33):
             held.enter_context(planted(host, f"fact want - 0 {key}", f"ticket {number}", name=number))
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        honest = enter(host, 20 * GIB, on=devices(host)[:1])
         for _ in range(6):
             assert not take(host, honest)
             forward(ledger.PATIENCE_SECONDS / 5)
@@ -976,7 +919,7 @@ def test_a_user_whose_jobs_come_has_all_patience_again(host: Host, monkeypatch: 
         planted(host, f"fact want - 0 {key}", "ticket 1", name=1) as first,
         planted(host, f"fact want - 0 {key}", "ticket 2", name=2),
     ):
-        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        honest = enter(host, 20 * GIB, on=devices(host)[:1])
         for _ in range(4):
             assert not take(host, honest)
             forward(ledger.PATIENCE_SECONDS / 5)
@@ -992,20 +935,10 @@ def test_a_user_whose_jobs_come_has_all_patience_again(host: Host, monkeypatch: 
 def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a forged record would free what another user has reserved."""
     key = devices(host)[0].uuid
-    place = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
-    place.take(key)
+    hold(host, 20 * GIB, devices(host)[0])
     me = identity_of(os.getpid())
-    assert me is not None
-    swap = Swap(
-        pid=me.pid,
-        started=me.started,
-        name=None,
-        uid=None,
-        gpu_uuid=key,
-        state=OUT,
-        since=1.0,
-        images=(Image(me.pid, me.started, GIB),),
-    )
+    who = {"pid": me.pid, "started": me.started, "name": None, "uid": None}
+    swap = Swap(**who, gpu_uuid=key, state=OUT, since=1.0, images=(Image(me.pid, me.started, GIB),))
     for keeper, counts in ((os.geteuid() + 1, 1), (None, 0), (0, 0)):
         kept = replace(swap, keeper_uid=keeper)
         monkeypatch.setattr("gpushare.memory.swap.swaps", lambda _, kept=kept: [kept])
@@ -1015,16 +948,11 @@ def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monke
 
 def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-Z: until it continues, others pass it at once, even if its own turn may never come."""
-    key = devices(host)[0].uuid
-    running = Place(host, Request(memory_bytes=4 * GIB, keys=(key,), client=False))
-    running.take(key)
-    large = Place(host, Request(memory_bytes=None, keys=(key,), client=False))
-    small = Place(host, Request(memory_bytes=4 * GIB, keys=(key,), client=False))
+    hold(host, 4 * GIB, devices(host)[0])
+    large, small = (enter(host, size, on=devices(host)[:1]) for size in (None, 4 * GIB))
     assert not take(host, small)
     monkeypatch.setattr(ledger, "is_stopped", lambda pid: pid == os.getpid())
-    assert [
-        reservation.memory_bytes for reservation in waiting_before(reservations(host) or [], small.request, 0)
-    ] == []
+    assert waiting_before(reservations(host) or [], small.request, 0) == []
     assert waiting_jobs(host, [device.gpu for device in devices(host)], reservations(host) or [])[0].stopped
     assert take(host, small)
     monkeypatch.undo()
@@ -1044,12 +972,9 @@ def test_a_job_counts_with_what_it_holds_if_that_is_more_than_it_said(
 ) -> None:
     pid = add_process(SPEC, memory_bytes=22 * GIB)
     monkeypatch.setattr(type(host.processes), "parent", lambda _, child: os.getpid() if child == pid else None)
-    place = enter(host, 0)
-    place.take(devices(host)[0].uuid)
+    hold(host, 0, devices(host)[0])
     line = line_of(host, devices(host)[0], reservations(host) or [])
-    assert line is not None
     assert line.room.memory_bytes - line.free_bytes >= 22 * GIB
-    place.leave()
 
 
 def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:

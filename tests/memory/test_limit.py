@@ -17,6 +17,7 @@ from gpushare.base.units import GIB, MIB
 from gpushare.host.identity import Identity
 from gpushare.host.process import Processes, ProcessInfo
 from gpushare.memory.limit import _TOUCH_SECONDS, MARK, JobMemory, MemoryAction
+from tests.errors import fails
 
 
 class Told:
@@ -98,10 +99,12 @@ def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None
     assert memory.peak_bytes == 8 * GIB
     told.memory[11] = GIB
     assert memory.poll()
-    with pytest.raises(OperationFailed) as caught:
+    with fails(
+        OperationFailed,
+        "memory_limit",
+        message="9.0 GiB, over its limit of 8.0 GiB (3 processes; process 12 has 5.0 GiB)",
+    ):
         memory.raise_end()
-    assert caught.value.code == "memory_limit"
-    assert "9.0 GiB, over its limit of 8.0 GiB (3 processes; process 12 has 5.0 GiB)" in caught.value.message
 
 
 def test_of_one_process_no_sum_is_told(told: Told) -> None:

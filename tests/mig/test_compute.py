@@ -48,7 +48,6 @@ def test_placements_are_explicit_where_the_driver_tells_them() -> None:
     )
     profile = replace(PROFILES["3g.40gb"], compute=placed)
     found = new_compute(profile, (1, 2))
-    assert found is not None
     assert [one.placement for one in found] == [Placement(0, 2), Placement(2, 1)]
     middle = ComputeInstance(id=0, profile=placed[0], placement=Placement(1, 1))
     assert new_compute(profile, (2,), [middle]) is None
@@ -114,7 +113,6 @@ def test_one_busy_weighs_more_than_two_idle() -> None:
     )
     one = replace(instance(four, 0), profile=replace(four, compute=placed), compute=compute)
     change = change_compute(one, (2, 1, 1), may_evict=True)
-    assert change is not None
     assert [part.id for part in change.destroyed] == [1, 2]
     assert [new.placement for new in change.created] == [Placement(2, 2), Placement(1, 1)]
 
@@ -181,6 +179,5 @@ def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:
     """A driver that lists no compute instance profiles still gives the whole of a GPU instance."""
     bare = replace(FOUR, compute=())
     made = new_compute(bare, (4,))
-    assert made is not None
     assert [part.profile for part in made] == [bare.whole]
     assert new_compute(bare, (2, 2)) is None

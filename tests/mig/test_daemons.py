@@ -35,6 +35,7 @@ from gpushare.sim.library_mig import destroy_compute_instance
 from gpushare.sim.nvml_abi import Handle, HandleKind, Refused, Target
 from gpushare.sim.state import StateFile
 from tests.cli.drive import CRASHED, World
+from tests.errors import fails
 
 A100 = "sim:a100-80gb"
 LAYOUT = ("3g.40gb:0", "1g.10gb:4", "1g.10gb:6")
@@ -165,11 +166,8 @@ def test_the_undo_of_a_stop_is_a_command_that_works(world: World) -> None:
     record = home.read()
     (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
     do(step)
-    assert step.undo is not None
     assert main(["--host", world.spec, *step.undo.split()[1:]]) == 0
     again = home.read()
-    assert record is not None
-    assert again is not None
     assert again == replace(record, pid=again.pid, started=again.started)
 
 
@@ -263,7 +261,6 @@ def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(w
     assert (world.state.daemons, home.read()) == ([], None)
     assert roll_back(steps) == []
     record = home.read()
-    assert record is not None
     assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
 
 
@@ -275,8 +272,6 @@ def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
     with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
         do(*steps, failing())
     again = home.read()
-    assert record is not None
-    assert again is not None
     assert again.pid != record.pid
     assert again == replace(record, pid=again.pid, started=again.started)
 
@@ -307,7 +302,6 @@ def test_mig_switched_on_stops_the_daemon_of_the_whole_gpu() -> None:
     assert (world.state.daemons, world.host.nvml.compute_mode(0)) == ([], ComputeMode.DEFAULT)
     assert roll_back(steps) == []
     record = home.read()
-    assert record is not None
     assert (record.limits.threads_percent, record.previous_compute_mode) == (50.0, "DEFAULT")
     assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
@@ -347,7 +341,6 @@ def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) 
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     do(*change(world, [third], "3g.40gb:0", "1g.10gb:4"))
     record = home.read()
-    assert record is not None
     assert [daemon.pid for daemon in world.state.daemons] == [record.pid]
 
 
@@ -355,7 +348,6 @@ def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
     first = uuids(world)[0]
     home = started(world, first)
     record = home.read()
-    assert record is not None
     home.write(replace(record, transient=True))
     (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
     assert not step.what.endswith("; it stays stopped")
@@ -375,9 +367,8 @@ def test_another_instance_with_the_old_uuid_gets_no_daemon(world: World) -> None
     wanted = Device(gpu=device.gpu, mig=type(device.mig)(uuid=third, profile="1g.20gb"))
     record = home.read()
     assert record is not None
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "device_gone"):
         daemons.start_again(world.host, record, wanted)
-    assert caught.value.code == "device_gone"
 
 
 def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
@@ -405,7 +396,6 @@ def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
     assert said[0] == "started the MPS daemon of MIG 3g.40gb of GPU 0 again"
     assert "was not started again" in said[1]
     record = home.read()
-    assert record is not None
     assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
     assert daemons.recover_daemons(world.host, gpu_of(world), records) == (said[1],)
 
@@ -485,16 +475,13 @@ def test_refresh_of_a_file_that_went_meanwhile(world: World, toolkit: Callable[[
     steps = refresh_steps(world.host)
     assert toolkit()
     cdi.local_path(world.host, cdi.DEFAULT_PATH).unlink()
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "cdi_unreadable"):
         do(*steps)
-    assert caught.value.code == "cdi_unreadable"
 
 
 def test_refresh_without_a_specification(world: World) -> None:
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "no_cdi_spec", hint="nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"):
         refresh_steps(world.host)
-    assert caught.value.code == "no_cdi_spec"
-    assert "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml" in caught.value.hint
 
 
 @pytest.mark.usefixtures("toolkit")

@@ -43,7 +43,6 @@ def interrupted(number: int) -> tuple[int, str]:
         text=True,
     )
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(number)
         _, err = process.communicate(timeout=120)

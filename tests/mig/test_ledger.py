@@ -23,6 +23,7 @@ from gpushare.mig import ledger as mig_ledger
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.shape import ComputeShape, GpuShape, InstanceShape
 from tests.cli.drive import World, environment, start_real, until
+from tests.errors import fails
 
 H200 = "sim:h200"
 INSTANCE = InstanceShape("3g.71gb", 4, 4, (ComputeShape(3, 0),), "train")
@@ -47,7 +48,6 @@ def path(ledger: MigLedger) -> Path:
 
 def test_a_change_that_died_is_told_whole(path: Path) -> None:
     left = MigLedger(connect(H200)).interrupted()
-    assert left is not None
     assert (left.title, left.step, left.pid) == ("apply 3g.71gb", "second", os.getpid())
     assert (left.before, left.after, left.names) == ((BEFORE,), (AFTER,), ("train",))
     # Of a user's word others may read, and not write.
@@ -179,9 +179,8 @@ def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(ledger: M
 def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(ledger: MigLedger, path: Path) -> None:
     path.unlink()
     path.mkdir()
-    with pytest.raises(OperationFailed, match="Is a directory") as caught:
+    with fails(OperationFailed, "journal_unreadable", match="Is a directory"):
         ledger.interrupted()
-    assert caught.value.code == "journal_unreadable"
 
 
 def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path) -> None:
@@ -214,9 +213,8 @@ def test_of_another_user_it_is_not_taken_for_none(
         return Foreign(found) if stat.S_ISREG(found.st_mode) else found
 
     monkeypatch.setattr(mig_ledger.os, "fstat", lambda number: foreign_file(real(number)))
-    with pytest.raises(OperationFailed, match=f"belongs to user {owner + 4711}") as caught:
+    with fails(OperationFailed, "journal_unreadable", match=f"belongs to user {owner + 4711}"):
         ledger.interrupted()
-    assert caught.value.code == "journal_unreadable"
 
 
 def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
@@ -228,9 +226,8 @@ def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(mig_ledger.os, "fsync", full)
-    with ledger.locked(), pytest.raises(OperationFailed, match="No space") as caught:
+    with ledger.locked(), fails(OperationFailed, "journal_unwritable", match="No space"):
         ledger.note("third")
-    assert caught.value.code == "journal_unwritable"
     assert path.read_bytes() == before
     assert sorted(one.name for one in path.parent.iterdir()) == ["journal.json", "lock"]
 
@@ -273,7 +270,6 @@ def held() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDING], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     yield process
     process.communicate(timeout=120)
@@ -284,10 +280,8 @@ def test_another_process_holds_the_lock(
 ) -> None:
     monkeypatch.setattr(mig_ledger, "_LOCK_SECONDS", 0.05)
     assert ledger.running()
-    with pytest.raises(OperationFailed) as caught, ledger.locked():
+    with fails(OperationFailed, "locked", hint="fuser"), ledger.locked():
         pytest.fail("two at a time")
-    assert caught.value.code == "locked"
-    assert "fuser" in caught.value.hint
     held.communicate("go\n", timeout=120)
     with ledger.locked():
         assert not held.poll()
@@ -327,9 +321,8 @@ def test_a_lock_that_cannot_be_made_is_said(ledger: MigLedger, path: Path) -> No
     lock = path.parent / "lock"
     lock.unlink()
     lock.mkdir()
-    with pytest.raises(OperationFailed, match="Is a directory") as caught, ledger.locked():
+    with fails(OperationFailed, "journal_unwritable", match="Is a directory") as caught, ledger.locked():
         pytest.fail("held without a lock")
-    assert caught.value.code == "journal_unwritable"
     assert str(lock) in caught.value.message
 
 

@@ -124,7 +124,6 @@ def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: World) -> 
         assert answer() == {"running": False, "left": True}
     entry = json.loads(host.journal.read_text())
     me = identity_of(os.getpid())
-    assert me is not None
     host.journal.write_text(json.dumps({**entry, "pid": me.pid, "started": me.started}))
     with stranger(look):
         assert answer() == {"running": True, "left": False}
@@ -163,7 +162,6 @@ def test_a_claim_of_his_own_blocks_and_names_him(host: World) -> None:
 
     def claims() -> int:
         me = identity_of(os.getpid())
-        assert me is not None
         head = f"gpushare claim 1\nboot {boot_id()}\nspace {space}\nkey {uuid}\n"
         path = directory / f"gpushare-claim-{'0' * 16}"
         path.write_text(f"{head}process {me.pid} {me.started}\nticket 1\n")

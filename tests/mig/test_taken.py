@@ -27,6 +27,7 @@ from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, P
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from tests.cli.drive import World, environment
+from tests.errors import fails
 
 A100 = "sim:a100-80gb"
 
@@ -214,7 +215,6 @@ def runs(uuid: str, pid: int) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", RUNS, A100, uuid, str(pid)], stdout=subprocess.PIPE, text=True, env=environment()
     ) as run:
         try:
-            assert run.stdout is not None
             assert run.stdout.readline() == "taken\n"
             yield run
         finally:
@@ -338,10 +338,8 @@ def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: World, si
 @pytest.mark.parametrize("who", ["init", "ourselves", "our shell"])
 def test_neither_init_nor_ourselves_nor_our_shell(who: str) -> None:
     pid = {"init": 1, "ourselves": os.getpid(), "our shell": os.getppid()}[who]
-    with pytest.raises(InUse, match="runs this gpushare") as caught:
+    with fails(InUse, "not_evictable", match="runs this gpushare", message=f"{pid} ("):
         change.Eviction(connect(A100), Gpu(index=0), going((), (GpuProcess(pid=pid, compute=True),))).step()
-    assert caught.value.code == "not_evictable"
-    assert f"{pid} (" in caught.value.message
 
 
 def test_in_another_pid_namespace_nobody_is_taken_for_another(host: World) -> None:
@@ -355,9 +353,8 @@ def test_an_open_node_without_the_drivers_library_proves_nothing(monkeypatch: py
     """A descriptor can be sent to any service, as to a message bus."""
     monkeypatch.setattr(SimulatedProcesses, "uses_driver", lambda *_: False)
     holder = Holder(pid=4194999, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="dbus-daemon")
-    with pytest.raises(InUse, match="only has its device node open") as caught:
+    with fails(InUse, "not_evictable", match="only has its device node open"):
         change.Eviction(connect(A100), Gpu(index=0), going((holder,))).step()
-    assert caught.value.code == "not_evictable"
     listed = GpuProcess(pid=4194999, compute=True)
     assert change.Eviction(connect(A100), Gpu(index=0), going((holder,), (listed,))).step().command == "kill 4194999"
 
@@ -373,7 +370,6 @@ def test_the_driver_is_seen_in_what_a_process_has_loaded(tmp_path: Path) -> None
         with subprocess.Popen(
             [sys.executable, "-c", holds, str(library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as process:
-            assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             assert Processes().uses_driver(process.pid) is found
             process.communicate()
@@ -383,7 +379,6 @@ def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
     processes = Processes()
     with subprocess.Popen(["sleep", "60"]) as child:
         info = processes.describe(child.pid)
-        assert info is not None
         assert info.started is not None
         with pytest.raises(NotFound):
             processes.send_to(child.pid, info.started + 1, signal.SIGKILL)
@@ -425,9 +420,8 @@ def test_all_who_are_anywhere_in_it_are_ended_once() -> None:
 
 @pytest.mark.parametrize("gone", [going((SERVICE,), None), going(None, (SERVICE,)), going((), (PROGRAM,), (SERVICE,))])
 def test_a_service_is_found_wherever_it_is(gone: Any) -> None:
-    with pytest.raises(InUse) as caught:
+    with fails(InUse, "held_by_service"):
         change.Eviction(connect(A100), Gpu(index=0), gone).step()
-    assert caught.value.code == "held_by_service"
 
 
 def test_a_run_by_a_services_name_is_a_run() -> None:

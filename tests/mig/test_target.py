@@ -12,6 +12,7 @@ from gpushare.base.errors import BadUsage, NotFound
 from gpushare.mig.planner import Target
 from gpushare.mig.profile import Layout
 from gpushare.mig.target import find_targets
+from tests.errors import fails
 from tests.mig.boards import layout
 
 
@@ -80,10 +81,8 @@ def test_all_is_everything_and_nothing_on_an_empty_gpu() -> None:
     ],
 )
 def test_what_fits_several_is_refused_with_their_places(word: str, places: str) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "ambiguous_instance", message=places):
         find_targets(word, HOST)
-    assert caught.value.code == "ambiguous_instance"
-    assert places in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -107,10 +106,8 @@ def test_what_fits_several_is_refused_with_their_places(word: str, places: str) 
     ],
 )
 def test_what_is_not_there(word: str) -> None:
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "unknown_instance", hint="0/404"):
         find_targets(word, HOST)
-    assert caught.value.code == "unknown_instance"
-    assert "0/404" in caught.value.hint
 
 
 @pytest.mark.parametrize(("there", "more"), [(8, None), (9, " and 1 more;")])

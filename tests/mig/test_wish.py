@@ -11,6 +11,7 @@ from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import Need, Request, find_profile, merged, parse_wish, resolve, smallest_for_need, wish_of
+from tests.errors import fails
 from tests.mig.boards import MODELS, layout
 
 H100 = find_model("h100").profiles
@@ -144,9 +145,8 @@ def test_compute_instances_that_do_not_go_in(compute: tuple[int, ...]) -> None:
 
 
 def test_unknown_placements_are_not_planned() -> None:
-    with pytest.raises(NotSupported) as caught:
+    with fails(NotSupported, "placements_unknown"):
         resolve(one("2g.32gb"), find_model("rtx-pro-4500-blackwell-32gb").profiles)
-    assert caught.value.code == "placements_unknown"
 
 
 @pytest.mark.parametrize(

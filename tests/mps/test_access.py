@@ -14,6 +14,7 @@ from gpushare.base.errors import NotFound, NotSupported
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
 from gpushare.mps.home import pipe_users, set_pipe_users
+from tests.errors import fails
 
 
 @pytest.fixture
@@ -54,17 +55,15 @@ def test_a_directory_closed_by_hand_is_its_owners(pipe: Path) -> None:
 
 
 def test_an_unknown_user_changes_nothing(pipe: Path) -> None:
-    with pytest.raises(NotFound) as raised:
+    with fails(NotFound, "no_user"):
         set_pipe_users(pipe, ["no-such-user"])
-    assert raised.value.code == "no_user"
     assert pipe_users(pipe) == ()
 
 
 def test_no_directory(tmp_path: Path) -> None:
     assert pipe_users(tmp_path / "none") is None
-    with pytest.raises(NotFound) as raised:
+    with fails(NotFound, "no_daemon"):
         set_pipe_users(tmp_path / "none", ["nobody"])
-    assert raised.value.code == "no_daemon"
 
 
 def test_a_file_system_without_lists_stays_closed(pipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,6 @@ def test_a_file_system_without_lists_stays_closed(pipe: Path, monkeypatch: pytes
         raise OSError(errno.ENOTSUP, "Operation not supported")
 
     monkeypatch.setattr(os, "setxattr", refuse)
-    with pytest.raises(NotSupported) as raised:
+    with fails(NotSupported, "no_acl"):
         set_pipe_users(pipe, ["nobody"])
-    assert raised.value.code == "no_acl"
     assert mode(pipe) == 0o700

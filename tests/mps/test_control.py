@@ -19,6 +19,7 @@ from gpushare.mps import control as mps_control
 from gpushare.mps.control import MpsControl, Overview, ServerRow
 from gpushare.mps.limits import Limits
 from gpushare.sim import admin
+from tests.errors import fails
 from tests.mps.fake_daemon import CLOSING, Daemon, control
 from tests.sim import mps
 
@@ -98,9 +99,8 @@ LIES = [
 def test_a_setter_refuses_what_the_daemon_does_not_hold(
     call: Callable[[MpsControl], None], sent: str, asked: str, held: str
 ) -> None:
-    with pytest.raises(OperationFailed, match="did not accept the") as caught:
+    with fails(OperationFailed, "limit_not_held", match="did not accept the"):
         call(control(Daemon({asked: held, sent: "25.0\n"})))
-    assert caught.value.code == "limit_not_held"
 
 
 @pytest.mark.parametrize("held", ["1G\n", "1500M\n"])
@@ -128,9 +128,8 @@ def test_a_percentage_is_compared_as_the_daemon_keeps_it() -> None:
 def test_a_refusal_is_an_error_of_its_own(text: str, error: type[GpushareError], code: str) -> None:
     for stdout, stderr in ((text, ""), ("", text)):
         daemon = Daemon({"set_default_client_priority 1": stdout}, code=1, stderr=stderr)
-        with pytest.raises(error) as caught:
+        with fails(error, code):
             control(daemon).set_priority(Priority.LOW)
-        assert caught.value.code == code
 
 
 def test_a_refusal_with_exit_0_is_an_error_too() -> None:
@@ -143,9 +142,8 @@ def test_a_hanging_daemon_is_a_time_out_that_names_command_and_directory() -> No
     daemon = Daemon()
     daemon.error = timed_out_error(["nvidia-cuda-mps-control"], 5.0)
     for call in (control(daemon).answers, control(daemon).overview, control(daemon).quit):
-        with pytest.raises(TimedOut, match="/run/p") as caught:
+        with fails(TimedOut, "daemon_hangs", match="/run/p"):
             call()
-        assert caught.value.code == "daemon_hangs"
 
 
 @pytest.mark.parametrize(("code", "stderr"), [(0, ""), (1, "Cannot send command to MPS control daemon process\n")])
@@ -158,9 +156,8 @@ def test_a_dropped_conversation_is_held_again(code: int, stderr: str) -> None:
     daemon = Busy({"get_server_list": "628\n"}, stderr=stderr, drops=3)
     assert control(daemon).servers() == [628]
     assert daemon.asked == ["get_server_list"]
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "mps_control"):
         control(Busy(stderr=stderr, drops=10**6)).ask("get_server_list", timeout=0.03)
-    assert caught.value.code == "mps_control"
 
 
 def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
@@ -237,9 +234,8 @@ def test_driver_535_tells_no_status_and_that_is_unknown() -> None:
 
 
 def test_a_daemon_without_ps_does_not_count_as_one_without_clients() -> None:
-    with pytest.raises(OperationFailed) as caught:
+    with fails(OperationFailed, "strange_reply"):
         overview(servers="7\n", ps='Unknown command "ps"\n')
-    assert caught.value.code == "strange_reply"
 
 
 def test_garbage_is_unknown() -> None:
@@ -306,9 +302,8 @@ def test_a_server_without_a_limit_holds_none() -> None:
     control(daemon).set_memory(None, 7)
     assert daemon.asked == ["set_device_pinned_mem_limit 7 0 0G", "get_device_pinned_mem_limit 7 0"]
     for held in ("512M\n", "2G\n"):
-        with pytest.raises(OperationFailed, match="did not accept the pinned memory limit None") as caught:
+        with fails(OperationFailed, "limit_not_held", match="did not accept the pinned memory limit None"):
             control(Daemon({"get_device_pinned_mem_limit 7 0": held})).set_memory(None, 7)
-        assert caught.value.code == "limit_not_held"
 
 
 def test_each_kind_of_command_has_its_own_patience() -> None:

@@ -45,7 +45,6 @@ def start_ours(host: Host, *, transient: bool = False, **limits: Any) -> tuple[D
     home.create()
     pid = start(host, home.pipe, uuid)
     info = host.processes.describe(pid)
-    assert info is not None
     record = DaemonRecord(
         device_uuid=uuid, pid=pid, started=info.started, uid=0, limits=Limits(**limits), transient=transient
     )
@@ -101,13 +100,11 @@ def test_a_dead_daemon_of_ours_is_shown_with_its_way_out(host: Host) -> None:
     host.processes.send(record.pid, 9)
     (item,) = found(host)
     assert (item.daemon.pid, item.daemon.ours) == (None, True)
-    assert item.daemon.error is not None
     assert f"gpushare mps stop -g {record.device_uuid}" in item.daemon.error
 
 
 def test_another_process_with_the_daemons_pid_is_not_the_daemon(host: Host) -> None:
     home, record = start_ours(host)
-    assert record.started is not None
     before = dataclasses.replace(record, started=record.started - 1000)
     home.write(dataclasses.replace(before, pid=admin.add_process(SPEC)))
     # The daemon that listens in our home is it, whatever PID the record names.
@@ -126,7 +123,6 @@ def test_another_daemon_with_the_daemons_pid_is_not_the_daemon(host: Host, sim_d
 def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     # A start time is counted from the boot time, which moves with the clock (NTP, a resumed machine).
     home, record = start_ours(host)
-    assert record.started is not None
     home.write(dataclasses.replace(record, started=record.started + 30))
     (item,) = found(host)
     assert (item.daemon.ours, item.daemon.pid, item.daemon.error) == (True, record.pid, None)

@@ -29,6 +29,7 @@ from gpushare.mps.home import (
     homes_in,
 )
 from gpushare.mps.limits import Limits
+from tests.errors import fails
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
 GOOD = {"device_uuid": UUID, "pid": 7, "started": 1, "uid": 0}
@@ -51,7 +52,6 @@ def elsewhere(home: DaemonHome, code: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [sys.executable, "-c", start + code], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True
     ) as child:
-        assert child.stdout is not None
         child.first = child.stdout.readline().strip()  # type: ignore[attr-defined]
         try:
             yield child
@@ -75,9 +75,8 @@ def test_a_pipe_directory_has_87_bytes_at_most(sim_dir: Path, length: int, fits:
         home.create()
         assert home.pipe.is_dir()
     else:
-        with pytest.raises(BadUsage, match=f"has {length} bytes; 87 is the limit") as caught:
+        with fails(BadUsage, "path_too_long", match=f"has {length} bytes; 87 is the limit"):
             home.create()
-        assert caught.value.code == "path_too_long"
         assert not home.pipe.exists()
 
 
@@ -120,13 +119,11 @@ def put(home: DaemonHome, text: str) -> None:
 def test_only_a_record_of_a_start_needs_no_pid(home: DaemonHome) -> None:
     put(home, document(pid=None, started=None, state="starting"))
     record = home.read()
-    assert record is not None
     assert (record.pid, record.interrupted) == (None, True)
     put(home, document(pid=None, started=None))
     assert home.read() is None
     put(home, document())
     record = home.read()
-    assert record is not None
     assert (record.pid, record.interrupted) == (7, False)
 
 
@@ -184,10 +181,8 @@ def test_a_record_that_may_not_be_removed_is_an_error_of_ours(
 def test_two_processes_exclude_each_other(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.05)
     with elsewhere(home, "with home.locked():\n print('locked', flush=True); input()") as other:
-        with pytest.raises(OperationFailed) as caught, home.locked():
+        with fails(OperationFailed, "locked", hint="fuser"), home.locked():
             pass
-        assert caught.value.code == "locked"
-        assert "fuser" in caught.value.hint
         other.kill()
         other.wait()
         monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 5.0)

@@ -96,7 +96,6 @@ class Paused:
 
     def pause_of(self, *counts: int, seconds: float | None = None, host: Host | None = None) -> JobPause:
         first = self.host.processes.identity(self.pids[0])
-        assert first is not None
         job = Job(**first._asdict(), uid=0, user="root", name="train")
         # One after the other, the last one from then on.
         rest = [*counts] or [2]
@@ -436,7 +435,6 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_jobs(job: Paused) -> N
 
 def test_under_mps_the_hint_has_the_name_and_the_way_that_can_be_paused(job: Paused) -> None:
     first = job.host.processes.identity(job.pids[0])
-    assert first is not None
     named = Job(**first._asdict(), uid=0, user="root", name="train")
     with JobPause(job.host, named, lambda: {job.pids[1]: True}, None) as work, pytest.raises(NotSupported) as caught:
         work.plan(begin=False)

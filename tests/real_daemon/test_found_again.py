@@ -21,6 +21,7 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
+from tests.errors import fails
 from tests.real_daemon.conftest import daemons_below, wait_until
 
 
@@ -39,11 +40,9 @@ def test_a_start_that_was_killed(host: Host, device: Device, recorded: bool) -> 
     home = home_of(host.run_directory, device.uuid)
     (pid,) = daemons_below(host.run_directory)
     record = home.read()
-    assert record is not None
     assert (record.interrupted, record.pid, record.previous_compute_mode) == (True, None, "DEFAULT")
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "start_interrupted"):
         own_daemon(host, device)
-    assert caught.value.code == "start_interrupted"
     if not recorded:
         (home.directory / "daemon.json").unlink()
     (found,) = find_daemons(host, [device.gpu])

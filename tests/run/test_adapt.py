@@ -223,7 +223,6 @@ def test_production_that_prints_only_while_the_other_is_stopped_is_starved() -> 
     assert printing.setting.held
     printing.run(26, lambda setting: 90.0 if setting.held else None)
     kept = printing.controller.kept
-    assert kept is not None
     assert kept < 0.97
     # Not more than two silences in a minute.
     assert sum(not setting.held for setting in printing.settings[11:]) <= 6
@@ -235,7 +234,6 @@ def test_production_that_prints_a_ninth_next_to_the_other_is_not_said_to_keep_it
     printing.run(20, lambda setting: 90.0 if setting.held else 10.0)
     kept = printing.controller.kept
     assert printing.controller.baseline == pytest.approx(90)
-    assert kept is not None
     assert kept < 0.975
     assert sum(not setting.held for setting in printing.settings[10:]) <= 3
 
@@ -250,7 +248,6 @@ def test_a_faster_phase_that_the_other_slows_to_the_speed_before_is_charged_when
     kept = printing.controller.kept
     assert printing.controller.baseline == pytest.approx(170)
     assert printing.setting.held
-    assert kept is not None
     assert kept < 0.9
 
 

@@ -174,7 +174,6 @@ def test_what_production_kept_is_told_at_the_end(watched: Watched) -> None:
 
 
 def test_a_speed_far_below_the_best_one_is_told_with_it(watched: Watched) -> None:
-    assert watched.rate is not None
     watched.rate = replace(watched.rate, higher_is_better=False)
     watched.run(20, 5)
     watched.run(30, 50)

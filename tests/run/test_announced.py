@@ -137,7 +137,6 @@ def test_what_is_announced_is_the_process_and_its_start(make: Callable[[], Proce
     os.close(write)
     info = processes.describe(child.pid)
     os.kill(child.pid, signal.SIGKILL)
-    assert info is not None
     assert (int(pid), int(started)) == (child.pid, info.started)
     until(lambda: child.poll() is not None, "it is gone")
 

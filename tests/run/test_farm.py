@@ -21,6 +21,7 @@ from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
 from gpushare.run.farm import Copy, FarmOptions, command_of
 from tests.cli.drive import until
+from tests.errors import fails
 from tests.run.farm_command import Silent, farm, shell, sized
 
 
@@ -126,9 +127,8 @@ def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device,
 
 
 def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host, device: Device) -> None:
-    with pytest.raises(BadUsage) as caught:
+    with fails(BadUsage, "never_fits"):
         farm(host, [device], ["true"], sized(device, size=160 * GIB, copies=2), Heard())
-    assert caught.value.code == "never_fits"
     assert not host.processes.named("nvidia-cuda-mps-control")
 
 

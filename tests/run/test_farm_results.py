@@ -20,6 +20,7 @@ from gpushare.host.host import Host
 from gpushare.run import farm as farm_results
 from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, digest_of_command, line_of_end, parse_ends
 from tests.cli.drive import until
+from tests.errors import fails
 from tests.run.farm_command import Silent, farm, plan_farm, shell, sized
 
 
@@ -185,9 +186,8 @@ def test_the_logs_of_another_command_are_not_overwritten(
     farm(host, [device], ["echo", "{}"], sized(device, copies=1, lines=("a",), logs=tmp_path), Heard())
     (tmp_path / "copy-0.1.log").write_text("of a restart")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(BadUsage, match="has the results of another command") as caught:
+    with fails(BadUsage, "logs_used", match="has the results of another command"):
         act(host, [device], ["echo", "-n", "{}"], options, Heard())
-    assert caught.value.code == "logs_used"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     # The same command goes on, also with other lines.
     act(host, [device], ["echo", "{}"], options, Heard())

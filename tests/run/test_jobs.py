@@ -26,6 +26,7 @@ from gpushare.run.jobs import (
     write_record,
 )
 from gpushare.sim import admin
+from tests.errors import fails
 
 SPEC = "sim:2xh200"
 
@@ -37,7 +38,6 @@ def host() -> Host:
 
 def record(host: Host, pid: int, name: str = "web", **more: object) -> JobRecord:
     info = host.processes.describe(pid)
-    assert info is not None
     job_record = JobRecord(name=name, pid=pid, started=info.started, devices=("GPU-a",))
     return replace(job_record, **more)  # type: ignore[arg-type]
 
@@ -62,7 +62,6 @@ def test_a_pid_is_no_other_process_of_that_number(host: Host) -> None:
     """A gpushare that was killed leaves its PID in a record; and a record may say whatever its writer wants."""
     job, innocent = admin.add_process(SPEC), admin.add_process(SPEC, user="4241")
     process = host.processes.identity(innocent)
-    assert process is not None
     write_record(host, record(host, job, supervisor=Identity(innocent, process.started + 1)))
     assert find_job(host, str(innocent)).pid == innocent
     write_record(host, record(host, job, supervisor=process))
@@ -71,17 +70,15 @@ def test_a_pid_is_no_other_process_of_that_number(host: Host) -> None:
 
 @pytest.mark.parametrize("text", ["nobody", "999999", "0", "00", "9" * 30, "9" * 5000, "0" * 5000, "4294967297"])
 def test_what_does_not_run_is_no_job(host: Host, text: str) -> None:
-    with pytest.raises(NotFound) as refused:
+    with fails(NotFound, "no_job") as refused:
         find_job(host, text)
-    assert refused.value.code == "no_job"
     assert refused.value.hint
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1web", "a b", "../etc", "x" * 33, "1\n"])
 def test_a_word_that_can_be_neither_is_refused(host: Host, text: str) -> None:
-    with pytest.raises(BadUsage) as refused:
+    with fails(BadUsage, "bad_name"):
         find_job(host, text)
-    assert refused.value.code == "bad_name"
 
 
 def test_the_hint_of_an_unknown_name_has_those_that_run(host: Host) -> None:
@@ -106,7 +103,6 @@ def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host, tmp_pat
     roots = tmp_path / "root"
     write_record(replace(host, run_directory=roots), record(host, pid))
     job_record = find_record(replace(host, shared_run_directories=(roots,)), "web")
-    assert job_record is not None
     assert job_record.started != 1
 
 
@@ -116,18 +112,16 @@ def test_its_processes_on_gpus_are_those_of_its_tree(host: Host) -> None:
     (process,) = gpu_processes(host, find_job(host, str(pid)))
     assert (process.pid, process.gpus, process.under_mps) == (pid, (1,), False)
     # This test's process has no context.
-    with pytest.raises(NotFound) as refused:
+    with fails(NotFound, "no_context"):
         gpu_processes(host, find_job(host, str(os.getpid())))
-    assert refused.value.code == "no_context"
 
 
 def test_a_job_that_ends_meanwhile_is_no_job(host: Host) -> None:
     pid = admin.add_process(SPEC)
     job = find_job(host, str(pid))
     admin.end_process(SPEC, pid)
-    with pytest.raises(NotFound) as refused:
+    with fails(NotFound, "no_job"):
         gpu_processes(host, job)
-    assert refused.value.code == "no_job"
 
 
 def test_a_gpu_that_does_not_answer_hides_no_other(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +148,8 @@ def test_who_may_touch_a_job(host: Host) -> None:
     assert consent_to(replace(host, uid=own.uid or 0), own, "pauses") == ()
     (asked,) = consent_to(root, other, "pauses")
     assert str(asked) == f"process {other.pid} (of 4242)"
-    with pytest.raises(NoPermission) as refused:
+    with fails(NoPermission, "other_user"):
         consent_to(user, other, "pauses")
-    assert refused.value.code == "other_user"
     # Who owns it is not known: it is not ours.
     with pytest.raises(NoPermission):
         consent_to(user, replace(own, uid=None), "pauses")
@@ -208,7 +201,6 @@ def test_two_at_once_do_not_get_the_same_name(host: Host) -> None:
     job.check()
     # Another gpushare, which found the name free as well, is faster.
     write_record(host, record(host, admin.add_process(SPEC)))
-    with pytest.raises(InUse) as refused:
+    with fails(InUse, "name_in_use"):
         job.open()
-    assert refused.value.code == "name_in_use"
     assert find_job(host, "web").pid != os.getpid()

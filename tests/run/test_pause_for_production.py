@@ -37,7 +37,6 @@ class Watched:
         self.at += after
         self.active = active
         assert not self.part.poll()
-        assert self.part.pauser is not None
         return self.part.pauser.paused
 
 

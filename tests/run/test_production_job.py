@@ -30,7 +30,6 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
     def spawn() -> JobRecord:
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         info = host.processes.describe(children[-1].pid)
-        assert info is not None
         record = JobRecord(
             name="web", pid=info.pid, started=info.started, devices=(device.uuid,), memory_peak_bytes=None
         )

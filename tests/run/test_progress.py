@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import GpushareError, TimedOut
 from gpushare.run.numbers import Progress
+from tests.errors import fails
 
 RATE = r"rate=([0-9.eE+-]+)"
 
@@ -91,10 +92,8 @@ def test_a_line_without_an_end_is_not_kept_whole(log: Path) -> None:
 
 def test_it_appears_later(tmp_path: Path) -> None:
     progress = reader(tmp_path / "web.log")
-    with pytest.raises(GpushareError) as raised:
+    with fails(GpushareError, "log_unreadable", message="does not exist"):
         progress.read_speeds()
-    assert raised.value.code == "log_unreadable"
-    assert "does not exist" in raised.value.message
     (tmp_path / "web.log").write_text("rate=3\n")
     progress.read_speeds()
     append(tmp_path / "web.log", "rate=4\n")
@@ -110,9 +109,8 @@ def test_nothing_else_in_its_place_is_read(tmp_path: Path, kind: str) -> None:
         path.symlink_to("/proc/self/stat")
     else:
         path.mkdir()
-    with pytest.raises(GpushareError) as raised:
+    with fails(GpushareError, "log_unreadable") as raised:
         reader(path).read_speeds()
-    assert raised.value.code == "log_unreadable"
     assert raised.value.hint
 
 

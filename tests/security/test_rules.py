@@ -7,14 +7,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import pytest
-
 from gpushare.base.errors import NoPermission
 from gpushare.base.model import Gpu
 from gpushare.host.origin import MOST_OF_COMMAND, origin_of
 from gpushare.hostfile.load import load_own
 from gpushare.hostfile.parse import parse
 from gpushare.timeslice.rules import Names, decide
+from tests.errors import fails
 from tests.security.conftest import Stranger
 
 RULES = "version: 1\nslices: [{match: all, slice: 16ms}]\n"
@@ -22,9 +21,8 @@ RAISING = "version: 1\nslices: [{match: {command: '*'}, slice: 16ms}, {match: {c
 
 
 def refused(path: Path) -> str:
-    with pytest.raises(NoPermission) as caught:
+    with fails(NoPermission, "untrusted_file") as caught:
         load_own(str(path))
-    assert caught.value.code == "untrusted_file"
     assert caught.value.hint
     return caught.value.message
 
@@ -65,13 +63,11 @@ def test_a_user_raises_nothing_by_its_command_line(mallory: Stranger) -> None:
         try:
             began = time.process_time()
             origin = origin_of(process.pid)
-            assert origin is not None
             assert origin.uid == mallory.uid
             assert len(origin.command or "") <= MOST_OF_COMMAND
             gpu = Gpu(index=0, uuid="GPU-00000000-0278-5de8-9bc3-edc91cebc70e")
             rules = parse(RAISING).rules[:1]
             decision = decide(rules, Names(), origin, gpu, 2048)
-            assert decision is not None
             assert (decision.microseconds, decision.limited) == (2048, "the slice that it had")
             assert time.process_time() - began < 2
         finally:

@@ -25,6 +25,7 @@ from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, ke
 from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
 from gpushare.timeslice.slices import RECORDS, SliceRecord, slice_records
 from tests.cli.drive import World
+from tests.errors import fails
 from tests.security.conftest import Stranger, gpushare
 
 Reader = Callable[[Host, Device], object]
@@ -36,7 +37,6 @@ def fill(host: Host, device: Device) -> None:
     home.create()
     (home.pipe / "control").touch()
     me = host.processes.identity(os.getpid())
-    assert me is not None
     # One that has ended.
     record = DaemonRecord(device_uuid=device.uuid, pid=me.pid, started=me.started + 1, uid=0)
     home.write(record)
@@ -131,11 +131,9 @@ def test_no_daemon_is_found_below_a_directory_of_anothers(filled: tuple[Host, De
     host, device = filled
     place = mallory.home / "run-own"
     mallory.does(lambda: (place.mkdir(), (place / "mps").symlink_to(host.run_directory / "mps")))
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "dead_daemon"):
         own_daemon(host, device)
     # Its record is read.
-    assert caught.value.code == "dead_daemon"
-    with pytest.raises(NotFound) as caught:
+    with fails(NotFound, "no_daemon"):
         own_daemon(replace(host, run_directory=place), device)
-    assert caught.value.code == "no_daemon"
     assert not has_unrecorded_daemon([place])

@@ -50,7 +50,6 @@ def shown(rows: list[Copy]) -> list[Any]:
     unknown = dict.fromkeys(field.name for field in fields(FarmAnswer))
     result = farm_result(FarmAnswer(**{**unknown, "copies": tuple(rows)}))
     # All of them are in the document and in CSV.
-    assert result.csv is not None
     assert [len(result.data.copies), len(result.csv.rows)] == [len(rows)] * 2
     names = ("copy", "state", "gpu_indexes", "tries", "log")
     return [tuple(line[name] for name in names) for line in result.tables[0].rows]

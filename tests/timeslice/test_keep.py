@@ -20,6 +20,7 @@ from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, sole_kee
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
+from tests.errors import fails
 
 pytestmark = pytest.mark.usefixtures("near_handles")
 DEFAULT = 2048
@@ -247,7 +248,6 @@ def test_a_process_that_ends_is_forgotten(new_desk: Callable[..., Desk]) -> None
     admin.end_process(desk.world.spec, pid)
     assert desk.look() == desk.told(desk.keeper.undo()) == []
     record = keep_record(desk.host)
-    assert record is not None
     assert record.processes == ()
 
 
@@ -421,7 +421,6 @@ def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
     pid = desk.add()
     desk.look()
     record = keep_record(desk.host)
-    assert record is not None
     assert record.runs
     (kept,) = record.processes
     (kept_slice,) = kept.slices
@@ -436,9 +435,8 @@ def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
 
 def test_there_is_one_keep_per_host(new_desk: Callable[..., Desk]) -> None:
     desk = new_desk()
-    with pytest.raises(InUse) as caught, sole_keep(desk.host):
+    with fails(InUse, "keep_running"), sole_keep(desk.host):
         pass
-    assert caught.value.code == "keep_running"
 
 
 def test_what_would_be_done_asks_no_driver(new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,7 +472,6 @@ def test_what_cannot_be_put_back_is_tried_again_and_stays_written_down(
     assert [event.kind for event in events] == ["skipped" if stays else "restored"]
     assert desk.keeper.left == ([pid] if stays else [])
     record = keep_record(desk.host)
-    assert record is not None
     assert [kept.pid for kept in record.processes] == ([pid] if stays else [])
     # The next one does it.
     new_desk().keeper.recover()

@@ -74,14 +74,12 @@ def test_what_a_user_says_only_lowers(kind: str) -> None:
     own = replace(ALICE, container="vllm")
     assert microseconds(rule(300, **{kind: ("*",)}), origin=own) == 300
     decision = decided(rule(16_000, **{kind: ("*",)}), origin=own)
-    assert decision is not None
     assert (decision.microseconds, decision.limited) == (DEFAULT, "the slice that it had")
 
 
 def test_what_a_user_says_does_not_lead_past_a_lower_rule() -> None:
     # Otherwise a command line would raise the share from 200 to 1000.
     decision = decided(rule(1000, commands=("*train*",)), rule(200, line=7, users=("alice",)))
-    assert decision is not None
     assert (decision.microseconds, decision.limited) == (200, "the rule 7:3")
     assert microseconds(rule(1000, commands=("*train*",)), rule(16_000, users=("alice",))) == 1000
 

@@ -91,7 +91,6 @@ class Shown:
         add(self.output)
 
     async def press(self, *keys: str) -> None:
-        assert self.pilot is not None
         await self.pilot.press(*keys)
         await self.pilot.pause()
 

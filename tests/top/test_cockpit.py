@@ -136,8 +136,6 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
         await screen.press("home")
         chosen = screen.app.chosen
         await screen.press("I")
-        assert screen.app.chosen is not None
-        assert chosen is not None
         assert screen.app.chosen.job.pid == chosen.job.pid
         # The plan first; no: nothing happens.
         await screen.press("s")
@@ -167,7 +165,6 @@ def test_the_cursor_stays_on_one_of_several_ended_jobs_of_a_name(show: Show) -> 
         await screen.press("z", "end")
         assert [row.job.exit_code for row in screen.app._rows] == [4, 3]
         await screen.look()
-        assert screen.app.chosen is not None
         assert screen.app.chosen.job.exit_code == 3
 
     show(world, script)
@@ -346,7 +343,6 @@ def test_sixteen_gpus_with_three_jobs_each(show: Show, size: tuple[int, int]) ->
         assert (f"↓{hidden}" in screen.line("JOB")) is (hidden > 0)
         await screen.press("end")
         assert (f"↑{hidden}" in screen.line("JOB")) is (hidden > 0)
-        assert screen.app.chosen is not None
         assert screen.app._jobs.cursor == 47
         assert screen.app.chosen.job.command is not None
         assert screen.app.chosen.job.command in screen.text
@@ -416,7 +412,6 @@ def test_help_findings_themes_and_the_mouse(show: Show) -> None:
         head = screen.text.splitlines().index(screen.line("JOB"))
         await pilot.click(offset=(3, head + 2))
         await pilot.pause()
-        assert screen.app.chosen is not None
         assert screen.app.chosen.job.pid == first
         await pilot.click(offset=(screen.line("JOB").index("PID"), head))
         await pilot.pause()
@@ -635,8 +630,6 @@ def test_a_recording_is_shown_and_its_time_moved(show: Show, tmp_path: Path) -> 
         first = screen.app.frame
         await screen.press("right_curly_bracket")
         assert "recorded, 30 %" in screen.text
-        assert screen.app.frame is not None
-        assert first is not None
         assert screen.app.frame.at - first.at == pytest.approx(300)
         await screen.press("left_curly_bracket", "left_square_bracket")
         assert "recorded, 5 %" in screen.text

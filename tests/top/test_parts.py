@@ -439,7 +439,6 @@ def test_the_work_of_the_cores_is_a_share_of_the_time(monkeypatch: pytest.Monkey
         admin.end_process(world.spec, pid)
     assert percent() == 0.0
     load = world.host.machine.load()
-    assert load is not None
     loads = [load, load._replace(all_seconds=load.all_seconds + 1.0, busy_seconds=load.busy_seconds + 1.5)]
     loads.append(loads[1]._replace(all_seconds=loads[1].all_seconds + 1.0, busy_seconds=loads[1].busy_seconds - 0.5))
     monkeypatch.setattr(type(world.host.machine), "load", lambda _: loads.pop(0))
