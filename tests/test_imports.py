@@ -13,16 +13,8 @@ import gpushare
 
 PROJECT = Path(__file__).resolve().parent.parent
 HEAVY = (
-    "prometheus_client",
-    "rich",
-    "textual",
-    "psutil",
-    "tabulate",
-    "yaml",
-    "pynvml",
-    "pydantic",
-    "importlib.metadata",
-    "asyncio",
+    *("prometheus_client", "rich", "textual", "psutil", "tabulate", "yaml", "pynvml", "pydantic"),
+    *("importlib.metadata", "asyncio"),
 )
 REPORT = "import sys; print('LOADED', *sorted(sys.modules), file=sys.stderr)"
 
@@ -64,39 +56,33 @@ def test_the_package_loads_nothing_and_knows_what_it_offers(sim_dir: Path, bare:
     assert [name for name in gpushare.__all__ if getattr(gpushare, name, None) is None] == []
 
 
-def test_the_command_line_loads_nothing_heavy(sim_dir: Path, bare: set[str]) -> None:
-    assert heavy(loaded_by("import gpushare.cli", sim_dir) - bare) == []
+@pytest.mark.parametrize(
+    ("words", "but"),
+    [
+        (["--version"], ()),
+        (["--help"], ()),
+        (["mps", "--help"], ()),
+        (["mps", "start", "--help"], ()),
+        # No drawing and no YAML; the real bindings stand above the simulated library.
+        (["--host", "sim:h200", "status", "-o", "json"], ("pynvml",)),
+        (["--host", "sim:h200", "status", "-o", "plain"], ("pynvml", "tabulate", "importlib.metadata")),
+    ],
+    ids=str,
+)
+def test_what_a_command_line_loads(words: list[str], but: tuple[str, ...], sim_dir: Path, bare: set[str]) -> None:
+    modules = loaded_by(command(*words), sim_dir) - bare
+    assert heavy(modules, but=but) == []
+    assert ("pynvml" in modules) == ("pynvml" in but)
 
 
 def test_the_command_line_loads_no_room_below_before_a_command_needs_it(sim_dir: Path) -> None:
     """Commands import what they call inside their function: twenty dataclasses more are 10 ms more at each start."""
     rooms = (
-        "gpushare.advice",
-        "gpushare.host",
-        "gpushare.mig",
-        "gpushare.mps",
-        "gpushare.run",
-        "gpushare.hostfile",
-        "gpushare.export",
-        "gpushare.doctor",
-        "gpushare.measure",
-        "gpushare.sim",
+        *("gpushare.advice", "gpushare.host", "gpushare.mig", "gpushare.mps", "gpushare.run", "gpushare.hostfile"),
+        *("gpushare.export", "gpushare.doctor", "gpushare.measure", "gpushare.sim"),
     )
     loaded = loaded_by("import gpushare.cli", sim_dir)
     assert sorted(name for name in loaded if name.startswith(rooms)) == []
-
-
-@pytest.mark.parametrize(
-    "words", [["--version"], ["--help"], ["mps", "--help"], ["mps", "start", "--help"]], ids=" ".join
-)
-def test_version_and_help_load_nothing_heavy(words: list[str], sim_dir: Path, bare: set[str]) -> None:
-    assert heavy(loaded_by(command(*words), sim_dir) - bare) == []
-
-
-def test_json_of_a_host_needs_no_drawing_and_no_yaml(sim_dir: Path, bare: set[str]) -> None:
-    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
-    assert "pynvml" in modules, "the real bindings stand above the simulated library"
-    assert heavy(modules, but=("pynvml",)) == []
 
 
 def test_status_loads_nothing_of_changes(sim_dir: Path) -> None:
@@ -124,16 +110,6 @@ def test_no_class_of_a_start_compiles_its_methods(sim_dir: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(PROJECT), "GPUSHARE_SIM_DIR": str(sim_dir)},
     )
     assert [line for line in done.stderr.splitlines() if line.startswith("COMPILED ")] == []
-
-
-def test_owners_are_looked_up_only_when_somebody_is_there(sim_dir: Path, bare: set[str]) -> None:
-    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
-    assert heavy(modules, but=("pynvml",)) == []
-
-
-def test_plain_output_needs_no_rich(sim_dir: Path, bare: set[str]) -> None:
-    modules = loaded_by(command("--host", "sim:h200", "status", "-o", "plain"), sim_dir) - bare
-    assert heavy(modules, but=("pynvml", "tabulate", "importlib.metadata")) == []
 
 
 def test_the_simulation_is_not_loaded_for_the_real_machine(sim_dir: Path) -> None:

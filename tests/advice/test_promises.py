@@ -17,16 +17,8 @@ from gpushare.base.model import Way
 from tests.advice.conftest import facts_of, table
 
 HOSTS = (
-    "a100-80gb",
-    "t4",
-    "2xh100",
-    "t4,h100",
-    "4xa10",
-    "a30,l40s",
-    "3xa100-40gb",
-    "rtx-pro-6000",
-    "rtx-pro-4500",
-    "v100-32gb",
+    *("a100-80gb", "t4", "2xh100", "t4,h100", "4xa10", "a30,l40s", "3xa100-40gb", "rtx-pro-6000"),
+    *("rtx-pro-4500", "v100-32gb"),
 )
 GIB = 1 << 30
 # Two ways of being apart, and two of being alone.

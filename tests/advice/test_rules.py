@@ -375,6 +375,10 @@ def test_the_undo_goes_back_to_the_mode_and_level_of_now() -> None:
         ({"processes": 2, "groups": 5}, "5 groups of 2 processes"),
         ({"isolation": "none,fault"}, "combines none with others"),
         ({"isolation": "nothing"}, "'nothing' is not a valid value for isolation"),
+        ({"weights": "some"}, "'some' is not a valid value for weights"),
+        ({"weights": "30:0"}, "shares of 30:0 are not possible"),
+        ({"weights": "30:x"}, "'30:x' are not shares"),
+        ({"weights": "30:70", "processes": 3}, "2 shares for 3 processes"),
     ],
 )
 def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:
@@ -452,20 +456,6 @@ def test_what_all_lack_together_is_said_in_numbers() -> None:
     assert total == pytest.approx(80, abs=2)
     assert short == pytest.approx(needed - total, abs=3)
     assert "2 fit at the same time" in reason.text
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ({"weights": "some"}, "'some' is not a valid value for weights"),
-        ({"weights": "30:0"}, "shares of 30:0 are not possible"),
-        ({"weights": "30:x"}, "'30:x' are not shares"),
-        ({"weights": "30:70", "processes": 3}, "2 shares for 3 processes"),
-    ],
-)
-def test_shares_that_are_not_possible(words: dict[str, Any], message: str) -> None:
-    with pytest.raises(BadUsage, match=message):
-        workload_of(words)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, Si
 from gpushare.sim.job import pace_of
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.state import SimulatedProcess, StateFile, now
-from tests.errors import fails
 from tests.sim import mps
 
 SPEC = "sim:h200"

@@ -92,16 +92,8 @@ OLD = (
     r"|/[^/\n]*slurm[^\n]*/(job_[0-9]+)"
 )
 WORDS = [
-    "docker",
-    "lxc",
-    "lxc.payload/p",
-    "lxc.a",
-    "lxc.payload.b",
-    "kubepods",
-    "kubepods.x",
-    "slurmstepd",
-    "job_7",
-    "job_12x",
+    *("docker", "lxc", "lxc.payload/p", "lxc.a", "lxc.payload.b", "kubepods", "kubepods.x", "slurmstepd"),
+    *("job_7", "job_12x"),
 ]
 WORDS += [ID, "f" * 32, f"docker-{ID}.scope", f"cri-containerd:{ID}", "user.slice", f"x:cri-containerd:{SHORT}", "0::"]
 

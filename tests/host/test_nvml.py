@@ -72,14 +72,8 @@ def field_of(fault: str) -> Callable[[Gpu], object]:
 @pytest.mark.parametrize(
     "fault",
     [
-        "utilization",
-        "processes",
-        "memory",
-        "mig",
-        "compute-mode",
-        "nvmlDeviceGetName",
-        "nvmlDeviceGetUUID",
-        "nvmlDeviceGetPciInfo",
+        *("utilization", "processes", "memory", "mig", "compute-mode", "nvmlDeviceGetName"),
+        *("nvmlDeviceGetUUID", "nvmlDeviceGetPciInfo"),
     ],
 )
 def test_what_one_gpu_does_not_support_is_unknown_there_and_only_there(fault: str) -> None:

@@ -372,29 +372,8 @@ SCHEMA = schema()
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 NUMBERS = (0, 1, 1.0, 2.5, -1, 101, 10**30, float("inf"))
 WORDS = [
-    "all",
-    "low",
-    "long",
-    "4G",
-    "0M",
-    "1000000G",
-    "1g.10gb",
-    "1g.10gb*2",
-    "2c.1g",
-    "1g:7",
-    "train",
-    "mig",
-    "MIG-x",
-    "h100",
-    "bob",
-    "-x",
-    "19us",
-    "500us",
-    "0.02ms",
-    "30.5ms",
-    "16ms",
-    "/a*",
-    "production",
+    *("all", "low", "long", "4G", "0M", "1000000G", "1g.10gb", "1g.10gb*2", "2c.1g", "1g:7", "train", "mig"),
+    *("MIG-x", "h100", "bob", "-x", "19us", "500us", "0.02ms", "30.5ms", "16ms", "/a*", "production"),
 ]
 LINES = ("", "4G\n", "train\n", UUID, f"{UUID}\n")
 GROUPS = (
@@ -414,36 +393,9 @@ GROUPS = (
 JUNK = st.sampled_from([None, True, False, *NUMBERS, *WORDS, *LINES, *GROUPS])
 KEYS = st.sampled_from(
     [
-        "version",
-        "gpus",
-        "match",
-        "index",
-        "uuid",
-        "model",
-        "exclusive",
-        "timeslice",
-        "level",
-        "replicas",
-        "mps",
-        "threads",
-        "memory",
-        "priority",
-        "users",
-        "mig",
-        "wish",
-        "name",
-        "unknown",
-        "slices",
-        "user",
-        "group",
-        "container",
-        "command",
-        "cgroup",
-        "gpu",
-        "slice",
-        "weight",
-        "role",
-        "limit",
+        *("version", "gpus", "match", "index", "uuid", "model", "exclusive", "timeslice", "level", "replicas"),
+        *("mps", "threads", "memory", "priority", "users", "mig", "wish", "name", "unknown", "slices", "user"),
+        *("group", "container", "command", "cgroup", "gpu", "slice", "weight", "role", "limit"),
     ]
 )
 

@@ -34,8 +34,7 @@ def device(host: Host) -> Device:
     return Device(gpu=host.nvml.gpu(0))
 
 
-def test_the_energy_counter_only_rises_and_is_joules() -> None:
-    host = connect(SPEC)
+def test_the_energy_counter_only_rises_and_is_joules(host: Host) -> None:
     first = host.nvml.energy_joules(0)
     with StateFile(SPEC).changed() as state:
         state.created_at -= 10
@@ -51,8 +50,7 @@ def test_without_a_counter_energy_is_unknown_not_zero() -> None:
     assert (usage.energy_joules, usage.power_watts) == (None, None)
 
 
-def test_energy_counts_from_the_restart_to_the_stop(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_energy_counts_from_the_restart_to_the_stop(host: Host, clock: Clock) -> None:
     meter = UsageMeter(host, device(host), clock=clock)
     clock.now += 5
     meter.restart()
@@ -62,8 +60,7 @@ def test_energy_counts_from_the_restart_to_the_stop(clock: Clock) -> None:
     assert meter.usage().seconds == 2
 
 
-def test_the_peak_is_the_sum_of_the_copies_and_stays(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_the_peak_is_the_sum_of_the_copies_and_stays(host: Host, clock: Clock) -> None:
     pids = [admin.add_process(SPEC, "0", memory_bytes=size * GIB) for size in (2, 3)]
     meter = UsageMeter(host, device(host), clock=clock)
     meter.sample(pids)
@@ -75,22 +72,26 @@ def test_the_peak_is_the_sum_of_the_copies_and_stays(clock: Clock) -> None:
     assert usage.others == ()
 
 
-def test_who_is_not_of_the_run_is_named(clock: Clock) -> None:
-    host = connect(SPEC)
+@pytest.fixture
+def pair(host: Host) -> tuple[int, int]:
+    """Return the PIDs of the run and of a stranger."""
     mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    return mine, other
+
+
+def test_who_is_not_of_the_run_is_named(host: Host, clock: Clock, pair: tuple[int, int]) -> None:
+    mine, other = pair
     meter = UsageMeter(host, device(host), clock=clock)
     meter.sample([mine])
     clock.now += 0.5
     meter.sample([mine])
-    assert meter.usage().others == (other,)
-    assert meter.usage().other_names == {other: "python3"}
-    assert meter.usage().memory_peak_bytes == GIB
+    usage = meter.usage()
+    assert (usage.others, usage.other_names, usage.memory_peak_bytes) == ((other,), {other: "python3"}, GIB)
 
 
-def test_who_is_there_for_a_moment_only_is_not_named(clock: Clock) -> None:
+def test_who_is_there_for_a_moment_only_is_not_named(host: Host, clock: Clock, pair: tuple[int, int]) -> None:
     """A CUDA program that starts on another GPU is."""
-    host = connect(SPEC)
-    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+    mine, other = pair
     meter = UsageMeter(host, device(host), clock=clock)
     for _ in range(3):
         meter.sample([mine])
@@ -101,9 +102,8 @@ def test_who_is_there_for_a_moment_only_is_not_named(clock: Clock) -> None:
     assert meter.usage().others == ()
 
 
-def test_beside_short_runs_who_stays_is_named(clock: Clock) -> None:
-    host = connect(SPEC)
-    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+def test_beside_short_runs_who_stays_is_named(host: Host, clock: Clock, pair: tuple[int, int]) -> None:
+    mine, other = pair
     seen: dict[int, float] = {}
     for others in ((), (other,)):
         meter = UsageMeter(host, device(host), seen=seen, clock=clock)
@@ -112,16 +112,14 @@ def test_beside_short_runs_who_stays_is_named(clock: Clock) -> None:
         clock.now += 0.5
 
 
-def test_who_has_gone_is_forgotten_before_the_pid_comes_again(clock: Clock) -> None:
-    host = connect(SPEC)
-    mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
+def test_who_has_gone_is_forgotten_before_the_pid_comes_again(host: Host, clock: Clock, pair: tuple[int, int]) -> None:
+    mine, other = pair
     seen = {other: clock.now, other + 1: clock.now}
     UsageMeter(host, device(host), seen=seen, clock=clock).sample([mine])
     assert seen == {other: clock.now}
 
 
-def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_neighbours_in_other_instances_are_none(host: Host, clock: Clock) -> None:
     admin.set_mig(SPEC, "0", ["1g.18gb", "1g.18gb"])
     first, second = host.nvml.gpu(0).mig_instances
     mine = admin.add_process(SPEC, "0", mig=first.uuid)
@@ -139,8 +137,7 @@ def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
         assert meter.usage().others == others
 
 
-def test_in_a_container_memory_is_what_the_device_gained(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_in_a_container_memory_is_what_the_device_gained(host: Host, clock: Clock) -> None:
     with StateFile(SPEC).changed() as state:
         state.pid_namespace_is_host = False
     admin.add_process(SPEC, "0", memory_bytes=GIB)

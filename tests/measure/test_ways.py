@@ -25,6 +25,8 @@ def here(spec: str = "sim:h200") -> Reasons:
 def test_names_in_their_order_each_once() -> None:
     assert [way.name for way in parse_ways("mps, queue,MPS:200/n,mps")] == ["mps", "queue", "mps:200/n"]
     assert len(parse_ways(DEFAULT_WAYS)) == 7
+    # Time-slicing has its name of elsewhere too.
+    assert parse_ways("time-slicing,mps") == parse_ways("timeslice,mps")
 
 
 @pytest.mark.parametrize(
@@ -76,12 +78,11 @@ def test_a_host_with_everything_but_mig() -> None:
     assert found.clients == 48
 
 
-def test_a_gpu_without_mig() -> None:
-    assert here("sim:t4").mig == "no MIG on GPU 0"
-
-
-def test_a_gpu_before_volta_has_no_caps() -> None:
-    assert "Volta" in (here("sim:p100").caps or "")
+@pytest.mark.parametrize(
+    ("spec", "field", "reason"), [("sim:t4", "mig", "no MIG on GPU 0"), ("sim:p100", "caps", "Volta")]
+)
+def test_what_a_model_lacks(spec: str, field: str, reason: str) -> None:
+    assert reason in getattr(here(spec), field)
 
 
 def test_in_mig_mode_only_mig_is_left() -> None:
@@ -130,7 +131,3 @@ def test_numbers_of_copies_that_cannot_be() -> None:
     cells, left = sort_out([(mig, 1), (mig, 4)], ALL.of, lambda _way, copies: "too few" if copies > 2 else None)
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
-
-
-def test_time_slicing_has_its_name_of_elsewhere_too() -> None:
-    assert parse_ways("time-slicing,mps") == parse_ways("timeslice,mps")

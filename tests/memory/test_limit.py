@@ -138,23 +138,28 @@ def test_unknown_memory_is_not_a_number(told: Told) -> None:
     assert memory.poll()
 
 
-def test_processes_that_the_driver_does_not_list_are_not_none(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "name", "answer", "reason"),
+    [
+        ("memory", "_listed", None, "the driver does not list the processes of GPU 0"),
+        ("host", "namespace_is_host", False, "this PID namespace is not the host's"),
+    ],
+)
+def test_a_limit_that_cannot_be_checked_is_told_once(
+    told: Told, monkeypatch: pytest.MonkeyPatch, of: str, name: str, answer: bool | None, reason: str
+) -> None:
     memory, messages = job(told)
-    monkeypatch.setattr(memory, "_listed", lambda: None)
+    monkeypatch.setattr(memory if of == "memory" else told, name, lambda: answer)
     assert not memory.poll()
     assert not memory.poll()
-    assert messages == ["its limit of 8.0 GiB cannot be checked: the driver does not list the processes of GPU 0"]
+    assert messages == [f"its limit of 8.0 GiB cannot be checked: {reason}"]
 
 
-def test_in_another_pid_namespace_a_limit_cannot_be_checked(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, messages = job(told)
-    monkeypatch.setattr(told, "namespace_is_host", lambda: False)
-    assert not memory.poll()
-    assert messages == ["its limit of 8.0 GiB cannot be checked: this PID namespace is not the host's"]
-
-
-def test_without_a_limit_nothing_is_said_of_what_is_unknown(told: Told) -> None:
+def test_without_a_limit_only_the_peak_is_kept(told: Told) -> None:
     memory, messages = job(told, limit=None)
+    told.memory = {10: 90 * GIB}
+    assert not memory.poll()
+    assert memory.peak_bytes == 90 * GIB
     told.memory = {10: None}
     assert not memory.poll()
     assert messages == []
@@ -333,10 +338,3 @@ def test_a_stopped_job_continues_before_it_ends(told: Told) -> None:
     assert "cannot grow" in messages[0]
     memory.release()
     assert (10, signal.SIGCONT) in told.sent
-
-
-def test_without_a_limit_only_the_peak_is_kept(told: Told) -> None:
-    memory, _ = job(told, limit=None)
-    told.memory = {10: 90 * GIB}
-    assert not memory.poll()
-    assert memory.peak_bytes == 90 * GIB

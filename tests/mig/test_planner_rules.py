@@ -46,10 +46,13 @@ def test_small_instances_lie_where_they_leave_most_room() -> None:
     assert made(plan_add([layout("h100")], parse_wish("3g.40gb"))) == ["0/3g.40gb:4"]
 
 
-def test_a_wish_goes_to_the_gpu_that_loses_least() -> None:
+def test_a_wish_goes_to_the_gpu_that_loses_least_inside_before_empty() -> None:
     gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:4!", "2g.20gb:0!", gpu=1)]
     assert made(plan_add(gpus, parse_wish("2g"))) == ["1/2g.20gb:2"]
     assert made(plan_add(gpus, parse_wish("4g"))) == ["0/4g.40gb:0"]
+    gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:0/1", "3g.40gb:4!", gpu=1)]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"))) == ["1/3g.40gb:0"]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), with_others=False)) == ["0/3g.40gb:4"]
 
 
 def test_only_adding_destroys_nothing_and_says_what_would_go() -> None:
@@ -147,12 +150,6 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bo
             assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
         else:
             assert isinstance(plan, NoPlan), texts
-
-
-def test_the_gpu_with_room_inside_is_taken_before_an_empty_one() -> None:
-    gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:0/1", "3g.40gb:4!", gpu=1)]
-    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"))) == ["1/3g.40gb:0"]
-    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), with_others=False)) == ["0/3g.40gb:4"]
 
 
 def test_the_hint_names_what_would_go() -> None:

@@ -52,20 +52,8 @@ def test_what_is_read(text: str, expected: list[Request]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        " , ",
-        "banana",
-        "3g.40gb*0",
-        "*2",
-        "x3",
-        "1g.10gb*2 x3",
-        "3g.40gb:",
-        "3g.40gb:a",
-        "4c.3g.40gb",
-        "0c.3g",
-        "1c.9",
-        "1g.10gb*99999",
-        "g.40gb",
+        *("", " , ", "banana", "3g.40gb*0", "*2", "x3", "1g.10gb*2 x3", "3g.40gb:", "3g.40gb:a", "4c.3g.40gb"),
+        *("0c.3g", "1c.9", "1g.10gb*99999", "g.40gb"),
     ],
 )
 def test_what_is_refused_as_usage(text: str) -> None:

@@ -222,9 +222,12 @@ def test_one_that_is_stopped_already_is_not_stopped_again(idle: FakeMeter) -> No
     assert processes.log == [(1, signal.SIGKILL)]
 
 
-def test_one_that_is_gone_is_no_error(idle: FakeMeter) -> None:
-    processes = FakeProcesses({1: False})
-    ended(processes, [1, 2], idle, bound=0.5)
+@pytest.mark.parametrize(("asked", "deaf"), [([1, 2], set()), ([1], {1})], ids=["gone", "deaf"])
+def test_one_that_is_gone_or_that_no_stop_reaches_is_no_error(
+    idle: FakeMeter, asked: list[int], deaf: set[int]
+) -> None:
+    processes = FakeProcesses({1: False}, deaf=deaf)
+    ended(processes, asked, idle, bound=0.5)
     assert processes.stopped == {}
 
 
@@ -257,12 +260,6 @@ def test_who_has_got_the_pid_while_a_program_had_its_time_is_not_killed(tmp_path
     end_programs(host, [1, 2], set, None, number=signal.SIGTERM, hurry=hurry)
     assert processes.log == [(1, signal.SIGTERM), (2, signal.SIGTERM), (2, signal.SIGKILL)]
     assert processes.stopped == {1: False}
-
-
-def test_one_that_no_stop_reaches_is_killed_all_the_same(idle: FakeMeter) -> None:
-    processes = FakeProcesses({1: False}, deaf={1})
-    ended(processes, [1], idle, bound=0.5)
-    assert processes.stopped == {}
 
 
 class Interrupting(FakeMeter):

@@ -124,17 +124,12 @@ def test_a_stopped_daemon_is_a_time_out_with_its_own_code(sim_dir: Path, control
     wait_until(control.answers)
 
 
-def test_quit_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
+@pytest.mark.parametrize("force", [False, True])
+def test_quit_ends_the_process(sim_dir: Path, control: MpsControl, force: bool) -> None:
     (pid,) = daemons_below(sim_dir)
-    control.quit()
+    control.quit(force=force)
     wait_until(lambda: pid not in daemons_below(sim_dir))
     assert control.answers() is False
-
-
-def test_quit_by_force_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
-    (pid,) = daemons_below(sim_dir)
-    control.quit(force=True)
-    wait_until(lambda: pid not in daemons_below(sim_dir))
 
 
 def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(

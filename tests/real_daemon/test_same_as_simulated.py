@@ -144,23 +144,8 @@ def test_questions(started: Both, stdin: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "50",
-        "50.0",
-        "33.33",
-        "0.1",
-        "0",
-        "0.04",
-        "100",
-        "100.1",
-        "-5",
-        "400",
-        "abc",
-        "",
-        "50%",
-        "1e1",
-        "5 6",
-        "nan",
-        "inf",
+        *("50", "50.0", "33.33", "0.1", "0", "0.04", "100", "100.1", "-5", "400", "abc", "", "50%", "1e1", "5 6"),
+        *("nan", "inf"),
     ],
 )
 def test_thread_percentages(started: Both, value: str) -> None:
@@ -171,24 +156,8 @@ def test_thread_percentages(started: Both, value: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        "1G",
-        "3g",
-        "512M",
-        "512MB",
-        "1.5G",
-        "1024K",
-        "2000",
-        "2000M",
-        "0G",
-        "0",
-        "abc",
-        "",
-        "1T",
-        "5 G",
-        "99999G",
-        "G",
-        "1GG",
-        "16MiB",
+        *("1G", "3g", "512M", "512MB", "1.5G", "1024K", "2000", "2000M", "0G", "0", "abc", "", "1T", "5 G"),
+        *("99999G", "G", "1GG", "16MiB"),
     ],
 )
 def test_memory_limits(started: Both, value: str) -> None:
@@ -216,18 +185,7 @@ COMMANDS = (
 )
 WRONG = (
     *("", "0", "1", "abc", "-1", "+1", "01", "1.5", "1e400", "nan", ".5", "%s%n", "1;2", "'1'", "\\"),
-    *(
-        "999999 0",
-        "999999 0 1G",
-        "abc 2G",
-        "1x 7G",
-        "GPU-0 2G",
-        "GPU-0",
-        "MIG-0 1G",
-        "-1 1G",
-        "31 1G",
-        "32 1G",
-    ),
+    *("999999 0", "999999 0 1G", "abc 2G", "1x 7G", "GPU-0 2G", "GPU-0", "MIG-0 1G", "-1 1G", "31 1G", "32 1G"),
     *("0 1mg", "0 3 G", "0\t9G", "  0   9G", "é", "-f"),
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpushare.base.units import GIB
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Sample, Turns
 
@@ -199,20 +201,20 @@ def test_the_first_turn_is_as_long_as_the_size_of_the_job_asks_for() -> None:
     assert turns.leaves(look(30.0, others=True, held=GIB))
 
 
-def test_turns_that_are_too_short_warn_once_with_the_loss() -> None:
+@pytest.mark.parametrize(
+    ("count", "seconds", "warning"),
+    [
+        (4, 0.5, "turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --swap turns=9s or more"),
+        # The turn of the warning is long enough.
+        (2, 0.18, "turns of 3 s lose about 11 % of the time to switches of 0.4 s; give --swap turns=4s or more"),
+    ],
+)
+def test_turns_that_are_too_short_warn_once_with_the_loss(count: int, seconds: float, warning: str) -> None:
     messages: list[str] = []
     turns = Turns(3.0, messages.append)
-    for _ in range(4):
-        turns.switched(0.5)
-    assert messages == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --swap turns=9s or more"]
-
-
-def test_the_turn_of_the_warning_is_long_enough() -> None:
-    messages: list[str] = []
-    turns = Turns(3.0, messages.append)
-    for _ in range(2):
-        turns.switched(0.18)
-    assert messages[0].endswith("give --swap turns=4s or more")
+    for _ in range(count):
+        turns.switched(seconds)
+    assert messages == [warning]
 
 
 def test_production_that_waits_or_grows_gets_the_memory() -> None:

@@ -170,30 +170,15 @@ def test_plain_prose_does_not_import_tabulate_and_keeps_its_lines(shown):
 def test_status_data_has_the_fields_that_scripts_rely_on():
     data = jsonable(status_result(quiet_host()).data)
     assert list(data) == [
-        "host",
-        "driver_version",
-        "taken_at",
-        "gpus",
-        "mps_daemons",
-        "warnings",
-        "waiting_jobs",
-        "swapped_jobs",
-        "limited_jobs",
-        "leases",
-        "vgpu_sessions",
+        *("host", "driver_version", "taken_at", "gpus", "mps_daemons", "warnings", "waiting_jobs", "swapped_jobs"),
+        *("limited_jobs", "leases", "vgpu_sessions"),
     ]
     assert set(data["gpus"][0]) == {
         *("index", "uuid", "name", "pci_bus_id", "memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"),
         "jobs_reserved_bytes",
         *(
-            "power_limit_watts",
-            "power_watts",
-            "utilization_percent",
-            "compute_mode",
-            "mig_capable",
-            "mig_enabled",
-            "mig_pending",
-            "time_slice",
+            *("power_limit_watts", "power_watts", "utilization_percent", "compute_mode", "mig_capable"),
+            *("mig_enabled", "mig_pending", "time_slice"),
         ),
         *("mig_instances", "processes", "error", "sharing", "memory_unlisted_bytes"),
     }

@@ -33,15 +33,11 @@ STEPS = (
 PLAN = Plan(title="MPS on GPU 0: no limits", steps=STEPS, undo="gpushare mps stop -g 0")
 
 
-def test_a_plan_on_a_terminal(shown, golden):
+def test_a_plan_on_a_terminal_and_off_it_is_the_same_list(shown, golden):
     """Commands are never cut, however narrow the window: people copy them."""
-    out, _ = shown(plan_result(PLAN, dry_run=True), OutputFormat.TABLE, width=60)
-    golden("plan-table", out)
-
-
-def test_a_plan_off_a_terminal_is_the_same_list(shown, golden):
-    out, _ = shown(plan_result(PLAN, dry_run=True), OutputFormat.AUTO)
-    golden("plan-plain", out)
+    plan = plan_result(PLAN, dry_run=True)
+    golden("plan-table", shown(plan, OutputFormat.TABLE, width=60)[0])
+    golden("plan-plain", shown(plan, OutputFormat.AUTO)[0])
 
 
 def test_a_change_is_one_line_each_with_its_undo(shown):
