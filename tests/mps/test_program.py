@@ -1,4 +1,4 @@
-"""The program nvidia-cuda-mps-control itself: its version, its room for clients, its daemon's environment."""
+"""The programs of MPS themselves: version, room for clients, the daemon's environment, the name of a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from gpushare.host.program import Completed, missing_program_error
-from gpushare.mps.control import probe_version, start_environment
+from gpushare.mps.control import is_server, probe_version, start_environment
 from gpushare.mps.limits import max_clients
 from tests.mps.fake_daemon import Daemon
 
@@ -58,3 +58,11 @@ def test_the_daemon_inherits_no_limits_by_accident() -> None:
         "CUDA_MPS_CLIENT_PRIORITY",
     } <= removed
     assert environment["CUDA_VISIBLE_DEVICES"] == "GPU-1"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [("nvidia-cuda-mps-server", True), ("nvidia-cuda-mps", True), ("nvidia", False), ("", False), (None, False)],
+)
+def test_a_server_is_known_by_its_name_also_where_the_kernel_cut_it(name: str | None, known: bool) -> None:
+    assert is_server(name) is known

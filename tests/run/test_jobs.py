@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -204,3 +205,19 @@ def test_two_at_once_do_not_get_the_same_name(host: Host) -> None:
     with fails(InUse, "name_in_use"):
         job.open()
     assert find_job(host, "web").pid != os.getpid()
+
+
+WEB = JobRecord(name="web", pid=17, started=35, devices=("GPU-a",), memory_peak_bytes=7)
+
+
+def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
+    before = os.umask(0o077)
+    try:
+        write_record(host, WEB)
+    finally:
+        os.umask(before)
+    assert find_record(host, "web") == WEB
+    path = host.run_directory / "jobs" / "web.json"
+    assert json.loads(path.read_text())["schema"] == 1
+    # Others spare the job, too; nobody but its owner writes.
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent, host.run_directory)] == [0o644, 0o755, 0o755]

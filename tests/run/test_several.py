@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,20 +33,6 @@ def program() -> Iterator[Any]:
     yield SimpleNamespace(pid=process.pid, runs=True)
     process.kill()
     process.wait()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "reserved", "free", "full_for_root", "full_for_users"),
-    [(100, 0, 0, True, True), (100, 1, 0, False, True), (100, 1, 1, False, False), (0, 0, 0, False, False)],
-)
-def test_a_disk_is_full_without_a_block_for_this_user(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, reserved: int, free: int, full_for_root: bool, full_for_users: bool
-) -> None:
-    answer = SimpleNamespace(f_blocks=blocks, f_bfree=reserved, f_bavail=free)
-    monkeypatch.setattr("os.fstatvfs", lambda _descriptor: answer)
-    for user, full in ((0, full_for_root), (1000, full_for_users)):
-        monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        assert is_disk_full(1) is full
 
 
 def stands(host: Host, pid: int) -> bool:
@@ -148,3 +136,33 @@ def test_a_line_without_an_end_does_not_fill_the_memory() -> None:
     assert len(printing.program._rest) <= 64 * 1024 + 10_000
     assert len(printing.program.last_line) <= 200
     printing.ends()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "free", "available", "uid", "full"),
+    [
+        (100, 5, 0, 1000, True),
+        (100, 5, 1, 1000, False),
+        # The blocks that are kept for root are there for root.
+        (100, 5, 0, 0, False),
+        (100, 0, 0, 0, True),
+        # Some file systems tell nothing.
+        (0, 0, 0, 0, False),
+        (0, 0, 0, 1000, False),
+    ],
+)
+def test_full_is_when_no_block_is_left_for_this_user(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, free: int, available: int, uid: int, full: bool
+) -> None:
+    found = SimpleNamespace(f_blocks=blocks, f_bfree=free, f_bavail=available)
+    monkeypatch.setattr(os, "fstatvfs", lambda _descriptor: found)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    assert is_disk_full(3) is full
+
+
+def test_a_real_file(tmp_path: Path) -> None:
+    with open(tmp_path / "file", "wb") as file:
+        descriptor = file.fileno()
+        assert not is_disk_full(descriptor)
+    # What cannot be asked is not full.
+    assert not is_disk_full(descriptor)

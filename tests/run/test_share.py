@@ -1,14 +1,23 @@
-"""A share under MPS that is opened more than once."""
+"""A share under MPS: opened more than once, and what is believed of the log of its daemon, where all may write."""
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
+import pytest
+
 from gpushare.base.selection import Device
+from gpushare.connect import connect
 from gpushare.host.host import Host
+from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
 from gpushare.mps.limits import Limits
-from gpushare.run.share import MpsShare
+from gpushare.mps.start import plan_start
+from gpushare.plan import carry_out
+from gpushare.run.share import Attachment, MpsShare
+from gpushare.sim import admin
 
 
 def test_a_share_that_is_opened_again_starts_a_daemon_in_place_of_one_that_has_ended(
@@ -26,3 +35,56 @@ def test_a_share_that_is_opened_again_starts_a_daemon_in_place_of_one_that_has_e
     assert share.home.directory == own_home(mine, device.uuid).directory
     assert share.environment({})["CUDA_MPS_PIPE_DIRECTORY"] == str(share.home.pipe)
     share.close()
+
+
+@pytest.mark.parametrize(
+    ("served", "foreign", "attached"), [(False, False, False), (True, True, False), (True, False, True)]
+)
+def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached: bool) -> None:
+    """A client was accepted if it is this user's and the daemon has a server."""
+    host = connect("sim:h200")
+    device = Device(gpu=host.nvml.sweep()[0])
+    carry_out(plan_start(host, device, Limits()))
+    home, _ = own_daemon(host, device)
+    if served:
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
+        admin.add_process("sim:h200", "0", mps=True, environment=environment)
+    seen = Attachment(host, device, os.getpid(), home=home, seen={os.getpid()})
+    uid = host.uid + 1 if foreign else host.uid
+    with (home.log / "control.log").open("a") as file:
+        file.write(f"NEW CLIENT {'9' * 5000} from user {uid}: Server already exists\n")
+        file.write(f"NEW CLIENT {os.getpid()} from user {uid}: Server already exists\n")
+    seen.settle()
+    assert (os.getpid() in seen.attached) == attached
+
+
+@pytest.mark.parametrize(
+    ("ended", "fault"),
+    [
+        ("nothing", False),
+        ("server", True),
+        ("daemon", True),
+        ("daemon, before it joined", True),
+        ("daemon, as asked", False),
+    ],
+)
+def test_a_client_whose_server_or_daemon_died_is_started_again(ended: str, fault: bool) -> None:
+    host = connect("sim:h200")
+    device = Device(gpu=host.nvml.sweep()[0])
+    carry_out(plan_start(host, device, Limits()))
+    home, record = own_daemon(host, device)
+    assert record.pid is not None
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
+    program = admin.add_process("sim:h200", "0", mps=True, environment=environment)
+    watch = Attachment(host, device, program, home=home)
+    watch.find_processes()
+    (server,) = watch.attached.values()
+    assert server is not None
+    if ended == "daemon, before it joined":
+        watch.attached.clear()
+    if ended == "daemon, as asked":
+        home.clear()
+    if ended != "nothing":
+        host.processes.send(server if ended == "server" else record.pid, signal.SIGKILL)
+    # The program may fail before the next look.
+    assert watch.mps_fault() == fault

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 import pytest
 
 from gpushare.cli import main
-from tests.cli.drive import Answer, loaded
+from gpushare.connect import connect
+from tests.cli.drive import Answer, World, loaded
 
 T = TypeVar("T")
 
@@ -138,6 +139,17 @@ def sticky(open_host: None) -> Iterator[Path]:
     directory.chmod(0o1777)
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def world() -> World:
+    """Return an H200 with the directory where the claims of all users meet."""
+    connect("sim:h200").nvml.sweep()
+    world = World("sim:h200")
+    claims = world.directory / "run" / "claims"
+    claims.mkdir(parents=True, exist_ok=True)
+    claims.chmod(0o1777)
+    return world
 
 
 def gpushare(*words: str, host: str = "sim:h200", seconds: float = 60.0, output: str | None = None) -> Answer:

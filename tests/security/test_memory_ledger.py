@@ -10,7 +10,6 @@ import pytest
 
 from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB
-from gpushare.connect import connect
 from gpushare.host.claims import all_claims
 from gpushare.memory import ledger
 from gpushare.memory.ledger import PREFIX, Place, Request, line_of, reservations
@@ -20,16 +19,6 @@ from tests.security.conftest import Stranger, gpushare
 from tests.security.test_locks_and_claims import start_ticks
 
 H200 = "sim:h200"
-
-
-@pytest.fixture
-def world() -> World:
-    connect(H200).nvml.sweep()
-    world = World(H200)
-    claims = world.directory / "run" / "claims"
-    claims.mkdir(parents=True, exist_ok=True)
-    claims.chmod(0o1777)
-    return world
 
 
 @pytest.fixture

@@ -8,22 +8,9 @@ import io
 import pytest
 
 from gpushare.base.units import GIB
-from gpushare.connect import connect
 from tests.cli.drive import World, alive
 from tests.security.conftest import Stranger, gpushare
 from tests.security.test_memory_ledger import claim
-
-H200 = "sim:h200"
-
-
-@pytest.fixture
-def world() -> World:
-    connect(H200).nvml.sweep()
-    world = World(H200)
-    claims = world.directory / "run" / "claims"
-    claims.mkdir(parents=True, exist_ok=True)
-    claims.chmod(0o1777)
-    return world
 
 
 def whole(world: World) -> str:

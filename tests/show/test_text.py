@@ -1,10 +1,53 @@
-"""Text on its way out: nothing in it turns the line around."""
+"""Text on its way out: a command is never broken where it could not be copied, nothing turns the line around."""
 
 from __future__ import annotations
 
-import pytest
+import re
+import shlex
 
-from gpushare.show.text import in_json, visible
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpushare.show.text import in_json, visible, wrapped
+
+WORDS = st.text(st.sampled_from("abcxyz09=/._"), min_size=1, max_size=24)
+QUOTED = st.lists(WORDS, min_size=1, max_size=4).map(lambda words: f"'{' '.join(words)}'")
+COMMAND = st.lists(st.one_of(WORDS, QUOTED), min_size=1, max_size=14).map(
+    lambda words: f"gpushare -n {' '.join(words)}"
+)
+
+
+def copied(text: str) -> str:
+    """Return what a shell reads of lines that were copied, with its other blanks as they are."""
+    return re.sub(r" \\\n +", " ", text)
+
+
+@given(COMMAND, st.integers(40, 120), st.booleans())
+def test_a_command_that_is_copied_is_the_same(command: str, width: int, whole: bool) -> None:
+    text = command if whole else f"it is too small: {command}; or make it larger by hand, which takes a while"
+    lines = wrapped(text, width, "    ", "    ", command=whole)
+    out = copied("\n".join(lines))
+    assert command in out
+    assert not whole or shlex.split(out) == shlex.split(command)
+    longest = max(map(len, [*command.split(), *re.findall("'[^']*'", command)]))
+    assert max(map(len, lines)) <= max(width, longest + 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("or: gpushare status -g 0", ["or: gpushare status -g 0"]),
+        # On a line of its own, where it fits one.
+        ("this takes a while; or: gpushare status -g 0", ["this takes a while; or:", "gpushare status -g 0"]),
+        ("gpushare says in which way, and no more than that", ["gpushare says in which way,", "and no more than that"]),
+        ("see it (gpushare swap list --all -v) first", ["see it", "(gpushare swap list --all -v)", "first"]),
+        ("gpushare run -g 0 --name train -- CMD", ["gpushare run -g 0 --name \\", "train -- CMD"]),
+        ("gpushare run 'a b c' --name 'd e f'", ["gpushare run 'a b c' --name \\", "'d e f'"]),
+    ],
+)
+def test_where_lines_are_broken(text: str, lines: list[str]) -> None:
+    assert wrapped(text, 30) == lines
 
 
 @pytest.mark.parametrize("mark", ["\u200e", "\u200f", "\u061c", "\u202e", "\u2066"])
