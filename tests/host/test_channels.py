@@ -361,27 +361,19 @@ def test_the_probe_names_the_call_that_the_driver_refuses(
 
 
 @pytest.mark.parametrize(
-    ("name", "code"),
+    ("name", "kind", "code"),
     [
-        ("no_pidfd_getfd", "no_pidfd_getfd"),
-        ("gvisor", "gvisor"),
-        ("wsl", "wsl"),
-        ("seccomp", "seccomp"),
-        ("ptrace_scope", "ptrace_scope"),
-        ("no_ptrace", "no_ptrace"),
-        ("forged", "forged_descriptor"),
+        *((name, NotSupported, name) for name in ("no_pidfd_getfd", "gvisor", "wsl", "seccomp", "ptrace_scope")),
+        ("no_ptrace", NotSupported, "no_ptrace"),
+        ("forged", NotSupported, "forged_descriptor"),
+        ("hang", TimedOut, "driver_hangs"),
     ],
 )
 def test_what_is_not_supported_here_has_a_name(
-    control: ChannelControl, state_file: StateFile, pid: int, name: str, code: str
+    control: ChannelControl, state_file: StateFile, pid: int, name: str, kind: type, code: str
 ) -> None:
     with fault(state_file, name):
-        assert refusal(lambda: control.find(pid)) == (NotSupported, code)
-
-
-def test_a_driver_that_hangs_is_a_time_out(control: ChannelControl, state_file: StateFile, pid: int) -> None:
-    with fault(state_file, "hang"):
-        assert refusal(lambda: control.find(pid)) == (TimedOut, "driver_hangs")
+        assert refusal(lambda: control.find(pid)) == (kind, code)
 
 
 def test_another_users_process_needs_root(control: ChannelControl, state_file: StateFile, pid: int) -> None:
@@ -475,8 +467,11 @@ def real(state_file: StateFile, pid: int) -> Counted:
     return files
 
 
-def test_a_real_descriptor_is_duplicated_checked_used_and_closed(state_file: StateFile) -> None:
-    with running(NODE) as child:
+@pytest.mark.parametrize("opened", [(NODE,), (NODE, NODE)], ids=["one", "two of one file"])
+def test_a_real_descriptor_is_duplicated_checked_used_and_closed(
+    state_file: StateFile, opened: tuple[str, ...]
+) -> None:
+    with running(*opened) as child:
         files = real(state_file, child.pid)
         before = os.listdir("/proc/self/fd")
         reply = answer(files, {"do": "find", "pid": child.pid, "started": None})
@@ -485,13 +480,6 @@ def test_a_real_descriptor_is_duplicated_checked_used_and_closed(state_file: Sta
         assert answer(files, request("set", found, microseconds=300)) == {}
         assert process_of(state_file, child.pid).slices == {"compute": 300}
         assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_two_descriptors_of_one_file_count_once(state_file: StateFile) -> None:
-    with running(NODE, NODE) as child:
-        files = real(state_file, child.pid)
-        reply = answer(files, {"do": "find", "pid": child.pid, "started": None})
-        assert len(reply["groups"]) == 4
 
 
 def test_the_pid_of_another_process_now_is_refused_before_any_call(state_file: StateFile) -> None:

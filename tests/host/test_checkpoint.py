@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, NotSupported, OperationFailed, TimedOut
 from gpushare.host import checkpoint as module
 from gpushare.host.checkpoint import LOCKED, Checkpoint
 from tests.errors import fails
@@ -79,22 +79,31 @@ def test_a_second_lock_is_refused() -> None:
         lock.lock(42, 0.5)
 
 
-def test_a_long_queue_is_a_timeout_and_the_process_runs_on() -> None:
-    driver = Driver(queue_seconds=1.0)
-    with fails(TimedOut, "lock_timeout"):
-        Checkpoint(driver).lock(42, 0.02)
-    assert not driver.locked
+@pytest.mark.parametrize(
+    ("driver", "kind", "code"),
+    [
+        # A long queue: the process runs on.
+        (Driver(queue_seconds=1.0), TimedOut, "lock_timeout"),
+        (Driver(mps=True), NotSupported, "not_supported"),
+        # An older driver has no locks.
+        (object(), NotSupported, "driver_too_old"),
+    ],
+)
+def test_what_cannot_be_locked(driver: Any, kind: type[GpushareError], code: str) -> None:
+    with fails(kind, code):
+        Checkpoint(driver).lock(42, 0.5)
+    assert not getattr(driver, "locked", None)
+    assert Checkpoint(driver).state(42) != LOCKED
 
 
-def test_an_mps_client_cannot_be_locked() -> None:
-    with fails(NotSupported, "not_supported"):
-        Checkpoint(Driver(mps=True)).lock(42, 0.5)
-
-
-def test_an_older_driver_has_no_locks() -> None:
-    with fails(NotSupported, "driver_too_old"):
-        Checkpoint(object()).lock(42, 0.5)
-    assert Checkpoint(object()).state(42) is None
+@pytest.mark.parametrize("call", ["lock", "unlock"])
+def test_what_the_driver_refuses_is_said(call: str) -> None:
+    """Taken for unlocked, the program would stand still for ever."""
+    seconds = (1.0,) if call == "lock" else ()
+    with fails(OperationFailed, "lock_refused", match=f"did not {call} process 42: CUDA error 999"):
+        getattr(Checkpoint(Answering(999)), call)(42, *seconds)
+    with pytest.raises(NotSupported):
+        getattr(Checkpoint(Answering(801)), call)(42, *seconds)
 
 
 def test_no_libcuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,19 +201,6 @@ class Answering:
             return self.code
 
         return call
-
-
-def test_an_unlock_that_the_driver_refuses_is_said() -> None:
-    """Taken for done, the program would stand still for ever."""
-    with fails(OperationFailed, "lock_refused", match="did not unlock process 42: CUDA error 999"):
-        Checkpoint(Answering(999)).unlock(42)
-    with pytest.raises(NotSupported):
-        Checkpoint(Answering(801)).unlock(42)
-
-
-def test_a_lock_that_the_driver_refuses_is_said() -> None:
-    with fails(OperationFailed, "lock_refused", match="did not lock process 42: CUDA error 999"):
-        Checkpoint(Answering(999)).lock(42, 1.0)
 
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(0.5, 500), (2.0, 2000), (0.0001, 1), (0.0015, 1), (0.0, 1)])

@@ -324,16 +324,16 @@ def test_the_ticket_is_drawn_when_the_claim_can_be_seen(host: Host, monkeypatch:
 # -- what counts, and what does not ----------------------------------------------------------------
 
 
-def test_a_claim_for_another_process_of_that_pid_is_worth_nothing(host: Host) -> None:
+def another_process() -> str:
     me = identity_of(os.getpid())
-    path = put(host, text(Identity(me.pid, me.started + 1)))
-    taken(host).release()
-    # It is dead, and so it went.
-    assert not path.exists()
+    return text(Identity(me.pid, me.started + 1))
 
 
-def test_a_claim_of_another_boot_is_worth_nothing(host: Host) -> None:
-    path = put(host, text(boot="00000000-0000-0000-0000-000000000000"))
+@pytest.mark.parametrize("content", [another_process, lambda: text(boot="00000000-0000-0000-0000-000000000000")])
+def test_a_claim_for_another_process_of_that_pid_or_of_another_boot_goes(
+    host: Host, content: Callable[[], str]
+) -> None:
+    path = put(host, content())
     taken(host).release()
     assert not path.exists()
 

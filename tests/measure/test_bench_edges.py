@@ -143,13 +143,3 @@ def test_outside_the_main_thread_nothing_is_bounded() -> None:
     thread.start()
     thread.join()
     assert seen == ["done"]
-
-
-# -- tune --------------------------------------------------------------------------------------------
-
-
-def test_progress_takes_no_negative_rate() -> None:
-    seen = Printed(RATE)
-    for text, at in (("rate=-1", 1.0), ("rate=4", 2.0), ("rate=1,000", 3.0)):
-        seen.listen(text, at)
-    assert seen.values == [(2.0, 4.0), (3.0, 1000.0)]

@@ -75,17 +75,17 @@ def test_a_gpu_without_mig_has_no_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "code"),
+    ("status", "kind", "code", "exit_code"),
     [
-        (Code.IN_USE, InUse, "in_use"),
-        (Code.RESET_REQUIRED, OperationFailed, "reset_required"),
-        (Code.NOT_SUPPORTED, NotSupported, "mode_pending"),
-        (Code.TIMEOUT, TimedOut, "timeout"),
-        (Code.UNKNOWN, OperationFailed, "mode_pending"),
+        (Code.IN_USE, InUse, "in_use", ExitCode.IN_USE),
+        (Code.RESET_REQUIRED, OperationFailed, "reset_required", ExitCode.FAILED),
+        (Code.NOT_SUPPORTED, NotSupported, "mode_pending", ExitCode.NOT_SUPPORTED),
+        (Code.TIMEOUT, TimedOut, "timeout", ExitCode.FAILED),
+        (Code.UNKNOWN, OperationFailed, "mode_pending", ExitCode.FAILED),
     ],
 )
 def test_an_activation_status_is_never_success(
-    monkeypatch: pytest.MonkeyPatch, status: Code, kind: type[GpushareError], code: str
+    monkeypatch: pytest.MonkeyPatch, status: Code, kind: type[GpushareError], code: str, exit_code: ExitCode
 ) -> None:
     found = changes(connect(A100))
 
@@ -96,7 +96,7 @@ def test_an_activation_status_is_never_success(
     monkeypatch.setattr(library_mig, "set_mode", pending)
     error = raised(found.set_mode, 0, enabled=True)
     assert isinstance(error, kind)
-    assert error.code == code
+    assert (error.code, error.exit_code) == (code, exit_code)
     assert found.mode(0) == (False, True)
 
 
@@ -352,22 +352,6 @@ def test_after_a_change_of_the_mode_no_handle_of_before_is_used(monkeypatch: pyt
     MigChanges(host.nvml).set_mode(0, enabled=True)
     assert calls == ["restart"]
     assert host.nvml.handle(0) is not before
-
-
-@pytest.mark.parametrize(
-    ("status", "exit_code"),
-    [
-        (Code.IN_USE, ExitCode.IN_USE),
-        (Code.RESET_REQUIRED, ExitCode.FAILED),
-        (Code.NOT_SUPPORTED, ExitCode.NOT_SUPPORTED),
-        (Code.UNKNOWN, ExitCode.FAILED),
-    ],
-)
-def test_the_exit_code_says_why_a_mode_is_only_pending(
-    monkeypatch: pytest.MonkeyPatch, status: Code, exit_code: ExitCode
-) -> None:
-    monkeypatch.setattr(library_mig, "set_mode", lambda *_: status)
-    assert raised(changes(connect(A100)).set_mode, 0, enabled=True).exit_code is exit_code
 
 
 def test_what_the_driver_did_otherwise_is_a_failure_and_nobody_elses_use(

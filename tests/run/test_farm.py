@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,28 +18,8 @@ from gpushare.host.host import Host
 from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
 from gpushare.run.farm import Copy, FarmOptions, command_of
-from tests.cli.drive import until
 from tests.errors import fails
-from tests.run.farm_command import Silent, farm, shell, sized
-
-
-class Heard(Silent):
-    """Remembers what a farm says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, str]] = []
-        self.most = 0
-        self.endings: list[tuple[int, bool]] = []
-
-    def line(self, copy: int, text: str) -> None:
-        self.lines.append((copy, text))
-
-    def ended(self, copy: Copy, *, again: bool) -> None:
-        self.endings.append((copy.copy, again))
-
-    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        self.most = max(self.most, sum(copy.state == "running" for copy in copies))
+from tests.run.farm_command import Heard, farm, interrupted_when, shell, sized
 
 
 def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> None:
@@ -94,7 +72,7 @@ def test_a_failed_copy_is_started_again_as_often_as_asked(host: Host, device: De
     result = farm(host, [device], once, sized(device, copies=2, restarts=1), heard)
     assert not result.failed
     assert [copy.tries for copy in result.copies] == [1, 2]
-    assert (1, True) in heard.endings
+    assert any(copy == 1 and again for copy, _, again in heard.endings)
     never = farm(host, [device], shell("exit 7"), sized(device, copies=1, restarts=2), Heard())
     assert never.copies[0].tries == 3
     assert never.copies[0].failure == "exit code 7"
@@ -134,17 +112,10 @@ def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host,
 
 def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: Device) -> None:
     heard = Heard()
-
-    def interrupt() -> None:
-        # Two have printed, and the third has ended.
-        until(lambda: len(heard.lines) == 2 and heard.endings, "the copies have begun")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     command = shell("if [ {} = 2 ]; then exit 0; fi; echo on; sleep 600")
-    result = farm(host, [device], command, sized(device, copies=3, grace_seconds=0.2), heard)
-    thread.join()
+    # Two have printed, and the third has ended.
+    with interrupted_when(lambda: len(heard.lines) == 2 and heard.endings):
+        result = farm(host, [device], command, sized(device, copies=3, grace_seconds=0.2), heard)
     assert result.ended_by == signal.SIGTERM
     assert [copy.state for copy in result.copies] == ["ended", "ended", "done"]
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
@@ -161,18 +132,11 @@ def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
     host = connect("sim:2xh200")
     devices = select("all", host.nvml.sweep())
     heard = Heard()
-
-    def interrupt() -> None:
-        until(lambda: len(heard.lines) == 2, "the copies have begun")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     deaf = shell("trap '' INT TERM; echo on; while :; do sleep 0.05; done")
     options = FarmOptions(copies=2, budget=MemoryBudget(bytes=4 * GIB), grace_seconds=2.0)
     began = time.monotonic()
-    result = farm(host, devices, deaf, options, heard)
-    thread.join()
+    with interrupted_when(lambda: len(heard.lines) == 2):
+        result = farm(host, devices, deaf, options, heard)
     assert [(copy.state, copy.gpu_indexes) for copy in result.copies] == [("ended", (0,)), ("ended", (1,))]
     # One grace for both.
     assert time.monotonic() - began < 2 * 2.0 + 1.5

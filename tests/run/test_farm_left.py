@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,7 @@ from gpushare.run import several as left_behind
 from gpushare.run.farm import Copy, Farm
 from gpushare.run.several import Group
 from tests.cli.drive import alive, until
-from tests.run.farm_command import Silent, farm, shell, sized
-
-
-class Heard(Silent):
-    """Remembers what a farm says of what was left behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left: list[tuple[int, tuple[int, ...]]] = []
-        self.printed = 0
-
-    def line(self, copy: int, text: str) -> None:
-        self.printed += 1
-
-    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
-        self.left.append((copy.copy, tuple(pids)))
+from tests.run.farm_command import Heard, farm, interrupted_when, shell, sized
 
 
 def when_started(monkeypatch: pytest.MonkeyPatch, act: Callable[[Copy], None]) -> None:
@@ -161,16 +145,9 @@ def test_a_hung_copy_takes_with_it_what_it_has_orphaned(
 
 def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, device: Device, tmp_path: Path) -> None:
     heard = Heard()
-
-    def interrupt() -> None:
-        until(lambda: heard.printed == 2, "the copies have begun")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     command = shell(f"(sleep 600 & echo $! > {tmp_path}/{{}}); echo on; exec sleep 600")
-    result = farm(host, [device], command, sized(device, copies=2, grace_seconds=0.2), heard)
-    thread.join()
+    with interrupted_when(lambda: len(heard.lines) == 2):
+        result = farm(host, [device], command, sized(device, copies=2, grace_seconds=0.2), heard)
     assert result.ended_by == signal.SIGTERM
     assert not any(alive(pid_in(tmp_path / str(number))) for number in range(2))
 

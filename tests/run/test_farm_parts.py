@@ -19,7 +19,7 @@ from gpushare.memory.ledger import Request
 from gpushare.memory.limit import MemoryBudget
 from gpushare.run import farm as module
 from gpushare.run.farm import Copy, FarmOptions
-from tests.run.farm_command import Silent, farm, sized
+from tests.run.farm_command import Heard, Silent, farm, sized
 
 # -- one step of a farm ----------------------------------------------------------------------------
 
@@ -37,10 +37,6 @@ class Running:
     ended: float | None = None
     heard: float = 100.0
     no_space: bool = False
-
-
-class Quiet(Silent):
-    """Says nothing."""
 
 
 @dataclass
@@ -110,7 +106,7 @@ class Step:
         self.several: Any = Programs()
         self.several.clients = self._clients
         device = Device(gpu=Gpu(index=2, uuid="GPU-a", memory_total_bytes=80 * GIB))
-        self.farm = module.Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
+        self.farm = module.Farm(host, [device], ["job"], FarmOptions(**options), Silent())
         self.gpu = self.farm._gpu("GPU-a")
         self.gpu.group = self.several
         self.farm._size, self.farm._size_from = GIB, "given"
@@ -146,17 +142,6 @@ class Step:
     @property
     def attached(self) -> list[bool | None]:
         return [copy.attached for copy in self.farm._copies]
-
-
-class Heard(Silent):
-    """Keeps how each copy ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.endings: list[tuple[int, str, bool]] = []
-
-    def ended(self, copy: Copy, *, again: bool) -> None:
-        self.endings.append((copy.copy, copy.state, again))
 
 
 def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:

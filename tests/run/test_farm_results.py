@@ -21,18 +21,7 @@ from gpushare.run import farm as farm_results
 from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, digest_of_command, line_of_end, parse_ends
 from tests.cli.drive import until
 from tests.errors import fails
-from tests.run.farm_command import Silent, farm, plan_farm, shell, sized
-
-
-class Heard(Silent):
-    """Remembers what a farm says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
+from tests.run.farm_command import Heard, farm, plan_farm, shell, sized
 
 
 def end(copy: int, line: str | None = None, *, done: bool = True, command: str = "c") -> CopyEnd:
