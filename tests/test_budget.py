@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,47 +11,16 @@ import pytest
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
-from gpushare.host.program import Completed, Pending, Programs
+from gpushare.host.program import Pending
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import add_process
 from gpushare.snapshot import Observer
+from tests.test_snapshot import CountedPrograms
 
 if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
 
 CALLS_PER_GPU = 12
-
-
-class CountedPrograms:
-    """Runs programs and notes each start."""
-
-    def __init__(self, programs: Programs) -> None:
-        self._programs = programs
-        self.started: list[str] = []
-
-    def find(self, name: str) -> str | None:
-        return self._programs.find(name)
-
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Pending:
-        self.started.append(argv[0])
-        return self._programs.start(argv, stdin=stdin, env=env, timeout=timeout)
-
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Completed:
-        return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
 
 
 def observed(spec: str) -> tuple[Observer, SimulatedLibrary, CountedPrograms]:

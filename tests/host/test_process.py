@@ -24,6 +24,7 @@ from gpushare.host.identity import is_stopped
 from gpushare.host.machine import Machine
 from gpushare.host.process import Processes, ProcessInfo, shortened, starting_hint, wait_gone
 from gpushare.run.end import ask_to_end
+from tests.cli.drive import until
 from tests.clock import step_the_clock
 from tests.errors import fails
 
@@ -49,13 +50,6 @@ def start() -> Iterator[Start]:
     for child in started:
         with child:
             child.kill()
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def described(pid: int) -> ProcessInfo:
@@ -118,17 +112,17 @@ def test_nobody_is_not_described_not_alive_and_not_signalled(pid: int, monkeypat
 def test_a_stopped_process_is_told(start: Start) -> None:
     child = start("cat")
     LOCAL.send(child.pid, signal.SIGSTOP)
-    eventually(lambda: described(child.pid).stopped)
+    until(lambda: described(child.pid).stopped, "the process table shows it")
     assert is_stopped(child.pid)
     LOCAL.send(child.pid, signal.SIGCONT)
-    eventually(lambda: not described(child.pid).stopped)
+    until(lambda: not described(child.pid).stopped, "the process table shows it")
     assert not is_stopped(child.pid)
 
 
 def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
     child = start("cat")
     child.kill()
-    eventually(lambda: not LOCAL.alive(child.pid))
+    until(lambda: not LOCAL.alive(child.pid), "the process table shows it")
     assert LOCAL.describe(child.pid) is not None
     LOCAL.send(child.pid, signal.SIGTERM)
 
@@ -149,7 +143,7 @@ def test_a_name_with_a_bracket_does_not_confuse(start: Start, sim_dir: Path) -> 
 
 def test_the_environment_is_the_one_it_began_with(start: Start) -> None:
     child = start("cat", env={"A": "1", "B": "x=y", "C": "two\r\nlines", "PATH": os.environ["PATH"]})
-    eventually(lambda: (LOCAL.environment(child.pid) or {}).get("A"))
+    until(lambda: (LOCAL.environment(child.pid) or {}).get("A"), "the process table shows it")
     found = LOCAL.environment(child.pid) or {}
     assert (found["A"], found["B"], found["C"]) == ("1", "x=y", "two\r\nlines")
 
@@ -170,7 +164,7 @@ def test_processes_are_found_by_the_name_of_their_program(start: Start, sim_dir:
     for name in ("gs-mps-long-name-control", "gs-mps-long-name-server"):
         shutil.copy(shell, sim_dir / name)
         children[name] = start("other-argv0", "-c", "read x", executable=str(sim_dir / name))
-    eventually(lambda: all(LOCAL.named(name) for name in children))
+    until(lambda: all(LOCAL.named(name) for name in children), "the process table shows it")
     if gone:
         shutil.rmtree(sim_dir)
     for name, child in children.items():
@@ -187,12 +181,12 @@ def test_where_the_program_may_not_be_read_the_command_line_tells(
         raise PermissionError
 
     monkeypatch.setattr(os, "readlink", refused)
-    eventually(lambda: list(LOCAL.named("gs-hidden-name")) == [child.pid])
+    until(lambda: list(LOCAL.named("gs-hidden-name")) == [child.pid], "the process table shows it")
 
 
 def test_descendants_are_those_of_a_process(start: Start) -> None:
     child = start("sh", "-c", "sleep 600 & sleep 600; wait")
-    eventually(lambda: len(LOCAL.descendants(child.pid)) == 3)
+    until(lambda: len(LOCAL.descendants(child.pid)) == 3, "the process table shows it")
     found = LOCAL.descendants(child.pid)
     assert found[0] == child.pid
     assert LOCAL.descendants(NOBODY) == []
@@ -245,7 +239,7 @@ def test_a_signal_to_another_users_process_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_program_runs_in_a_group_of_its_own_and_its_status_is_known() -> None:
     child = LOCAL.spawn(["sh", "-c", 'test "$A" = 1 && exit 7'], {"A": "1", "PATH": os.environ["PATH"]})
-    eventually(lambda: child.poll() is not None)
+    until(lambda: child.poll() is not None, "the process table shows it")
     assert (child.poll(), child.stopped_by()) == (7, None)
 
 
@@ -253,10 +247,10 @@ def test_a_program_that_is_stopped_and_killed_is_told_so() -> None:
     child = LOCAL.spawn(["sleep", "600"], os.environ)
     assert os.getpgid(child.pid) == child.pid
     LOCAL.send(child.pid, signal.SIGSTOP)
-    eventually(lambda: child.stopped_by() == signal.SIGSTOP)
+    until(lambda: child.stopped_by() == signal.SIGSTOP, "the process table shows it")
     assert (child.stopped_by(), child.poll()) == (None, None)
     LOCAL.send(child.pid, signal.SIGKILL)
-    eventually(lambda: child.poll() is not None)
+    until(lambda: child.poll() is not None, "the process table shows it")
     assert child.poll() == -signal.SIGKILL
 
 
@@ -340,9 +334,9 @@ def test_an_environment_that_is_too_long_counts_as_unreadable(start: Start) -> N
     variables = {f"GPUSHARE_TEST_{number}": "x" * 100_000 for number in range(12)}
     one = start("sleep", "60", env={"PATH": os.environ["PATH"], **variables})
     other = start("sleep", "60", env={"PATH": os.environ["PATH"], "GPUSHARE_TEST_0": "y"})
-    eventually(lambda: LOCAL.environment(other.pid))
-    eventually(lambda: described(one.pid).name == "sleep")
-    eventually(lambda: LOCAL.environment(one.pid) is None)
+    until(lambda: LOCAL.environment(other.pid), "the process table shows it")
+    until(lambda: described(one.pid).name == "sleep", "the process table shows it")
+    until(lambda: LOCAL.environment(one.pid) is None, "the process table shows it")
     found = Machine().environments({"GPUSHARE_TEST_0"})
     assert one.pid not in found
     assert found[other.pid] == {"GPUSHARE_TEST_0": "y"}
@@ -350,7 +344,7 @@ def test_an_environment_that_is_too_long_counts_as_unreadable(start: Start) -> N
 
 def test_the_words_of_a_command_line_are_whole(start: Start) -> None:
     one = start(sys.executable, "-c", "import time; time.sleep(60)", "a b", "")
-    eventually(lambda: (described(one.pid).command_line or ("",))[0] == sys.executable)
+    until(lambda: (described(one.pid).command_line or ("",))[0] == sys.executable, "the process table shows it")
     assert described(one.pid).command_line == (sys.executable, "-c", "import time; time.sleep(60)", "a b")
 
 
@@ -359,7 +353,7 @@ def test_a_long_name_is_told_whole(start: Start, sim_dir: Path) -> None:
     path = sim_dir / "a-program-with-a-long-name"
     shutil.copy(shutil.which("sleep") or "", path)
     one = start(str(path), "60")
-    eventually(lambda: described(one.pid).name == path.name)
+    until(lambda: described(one.pid).name == path.name, "the process table shows it")
 
 
 @pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM, errno.EMFILE])

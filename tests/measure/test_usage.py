@@ -11,23 +11,14 @@ from gpushare.host.host import Host
 from gpushare.measure.usage import UsageMeter
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
+from tests.clock import Clock
 
 SPEC = "sim:h200"
 
 
-class Clock:
-    """A clock that stands until it is moved."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 def device(host: Host) -> Device:

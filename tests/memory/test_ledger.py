@@ -52,6 +52,7 @@ from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
+from tests.clock import Clock
 from tests.errors import fails
 
 SPEC = "sim:2xa30"
@@ -67,16 +68,6 @@ def host() -> Host:
 def telling(messages: list[str]) -> Draw:
     """Return what notes what a job waits for when that changes, as off a terminal."""
     return contextlib.ExitStack().enter_context(waiting_line(messages.append))
-
-
-class Clock:
-    """A clock for `wait_for_room` that only its waiting moves: no machine is too slow for it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 def devices(host: Host) -> tuple[Device, ...]:
@@ -108,7 +99,7 @@ def wait(
     """Wait for room by a clock that never stands still."""
     clock = clock or Clock()
     draw = telling(messages)
-    wait_for_room(host, place, among, seconds, limits or UserLimits(), draw, clock=lambda: clock.now, sleep=clock.sleep)
+    wait_for_room(host, place, among, seconds, limits or UserLimits(), draw, clock=clock, sleep=clock.sleep)
 
 
 def take(host: Host, place: Place) -> bool:
@@ -824,14 +815,10 @@ def planted(host: Host, *lines: str, name: int = 0xF) -> Iterator[Path]:
 
 def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Return what lets the ledger's clock go on."""
-    now = [1000.0]
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", forward)
-    return forward
+    clock = Clock(1000.0)
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock.sleep
 
 
 def test_a_job_waits_for_the_ticket_of_one_that_came_first(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

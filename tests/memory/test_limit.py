@@ -17,6 +17,7 @@ from gpushare.base.units import GIB, MIB
 from gpushare.host.identity import Identity
 from gpushare.host.process import Processes, ProcessInfo
 from gpushare.memory.limit import _TOUCH_SECONDS, MARK, JobMemory, MemoryAction
+from tests.clock import Clock
 from tests.errors import fails
 
 
@@ -213,14 +214,14 @@ def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
 
 
 def test_a_limit_that_cannot_be_enforced_is_said(told: Told) -> None:
-    now = [100.0]
-    memory, messages = job(told, clock=lambda: now[0])
+    clock = Clock(100.0)
+    memory, messages = job(told, clock=clock)
     told.memory = {10: GIB}
     memory.poll()
     told.error = OperationFailed("GPU 0 does not answer", "see: dmesg")
     memory.poll()
     assert messages == []
-    now[0] += 3
+    clock.now += 3
     memory.poll()
     memory.poll()
     assert messages == ["its limit of 8.0 GiB cannot be checked: GPU 0 does not answer"]
@@ -258,18 +259,18 @@ def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
 
 
 def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
-    now = [100.0]
-    memory, messages = job(told, limit=None, clock=lambda: now[0])
+    clock = Clock(100.0)
+    memory, messages = job(told, limit=None, clock=clock)
     memory.place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
     memory.poll()
     # While nobody looked, it was out of the GPU.
-    now[0] += 100
+    clock.now += 100
     memory.poll()
     for _ in range(12):
-        now[0] += 5
+        clock.now += 5
         memory.poll()
     assert messages == []
-    now[0] += 1
+    clock.now += 1
     memory.poll()
     memory.poll()
     assert messages == ["it has not used the GPU for 60 s: its reservation does not count until it does"]
@@ -279,15 +280,15 @@ def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
 
 
 def test_a_reservation_is_touched_now_and_then_while_it_is_used(told: Told) -> None:
-    now, touched = [100.0], list[float]()
-    memory, _ = job(told, limit=None, clock=lambda: now[0])
-    place = SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: touched.append(now[0]))
+    clock, touched = Clock(100.0), list[float]()
+    memory, _ = job(told, limit=None, clock=clock)
+    place = SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: touched.append(clock.now))
     memory.place = cast("Any", place)
     memory.poll()
     assert touched == []
     told.memory = {10: GIB}
     for at in (101.0, 101.0 + _TOUCH_SECONDS - 0.5, 101.0 + _TOUCH_SECONDS):
-        now[0] = at
+        clock.now = at
         memory.poll()
     assert touched == [101.0, 101.0 + _TOUCH_SECONDS]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gpushare.base.errors import GpushareError
 from gpushare.host.program import Completed, Listener, Pending
@@ -31,23 +32,11 @@ class Daemon:
     def listener(self, pipe_directory: str) -> Listener | None:
         return None
 
-    def start(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Pending:
+    def start(self, argv: Sequence[str], **_: Any) -> Pending:
         raise NotImplementedError
 
     def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
+        self, argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str | None] | None = None, **_: Any
     ) -> Completed:
         self.env = env or {}
         if self.error is not None:

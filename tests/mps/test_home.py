@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from gpushare.mps.home import (
     homes_in,
 )
 from gpushare.mps.limits import Limits
+from tests.cli.drive import until
 from tests.errors import fails
 
 UUID = "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0"
@@ -57,13 +57,6 @@ def elsewhere(home: DaemonHome, code: str) -> Iterator[subprocess.Popen[str]]:
             yield child
         finally:
             child.kill()
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120.0
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(("length", "fits"), [(86, True), (87, True), (88, False), (89, False)])
@@ -235,7 +228,7 @@ input()
         other.wait()
         assert home.live_leases() == [other.pid]
         os.kill(child, signal.SIGKILL)
-        eventually(lambda: home.live_leases() == [])
+        until(lambda: home.live_leases() == [], "the lease is gone")
         os.kill(program, signal.SIGKILL)
 
 

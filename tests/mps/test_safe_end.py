@@ -20,22 +20,10 @@ from gpushare.host.process import ProcessInfo
 from gpushare.mps import kill
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, wait_for_drain
 from gpushare.run.end import end_programs
+from tests.clock import Clock
 from tests.errors import fails
 
 READING = 0.1
-
-
-@dataclass
-class Clock:
-    """A clock that only goes on when somebody reads the meter or sleeps."""
-
-    now: float = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
 
 
 @dataclass
@@ -56,7 +44,7 @@ class FakeMeter:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(100.0)
     monkeypatch.setattr(kill.time, "sleep", clock.sleep)
     return clock
 
@@ -127,7 +115,7 @@ percents = st.one_of(st.none(), st.floats(0, 100))
 def test_never_too_early_and_never_too_late(
     before: float | None, readings: list[float | None], bound: float, source: str
 ) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kill.time, "sleep", clock.sleep)
         drain = drained(clock, before, *readings, bound=bound, source=source)

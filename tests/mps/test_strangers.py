@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,23 +89,16 @@ class Asked(Daemon):
 
     pipes: list[str | None]
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Completed:
+    def run(self, argv: Sequence[str], *, timeout: float = 10.0, **named: Any) -> Completed:
         with self.lock:
-            self.pipes.append((env or {}).get("CUDA_MPS_PIPE_DIRECTORY"))
+            self.pipes.append((named.get("env") or {}).get("CUDA_MPS_PIPE_DIRECTORY"))
             self.children += 1
             self.most = max(self.most, self.children)
         try:
             if self.hanging:
                 time.sleep(timeout)
                 raise TimedOut("it hangs", "wait", code="program_hangs")
-            return super().run(argv, stdin=stdin, env=env, timeout=timeout)
+            return super().run(argv, **named)
         finally:
             with self.lock:
                 self.children -= 1

@@ -25,6 +25,7 @@ from gpushare.plan import NotUndone, carry_out
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
 from tests.cli.drive import World
+from tests.clock import Clock
 
 SPEC = "sim:2xh200"
 OFF = sorted(CHANNELS)
@@ -324,17 +325,16 @@ def test_it_ends_with_the_job(job: Paused, keeper: Keeper) -> None:
 
 
 def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.MonkeyPatch) -> None:
-    at = [100.0]
-    monkeypatch.setattr("gpushare.pause.keep.time.monotonic", lambda: at[0])
-    monkeypatch.setattr("gpushare.pause.keep.uptime", lambda: at[0])
-    monkeypatch.setattr("gpushare.pause.change.uptime", lambda: at[0])
+    clock = Clock(100.0)
+    for name in ("keep.time.monotonic", "keep.uptime", "change.uptime"):
+        monkeypatch.setattr(f"gpushare.pause.{name}", clock)
     job.pause(seconds=60)
     keeper = Keeper(job.host, job.path)
     assert keeper.step() == LOOK_SECONDS
-    at[0] += 59.5
+    clock.now += 59.5
     assert keeper.step() == pytest.approx(0.5)
     job.control.fails["enable", job.pids[1]] = OperationFailed("no", "see")
-    at[0] += 1
+    clock.now += 1
     assert keeper.step() == LOOK_SECONDS
     assert job.off == [False, True]
     assert job.job().state == RESUMING

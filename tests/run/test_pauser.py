@@ -11,6 +11,7 @@ from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.run import pause as pauser_module
 from gpushare.run.pause import resume_all
 from gpushare.run.roles import TICK_SECONDS
+from tests.clock import Clock
 from tests.run.told_program import CHILD, GRANDCHILD, OTHER, PID, Told
 
 
@@ -82,19 +83,18 @@ def test_who_is_held_is_told_before_it_is_and_once(told: Told) -> None:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Return the clock: its one element is the time."""
-    at = [100.0]
-    monkeypatch.setattr(pauser_module, "time", SimpleNamespace(monotonic=lambda: at[0]))
-    return at
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(100.0)
+    monkeypatch.setattr(pauser_module, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
-def test_who_was_continued_by_others_is_stopped_again(told: Told, clock: list[float]) -> None:
+def test_who_was_continued_by_others_is_stopped_again(told: Told, clock: Clock) -> None:
     pauser = told.pauser()
     pauser.pause()
     told.stopped = {CHILD}
     told.since()
-    clock[0] += 1
+    clock.now += 1
     pauser.pause()
     assert told.since() == [("SIGSTOP", PID)]
     pauser.resume()
@@ -116,10 +116,10 @@ def test_a_program_that_cannot_be_stopped_and_starts_ever_more_does_not_hold_gpu
     assert len(family) < 10
 
 
-def test_after_a_resume_the_next_pause_does_not_wait(told: Told, clock: list[float]) -> None:
+def test_after_a_resume_the_next_pause_does_not_wait(told: Told, clock: Clock) -> None:
     pauser = told.pauser()
     for _ in range(3):
-        clock[0] += TICK_SECONDS
+        clock.now += TICK_SECONDS
         pauser.pause()
         assert pauser.paused
         pauser.resume()

@@ -10,21 +10,22 @@ import pytest
 from gpushare.base.errors import OperationFailed
 from gpushare.run.program import TimeLimit
 from gpushare.run.start import JobStart
+from tests.clock import Clock
 
 
 def test_the_time_of_a_job_is_over_at_its_end_and_stays_over() -> None:
-    now = [10.0]
-    limit = TimeLimit(5.0, clock=lambda: now[0])
+    clock = Clock(10.0)
+    limit = TimeLimit(5.0, clock=clock)
     # Before the program runs no time passes for it.
-    now[0] = 100.0
+    clock.now = 100.0
     assert not limit.poll()
     limit.raise_end()
     limit.started(None)  # type: ignore[arg-type]
-    now[0] = 104.9
+    clock.now = 104.9
     assert not limit.poll()
-    now[0] = 105.0
+    clock.now = 105.0
     assert limit.poll()
-    now[0] = 101.0
+    clock.now = 101.0
     assert limit.poll()
     with pytest.raises(OperationFailed, match="longer than its --time of 5 s"):
         limit.raise_end()

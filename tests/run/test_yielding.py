@@ -13,19 +13,7 @@ from gpushare.part import Part
 from gpushare.run.production import ProductionJob
 from gpushare.run.program import RunOptions
 from gpushare.run.start import Yielding, YieldToProduction
-
-
-class Clock:
-    """Seconds that pass only by sleeping."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def __call__(self) -> float:
-        return self.at
-
-    def sleep(self, seconds: float) -> None:
-        self.at += seconds
+from tests.clock import Clock
 
 
 class Production:
@@ -126,7 +114,7 @@ def test_it_ends_the_program_once_and_for_all() -> None:
     clock = Clock()
     part = YieldToProduction(cast("ProductionJob", Production(clock, (1, 2))), clock)
     assert part.poll() is False
-    clock.at = 1.0
+    clock.now = 1.0
     assert part.poll() is True
-    clock.at = 3.0
+    clock.now = 3.0
     assert part.poll() is True, "what was told to end does not go on"

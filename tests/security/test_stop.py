@@ -7,14 +7,9 @@ import io
 
 import pytest
 
-from gpushare.base.units import GIB
 from tests.cli.drive import World, alive
 from tests.security.conftest import Stranger, gpushare
-from tests.security.test_memory_ledger import claim
-
-
-def whole(world: World) -> str:
-    return f"want {130 * GIB} 0 {world.uuid()}"
+from tests.security.test_memory_ledger import claim, whole
 
 
 def test_root_is_asked_before_a_user_leaves_the_line(world: World, mallory: Stranger) -> None:
