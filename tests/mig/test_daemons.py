@@ -56,6 +56,19 @@ def started(world: World, uuid: str, *words: str) -> DaemonHome:
     return home_of(world.host.run_directory, uuid)
 
 
+@pytest.fixture
+def first(world: World) -> str:
+    """Return the UUID of the first device, on which a daemon of ours runs."""
+    uuid = uuids(world)[0]
+    started(world, uuid)
+    return uuid
+
+
+@pytest.fixture
+def home(world: World, first: str) -> DaemonHome:
+    return home_of(world.host.run_directory, first)
+
+
 def gpu_of(world: World) -> Gpu:
     return world.host.nvml.identities()[0]
 
@@ -132,9 +145,9 @@ def _silent(*_: Any) -> Any:
     raise OperationFailed("it does not answer", "wait", code="timeout")
 
 
-def test_another_users_daemon_is_not_idle_but_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_another_users_daemon_is_not_idle_but_refused(
+    world: World, first: str, home: DaemonHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = home.read()
     assert record is not None
     monkeypatch.setattr(DaemonHome, "read", lambda _: replace(record, uid=4711))
@@ -160,9 +173,7 @@ def test_only_daemons_on_what_goes_are_stopped(world: World) -> None:
     assert [daemon.visible for daemon in world.state.daemons] == [[first]]
 
 
-def test_the_undo_of_a_stop_is_a_command_that_works(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_the_undo_of_a_stop_is_a_command_that_works(world: World, first: str, home: DaemonHome) -> None:
     record = home.read()
     (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
     do(step)
@@ -171,9 +182,7 @@ def test_the_undo_of_a_stop_is_a_command_that_works(world: World) -> None:
     assert again == replace(record, pid=again.pid, started=again.started)
 
 
-def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World) -> None:
-    first = uuids(world)[0]
-    started(world, first)
+def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World, first: str) -> None:
     idle_server(world, first)
 
     def destroy() -> None:
@@ -189,9 +198,7 @@ def test_the_idle_server_is_what_keeps_the_driver_from_destroying(world: World) 
     destroy()
 
 
-def test_clients_are_named(world: World) -> None:
-    first = uuids(world)[0]
-    started(world, first)
+def test_clients_are_named(world: World, first: str) -> None:
     pid = client(world, first)
     error = refused(world, [first])
     assert (type(error), error.code, error.gpu) == (InUse, "daemon_clients", "0")
@@ -199,27 +206,21 @@ def test_clients_are_named(world: World) -> None:
     assert f"gpushare mps stop -g {first} --drain 60s" in error.hint
 
 
-def test_a_run_is_named(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_a_run_is_named(world: World, first: str, home: DaemonHome) -> None:
     lease = home.take_lease()
     error = refused(world, [first])
     lease.release()
     assert (error.code, str(os.getpid()) in error.message) == ("daemon_leased", True)
 
 
-def test_a_daemon_that_does_not_answer(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = uuids(world)[0]
-    started(world, first)
+def test_a_daemon_that_does_not_answer(world: World, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MpsControl, "overview", _silent)
     error = refused(world, [first])
     assert (type(error), error.code) == (InUse, "daemon_silent")
     assert "--force" in error.hint
 
 
-def test_a_dead_daemon_holds_nothing(world: World) -> None:
-    first = uuids(world)[0]
-    started(world, first)
+def test_a_dead_daemon_holds_nothing(world: World, first: str) -> None:
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     assert daemons.daemon_steps_before(world.host, gpu_of(world), [first]) == ()
 
@@ -240,9 +241,7 @@ def test_a_daemon_of_others_on_another_instance_is_no_matter(world: World, sim_d
     assert daemons.daemon_steps_before(world.host, gpu_of(world), [first]) == ()
 
 
-def test_a_client_that_comes_before_the_stop_keeps_its_daemon(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_a_client_that_comes_before_the_stop_keeps_its_daemon(world: World, first: str, home: DaemonHome) -> None:
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
     client(world, first)
     with pytest.raises(InUse):
@@ -251,9 +250,9 @@ def test_a_client_that_comes_before_the_stop_keeps_its_daemon(world: World) -> N
     assert home.read() is not None
 
 
-def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(
+    world: World, first: str, home: DaemonHome
+) -> None:
     client(world, first)
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first], evicted=[first])
     assert [step.what.partition(",")[2] for step in steps] == [" and end its servers; it stays stopped"]
@@ -264,9 +263,7 @@ def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(w
     assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
 
 
-def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_a_later_failure_starts_it_again_with_its_limits(world: World, first: str, home: DaemonHome) -> None:
     record = home.read()
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
     with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
@@ -276,9 +273,7 @@ def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
     assert again == replace(record, pid=again.pid, started=again.started)
 
 
-def test_what_cannot_be_started_again_is_said_with_the_command(world: World) -> None:
-    first = uuids(world)[0]
-    started(world, first)
+def test_what_cannot_be_started_again_is_said_with_the_command(world: World, first: str) -> None:
     (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
 
     def cut() -> None:
@@ -344,9 +339,7 @@ def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) 
     assert [daemon.pid for daemon in world.state.daemons] == [record.pid]
 
 
-def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
+def test_a_daemon_of_a_run_is_not_started_again(world: World, first: str, home: DaemonHome) -> None:
     record = home.read()
     home.write(replace(record, transient=True))
     (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])

@@ -6,15 +6,13 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.board import InstanceKind, board_of
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
-from gpushare.mig.planner import Group, Target, assign, codes_for, plan_add, plan_destroy, plan_exact
+from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
 from tests.mig.boards import SHAPES, SOMEBODY, calls_of, layout
@@ -24,13 +22,11 @@ RTX = "rtx-pro-6000-blackwell-96gb"
 
 def made(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan creates, ``GPU/profile:start``."""
-    assert isinstance(plan, MigPlan)
     return [f"{gpu.gpu}/{change.instance}" for gpu in plan.gpus for change in gpu.created]
 
 
 def gone(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan destroys."""
-    assert isinstance(plan, MigPlan)
     return [f"{gpu.gpu}/{change.instance}" for gpu in plan.gpus for change in gpu.destroyed]
 
 
@@ -58,7 +54,6 @@ def test_a_wish_goes_to_the_gpu_that_loses_least_inside_before_empty() -> None:
 def test_only_adding_destroys_nothing_and_says_what_would_go() -> None:
     gpu = layout("h100", "3g.40gb:0", "3g.40gb:4!")
     refused = plan_add([gpu], parse_wish("1g"))
-    assert isinstance(refused, NoPlan)
     assert refused.why is Why.BLOCKED
     assert [(index, one.instance.start) for index, one in refused.would_go] == [(0, 0)]
     assert "3g.40gb:0 (GPU 0, GPU instance 400; idle)" in refused.message
@@ -68,7 +63,6 @@ def test_only_adding_destroys_nothing_and_says_what_would_go() -> None:
 def test_a_busy_instance_goes_only_when_it_is_named() -> None:
     gpu = layout("h100", "7g.80gb:0!")
     refused = plan_add([gpu], parse_wish("1g"), may_destroy=True)
-    assert isinstance(refused, NoPlan)
     assert "busy" in refused.message
     assert "--evict" in refused.hint
     assert refused.instead is not None
@@ -102,7 +96,6 @@ def test_nameless_goes_before_named_and_small_before_large() -> None:
 def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
     gpu = layout("h100", "3g.40gb:0/")
     plan = plan_add([gpu], parse_wish("3g"))
-    assert isinstance(plan, MigPlan)
     assert plan.gpus[0].created[0].instance is gpu.instances[0]
     assert [step.action for step in calls_of(plan)] == [Action.CREATE_COMPUTE]
     named = with_instance(gpu, 0, name="train")
@@ -155,14 +148,11 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bo
 def test_the_hint_names_what_would_go() -> None:
     gpu = layout("h100", "3g.40gb:0", "3g.40gb:4!")
     refused = plan_add([gpu], parse_wish("1g"))
-    assert isinstance(refused, NoPlan)
     assert "gpushare mig destroy 0/400 " in refused.hint
     assert "--may-destroy" in refused.hint
     busy = plan_exact([gpu], {0: ()})
-    assert isinstance(busy, NoPlan)
     assert busy.hint.endswith(": --evict 0/404")
     many = plan_exact([layout("h100", *(f"1g.10gb:{start}!" for start in range(7)))], {0: ()})
-    assert isinstance(many, NoPlan)
     assert many.hint.endswith(": --evict INSTANCE...")
 
 
@@ -172,7 +162,6 @@ def test_media_once_per_gpu() -> None:
     homes = {text[0] for text in made(plan_add(gpus, parse_wish("1g+me*2")))}
     assert homes == {"0", "1"}
     never = plan_add(gpus, parse_wish("1g+me*3"))
-    assert isinstance(never, NoPlan)
     assert never.why is Why.NEVER
     assert "at most 2 of 1g+me" in never.message
 
@@ -217,14 +206,12 @@ def test_one_slice_changes_and_every_busy_instance_stays() -> None:
     plan = plan_exact(gpus, {5: parse_wish("3g 1g*4")})
     assert gone(plan) == ["5/2g.20gb:2"]
     assert made(plan) == ["5/1g.10gb:2", "5/1g.10gb:3"]
-    assert isinstance(plan, MigPlan)
     assert [gpu.changes for gpu in plan.gpus] == [n == 5 for n in range(8)]
 
 
 def test_steps_free_before_they_take() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1", "1g.10gb:4!")
     plan = plan_exact([gpu], {0: parse_wish("1g*2 2c.3g.40gb:0 1c.3g.40gb:0")})
-    assert isinstance(plan, MigPlan)
     steps = [(step.action.name, step.instance.profile.name) for step in calls_of(plan)]
     assert steps == [
         ("DESTROY_COMPUTE", "3g.40gb"),
@@ -236,7 +223,6 @@ def test_steps_free_before_they_take() -> None:
 
 def test_all_goes_out_before_a_gpu_instance_does() -> None:
     plan = plan_destroy([layout("h100", "3g.40gb:0/1,1,1")], [Target(0, 400)])
-    assert isinstance(plan, MigPlan)
     actions = [step.action for step in calls_of(plan)]
     assert actions == [Action.DESTROY_COMPUTE] * 3 + [Action.DESTROY_GPU_INSTANCE]
     assert plan.cost.idle_destroyed == 3
@@ -245,10 +231,8 @@ def test_all_goes_out_before_a_gpu_instance_does() -> None:
 def test_destroying_the_last_compute_instance_takes_the_gpu_instance_along() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1")
     one = plan_destroy([gpu], [Target(0, 400, 1)])
-    assert isinstance(one, MigPlan)
     assert [step.action for step in calls_of(one)] == [Action.DESTROY_COMPUTE]
     both = plan_destroy([gpu], [Target(0, 400, 0), Target(0, 400, 1)])
-    assert isinstance(both, MigPlan)
     assert calls_of(both)[-1].action is Action.DESTROY_GPU_INSTANCE
 
 
@@ -263,7 +247,6 @@ def test_a_busy_neighbour_inside_the_gpu_instance_stays() -> None:
     busy = replace(gpu.instances[0].compute[0], holders=SOMEBODY)
     gpu = with_instance(gpu, 0, compute=(busy, gpu.instances[0].compute[1]))
     plan = plan_exact([gpu], {0: parse_wish("2c.3g.40gb 1c.3g.40gb")})
-    assert isinstance(plan, MigPlan)
     assert [part.id for part in plan.gpus[0].destroyed[0].compute] == [1]
     assert [part.profile.name for part in plan.gpus[0].created[0].compute] == ["2c"]
     assert isinstance(plan_exact([gpu], {0: parse_wish("3g")}), NoPlan)
@@ -310,7 +293,6 @@ def test_what_does_not_exist_is_not_destroyed() -> None:
 )
 def test_never_together(model: str, wish: str, reason: str) -> None:
     never = plan_exact([layout(model)], {0: parse_wish(wish)})
-    assert isinstance(never, NoPlan)
     assert never.why is Why.NEVER
     assert f"do not fit on GPU 0, even empty: {reason}" in never.message
     assert never.instead is None
@@ -332,37 +314,6 @@ def test_the_same_question_has_the_same_answer() -> None:
     backwards = plan_add(gpus, parse_wish("1g*5 2g*3"), may_destroy=True)
     assert isinstance(backwards, MigPlan)
     assert str(backwards) in plans
-
-
-@settings(max_examples=80, deadline=None)
-@given(data=st.data())
-def test_assignment_is_the_least_of_all(data: st.DataObject) -> None:
-    """Against every combination of parts, for small wishes and made-up weights."""
-    counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    codes = codes_for(counts, [data.draw(st.integers(1, 4)) for _ in counts])
-    parts = [
-        sum(number * one for number, one in zip(numbers, codes.of_one, strict=True))
-        for numbers in product(*(range(count + 1) for count in counts))
-    ]
-    groups = []
-    for _ in range(data.draw(st.integers(1, 3))):
-        chosen = data.draw(st.lists(st.sampled_from(parts), max_size=4, unique=True))
-        weights = {code: data.draw(st.integers(-3, 9)) for code in chosen} | {0: 0}
-        groups.append(Group(data.draw(st.integers(1, 2)), weights))
-    slots = [group for group in groups for _ in range(group.count)]
-    totals = [
-        sum(slot.weights[code] for slot, code in zip(slots, choice, strict=True))
-        for choice in product(*(list(slot.weights) for slot in slots))
-        if sum(choice) == codes.whole
-    ]
-    found = assign(groups, codes, sum(counts))
-    if found is None:
-        assert not totals
-        return
-    assert all(len(taken) <= group.count for taken, group in zip(found, groups, strict=True))
-    assert sum(code for taken in found for code in taken) == codes.whole
-    cost = sum(group.weights[code] for taken, group in zip(found, groups, strict=True) for code in taken)
-    assert cost == min(totals)
 
 
 @pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.key)

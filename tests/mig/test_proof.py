@@ -191,6 +191,11 @@ def test_an_incomplete_rollback_names_the_step_that_failed_and_the_command_for_w
 
     monkeypatch.setattr(library_mig, "create_gpu_instance", refuses)
     error = host.run("mig", "apply", "3g.40gb:4 1g.10gb:0").error
+    missing = {("3g.40gb", 0), ("2g.20gb", 4)} - host.look()[0].places
+    assert missing
+    assert all(f"{profile}:{start} is missing" in error["message"] for profile, start in missing)
+    assert "everything is as before" not in error["message"]
+    assert not host.journal.exists()
     # What failed is a creation, not the first step, which was a destruction.
     assert error["message"].startswith("could not create 3g.40gb:4 on GPU 0"), error["message"]
     assert "could not be undone: could not be restored" in error["message"]

@@ -26,23 +26,6 @@ def refusing_from(monkeypatch: pytest.MonkeyPatch, name: str, first: int) -> Non
     monkeypatch.setattr(library_mig, name, refusing)
 
 
-def test_what_could_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = World.new(A100)
-    assert host.run("mig", "apply", "3g.40gb:0 2g.20gb:4").code == 0
-    refusing_from(monkeypatch, "create_gpu_instance", 1)
-    answer = host.run("mig", "apply", "3g.40gb:4 1g.10gb:0")
-    assert answer.code == 1
-    message = answer.error["message"]
-    assert "could not be undone" in message
-    assert "everything is as before" not in message
-    gone = {("3g.40gb", 0), ("2g.20gb", 4)} - host.look()[0].places
-    assert gone
-    for profile, start in gone:
-        assert f"{profile}:{start} is missing" in message
-    assert answer.error["hint"]
-    assert not host.journal.exists()
-
-
 def test_an_instance_that_could_not_go_again_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     host = World.new(A100)
     assert host.run("mig", "enable").code == 0

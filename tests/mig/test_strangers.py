@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.claims import claim_directory
-from gpushare.host.identity import boot_id, identity_of
+from gpushare.host.identity import Identity, boot_id, identity_of
 from gpushare.mig.ledger import MigLedger
 from tests.cli.drive import World
 
@@ -133,41 +133,33 @@ def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(host: World) -> 
         assert answer() == {"running": False, "left": True}
 
 
-def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: World) -> None:
-    """Another user names PID and start time of a process that is not his."""
+def claims(host: World, claimant: Callable[[], Identity | None]) -> Callable[[], object]:
+    """Return the work of claiming the first device in the name of a process."""
     (_, uuid), *_ = host.devices()
     directory = claim_directory(connect(A100))
     directory.mkdir(exist_ok=True)
     directory.chmod(0o1777)
-    me = identity_of(os.getpid())
-    assert me is not None
     space = os.stat("/proc/self/ns/pid").st_ino
-    head = f"gpushare claim 1\nboot {boot_id()}\nspace {space}\nkey {uuid}\n"
 
-    def claims() -> int:
-        text = f"{head}process {me.pid} {me.started}\nticket 1\n"
-        (directory / f"gpushare-claim-{'0' * 16}").write_text(text)
-        return os.getpid()
+    def work() -> int:
+        process = claimant()
+        head = f"gpushare claim 1\nboot {boot_id()}\nspace {space}\nkey {uuid}\n"
+        path = directory / f"gpushare-claim-{'0' * 16}"
+        path.write_text(f"{head}process {process.pid} {process.started}\nticket 1\n")
+        return process.pid
 
-    with stranger(claims):
+    return work
+
+
+def test_a_claim_for_roots_process_neither_blocks_nor_ends_it(host: World) -> None:
+    """Another user names PID and start time of a process that is not his."""
+    me = identity_of(os.getpid())
+    with stranger(claims(host, lambda: me)):
         assert host.run("mig", "destroy", "all").code == 0
 
 
 def test_a_claim_of_his_own_blocks_and_names_him(host: World) -> None:
-    (_, uuid), *_ = host.devices()
-    directory = claim_directory(connect(A100))
-    directory.mkdir(exist_ok=True)
-    directory.chmod(0o1777)
-    space = os.stat("/proc/self/ns/pid").st_ino
-
-    def claims() -> int:
-        me = identity_of(os.getpid())
-        head = f"gpushare claim 1\nboot {boot_id()}\nspace {space}\nkey {uuid}\n"
-        path = directory / f"gpushare-claim-{'0' * 16}"
-        path.write_text(f"{head}process {me.pid} {me.started}\nticket 1\n")
-        return me.pid
-
-    with stranger(claims):
+    with stranger(claims(host, lambda: identity_of(os.getpid()))):
         pid = answer()
         for more in ((), ("--evict", "all", "-y")):
             said = host.run("mig", "destroy", "all", *more)
