@@ -191,16 +191,17 @@ def garbage_bus(_handle: Any, info: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["nvmlDeviceGetName", "nvmlDeviceGetUUID"])
-def test_garbage_instead_of_a_name_is_unknown(name: str) -> None:
-    (gpu,) = NvmlReader(Altered("sim:h200", **{name: garbage_text})).sweep()
-    assert gpu.error is None
-    assert None in {gpu.name, gpu.uuid}
-
-
-def test_garbage_instead_of_a_bus_id_is_unknown() -> None:
-    (gpu,) = NvmlReader(Altered("sim:h200", nvmlDeviceGetPciInfo_v3=garbage_bus)).sweep()
-    assert (gpu.error, gpu.pci_bus_id) == (None, None)
+@pytest.mark.parametrize(
+    ("function", "garbage", "field"),
+    [
+        ("nvmlDeviceGetName", garbage_text, "name"),
+        ("nvmlDeviceGetUUID", garbage_text, "uuid"),
+        ("nvmlDeviceGetPciInfo_v3", garbage_bus, "pci_bus_id"),
+    ],
+)
+def test_garbage_instead_of_a_name_is_unknown(function: str, garbage: Callable[..., int], field: str) -> None:
+    (gpu,) = NvmlReader(Altered("sim:h200", **{function: garbage})).sweep()
+    assert (gpu.error, getattr(gpu, field)) == (None, None)
 
 
 def test_garbage_instead_of_a_mig_uuid_is_an_error_of_that_gpu() -> None:

@@ -356,27 +356,26 @@ def test_a_long_name_is_told_whole(start: Start, sim_dir: Path) -> None:
     until(lambda: described(one.pid).name == path.name, "the process table shows it")
 
 
-@pytest.mark.parametrize("reason", [errno.ENOSYS, errno.EPERM, errno.EMFILE])
-def test_a_signal_reaches_its_process_also_where_there_is_no_descriptor_for_it(
-    monkeypatch: pytest.MonkeyPatch, reason: int
+@pytest.mark.parametrize("reason", [None, errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_a_signal_reaches_the_process_that_is_meant_also_where_there_is_no_descriptor_for_it(
+    monkeypatch: pytest.MonkeyPatch, start: Start, reason: int | None
 ) -> None:
     """Linux before 5.3, a sandbox, too many open files: the look right before the signal must do."""
 
     def refused(pid: int) -> int:
         raise OSError(reason, os.strerror(reason))
 
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    with subprocess.Popen(["sleep", "600"]) as process:
-        info = LOCAL.describe(process.pid)
-        assert info.started is not None
-        try:
-            with pytest.raises(NotFound):
-                LOCAL.send_to(process.pid, info.started - 1, signal.SIGTERM)
-            assert process.poll() is None
-            LOCAL.send_to(process.pid, info.started, signal.SIGTERM)
-            assert process.wait(60.0) == -signal.SIGTERM
-        finally:
-            process.kill()
+    child = start("sleep", "600")
+    begun = described(child.pid).started
+    if reason is not None:
+        monkeypatch.setattr(os, "pidfd_open", refused)
+    with pytest.raises(NotFound):
+        LOCAL.send_to(child.pid, begun - 1, signal.SIGTERM)
+    assert child.poll() is None
+    LOCAL.send_to(child.pid, begun, signal.SIGTERM)
+    assert child.wait(60.0) == -signal.SIGTERM
+    with pytest.raises(NotFound):
+        LOCAL.send_to(child.pid, begun, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(("scope", "called"), [("1\n", True), ("0\n", False), ("2\n", False), (None, False)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from gpushare.base.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host.process import Processes
 from gpushare.host.program import Completed, Programs, merged_environment, program_path
+from tests.cli.drive import until
 from tests.errors import fails
 
 Script = Callable[[str], str]
@@ -57,20 +57,15 @@ def test_much_output_and_much_input_do_not_block(script: Script) -> None:
 def test_a_time_out_ends_the_program_and_what_it_started(script: Script, sim_dir: Path) -> None:
     script(f"sleep 600 & echo $! $$ > {sim_dir}/pids; wait")
     started = Programs().start(["nvidia-smi"], timeout=0.2)
-    pids, deadline = sim_dir / "pids", time.monotonic() + 120
+    pids = sim_dir / "pids"
     # However slow the machine is, the time is not over before there is something to end.
-    while not (pids.exists() and pids.read_text().endswith("\n")):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: pids.exists() and pids.read_text().endswith("\n"), "there is something to end")
     with pytest.raises(TimedOut) as caught:
         started.result()
     assert (caught.value.code, caught.value.exit_code) == ("program_hangs", ExitCode.FAILED)
     assert "'nvidia-smi' did not answer within 0.2 s" in caught.value.message
     for pid in map(int, pids.read_text().split()):
-        deadline = time.monotonic() + 120
-        while Processes().alive(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda pid=pid: not Processes().alive(pid), "it is ended")
 
 
 def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,9 +148,7 @@ def test_a_program_that_floods_is_ended(
     with fails(OperationFailed, "program_floods", message=f"more than {room >> 20} MiB"):
         started.result()
     pid = int((sim_dir / "pid").read_text())
-    deadline = time.monotonic() + 120
-    while Processes().alive(pid):
-        assert time.monotonic() < deadline
+    until(lambda: not Processes().alive(pid), "it is ended")
 
 
 def test_as_much_as_there_is_room_for_is_read(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:

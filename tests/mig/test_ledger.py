@@ -317,15 +317,6 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
 # -- the lock itself -------------------------------------------------------------------------------
 
 
-def test_a_lock_that_cannot_be_made_is_said(ledger: MigLedger, path: Path) -> None:
-    lock = path.parent / "lock"
-    lock.unlink()
-    lock.mkdir()
-    with fails(OperationFailed, "journal_unwritable", match="Is a directory") as caught, ledger.locked():
-        pytest.fail("held without a lock")
-    assert str(lock) in caught.value.message
-
-
 def test_without_the_lock_nobody_is_changing_anything(ledger: MigLedger, path: Path) -> None:
     """As after somebody has cleared up: what died in the middle is told all the same."""
     (path.parent / "lock").unlink()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import InUse, NotFound
+from gpushare.base.errors import InUse
 from gpushare.base.model import Gpu, GpuProcess, Holder
 from gpushare.connect import connect
 from gpushare.host.capabilities import user_name
@@ -373,20 +373,6 @@ def test_the_driver_is_seen_in_what_a_process_has_loaded(tmp_path: Path) -> None
             assert process.stdout.readline() == b"ready\n"
             assert Processes().uses_driver(process.pid) is found
             process.communicate()
-
-
-def test_a_signal_reaches_the_process_that_is_meant_and_no_other() -> None:
-    processes = Processes()
-    with subprocess.Popen(["sleep", "60"]) as child:
-        info = processes.describe(child.pid)
-        assert info.started is not None
-        with pytest.raises(NotFound):
-            processes.send_to(child.pid, info.started + 1, signal.SIGKILL)
-        assert child.poll() is None
-        processes.send_to(child.pid, info.started, signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        with pytest.raises(NotFound):
-            processes.send_to(child.pid, info.started, signal.SIGKILL)
 
 
 def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> Any:
