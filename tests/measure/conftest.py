@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.benchmark import CopiesResult, Metric
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.bench import Copies, Durations, Launch
@@ -78,6 +79,11 @@ class Watched(Copies):
 @pytest.fixture
 def host(sim_dir: Path) -> Host:
     return connect("sim:h200")
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    return select_one(None, host.nvml.sweep())
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpushare.base.benchmark import BenchCell, BenchGpu, Benchmark, Metric, Pick
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import MigInstance
-from gpushare.base.selection import select_one
+from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure import bench_data
@@ -96,9 +96,7 @@ def test_the_answer_is_one_of_the_fastest_cells_under_mps(rows: list[tuple[str, 
         assert ("mps:60" if caps[4].threads_percent else "mps") in fastest
 
 
-def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
+def test_caps_are_kept_by_command_and_numbers_of_copies_add_up(host: Host, device: Device) -> None:
     two = replace(FOUR, copies=2, threads_percent=None, driver="580.1")
     keep_benched(host, device, ["a", "b c"], [FOUR])
     keep_benched(host, device, ["a", "b c"], [two])
@@ -124,9 +122,9 @@ def file_of(host: Host) -> Path:
     return path
 
 
-def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path: Path) -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
+def test_a_file_of_another_command_under_the_same_name_is_not_believed(
+    host: Host, device: Device, tmp_path: Path
+) -> None:
     keep_benched(host, device, ["a"], [FOUR])
     path = file_of(host)
     path.write_text(path.read_text().replace('"a"', '"b"'))
@@ -147,9 +145,9 @@ def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path:
     ],
     ids=str,
 )
-def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(wrong: dict[str, Any]) -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
+def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(
+    host: Host, device: Device, wrong: dict[str, Any]
+) -> None:
     keep_benched(host, device, ["a"], [FOUR, replace(FOUR, copies=2)])
     path = file_of(host)
     record = json.loads(path.read_text())
@@ -178,9 +176,7 @@ def test_a_file_with_a_cap_that_is_none_is_not_believed(threads: Any, tmp_path: 
         bench_data.read_bench(str(path))
 
 
-def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu() -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
+def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu(host: Host, device: Device) -> None:
     small, large = (
         replace(device, mig=MigInstance(uuid=f"MIG-{profile}", profile=profile)) for profile in ("1g.18gb", "3g.71gb")
     )
@@ -191,19 +187,15 @@ def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gp
     assert find_benched(host, device, ["a"], 4) is None
 
 
-def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host() -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
+def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host(host: Host, device: Device) -> None:
     other = replace(device, gpu=replace(device.gpu, name="NVIDIA L4"))
     keep_benched(host, device, ["a"], [FOUR])
     assert find_benched(host, device, ["a"], 4) == FOUR
     assert find_benched(host, other, ["a"], 4) is None
 
 
-def test_a_command_line_that_is_kept_is_its_owners_alone() -> None:
+def test_a_command_line_that_is_kept_is_its_owners_alone(host: Host, device: Device) -> None:
     """It may hold a token."""
-    host = connect("sim:h200")
-    device = select_one("0", host.nvml.sweep())
     keep_benched(host, device, ["train", "--token=secret"], [replace(FOUR, copies=2)])
     path = file_of(host)
     assert path.stat().st_mode & 0o777 == 0o600

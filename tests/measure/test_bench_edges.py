@@ -11,8 +11,7 @@ import pytest
 
 from gpushare.base.benchmark import BenchCell, CopiesResult, Metric
 from gpushare.base.errors import OperationFailed, TimedOut
-from gpushare.base.selection import select_one
-from gpushare.connect import connect
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.measure.bench import Settings, measure, prepare
 from gpushare.measure.metric import Printed, bounded
@@ -76,11 +75,6 @@ def request(script: str, ways: str, metric: Metric = RATE) -> Settings:
     return Settings(argv=["sh", "-c", script], metric=metric, cells=cells, repeat=1)
 
 
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
 @pytest.mark.parametrize(
     ("script", "message", "hint"),
     [
@@ -91,9 +85,8 @@ def host() -> Host:
     ],
 )
 def test_a_command_that_cannot_be_measured_is_told_how_it_could(
-    host: Host, script: str, message: str, hint: str
+    host: Host, script: str, message: str, hint: str, device: Device
 ) -> None:
-    device = select_one(None, host.nvml.sweep())
     with pytest.raises(OperationFailed) as caught:
         measure(host, device, prepare(host, device, request(script, "queue,timeslice")))
     assert (caught.value.code, message in caught.value.message, hint in caught.value.hint) == (
@@ -104,13 +97,12 @@ def test_a_command_that_cannot_be_measured_is_told_how_it_could(
 
 
 def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
-    host: Host, monkeypatch: pytest.MonkeyPatch
+    host: Host, monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
     def refuse(*_: object) -> None:
         raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
 
     monkeypatch.setattr("gpushare.measure.experiment.MpsShare.open", refuse)
-    device = select_one(None, host.nvml.sweep())
     found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
     assert {(one.way, one.copies, one.reason) for one in found.left_out} == {
         (way, None, "the daemon did not answer; end it: gpushare mps stop") for way in ("mps", "mps:100/n")

@@ -7,15 +7,14 @@ import sys
 import pytest
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.selection import select_one
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
 
 
-def test_the_servers_of_programs_are_those_that_the_daemon_names(host: Host) -> None:
-    device = select_one(None, host.nvml.sweep())
+def test_the_servers_of_programs_are_those_that_the_daemon_names(host: Host, device: Device) -> None:
     grounds = Grounds(host, device, sys.executable)
     grounds.open(mps=False, instances=0)
     assert grounds.servers([1]) == set(), "none without MPS"

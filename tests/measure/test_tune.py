@@ -54,12 +54,6 @@ def options(production: list[str], *others: list[str], **more: Any) -> TuneOptio
     )
 
 
-@pytest.fixture
-def host() -> Host:
-    """Return a simulated H200."""
-    return connect("sim:h200")
-
-
 def device_of(host: Host) -> Device:
     """Return its GPU."""
     return select_one(None, host.nvml.sweep())

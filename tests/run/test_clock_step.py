@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from gpushare.base.selection import Device, select_one
-from gpushare.connect import connect
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.run.group import Member, members, write_member
@@ -17,16 +16,6 @@ from tests.cli.drive import record_of
 from tests.clock import step_the_clock
 
 OWN = os.getpid()
-
-
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    return select_one(None, host.nvml.sweep())
 
 
 def test_a_named_job_runs_on(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
