@@ -149,10 +149,9 @@ def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
 
 
 def test_a_process_that_cannot_be_described_any_more_stays_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = admin.add_process("sim:h200")
-    host = connect("sim:h200")
     events = {4: lambda: monkeypatch.setattr(type(host.processes), "describe", lambda *_: None)}
     recording = recorded(host, tmp_path, events=events)
     assert use_of(recording, pid).samples == 10
@@ -194,8 +193,9 @@ def test_a_gpu_that_is_lost_does_not_stop_it(tmp_path: Path) -> None:
     assert use_of(recording, pid).samples == 10
 
 
-def test_a_driver_that_goes_away_for_a_while_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host = connect("sim:h200")
+def test_a_driver_that_goes_away_for_a_while_does_not_stop_it(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = host.nvml.sweep
 
     def gone() -> Any:
@@ -275,8 +275,7 @@ def test_mig_devices_are_recorded_with_their_use_and_again_with_a_new_name(tmp_p
     ]  # fmt: skip
 
 
-def test_nothing_of_gpm_is_left_behind(tmp_path: Path) -> None:
-    host = connect("sim:h200")
+def test_nothing_of_gpm_is_left_behind(host: Host, tmp_path: Path) -> None:
     library: Any = host.nvml._library
     recorded(host, tmp_path, events={4: lambda: admin.set_fault("sim:h200", "lost")})
     assert library.samples == {}
@@ -358,8 +357,7 @@ def test_a_disk_that_fills_up_ends_it_and_keeps_the_rest(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("seconds", [10, 40])
-def test_the_use_of_ones_own_commands_is_kept_after_a_while(tmp_path: Path, seconds: int) -> None:
-    host = connect("sim:h200")
+def test_the_use_of_ones_own_commands_is_kept_after_a_while(host: Host, tmp_path: Path, seconds: int) -> None:
     admin.add_process("sim:h200", memory_bytes=3 * GIB, sm_percent=40, command_line=("python", "train.py"))
     recorded(host, tmp_path, seconds=seconds)
     (device,) = select("0", host.nvml.sweep())
@@ -392,22 +390,19 @@ def test_only_the_chosen_gpus_are_recorded(tmp_path: Path) -> None:
     assert {use.process.gpu for use in recording.processes} == {1, 3}
 
 
-def test_a_host_without_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = connect("sim:h200")
+def test_a_host_without_gpus_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host.nvml, "sweep", tuple)
     with fails(NotFound, "no_gpu"):
         header_for(host, None, 1.0)
 
 
-def test_a_host_where_no_gpu_answers_is_refused() -> None:
-    host = connect("sim:h200")
+def test_a_host_where_no_gpu_answers_is_refused(host: Host) -> None:
     admin.set_fault("sim:h200", "lost")
     with fails(GpushareError, "no_gpu_answers"):
         header_for(host, None, 1.0)
 
 
-def test_a_blind_process_list_is_said(tmp_path: Path) -> None:
-    host = connect("sim:h200")
+def test_a_blind_process_list_is_said(host: Host, tmp_path: Path) -> None:
     admin.set_fault("sim:h200", "blind")
     recording = recorded(host, tmp_path)
     assert "incomplete" in recording.header.warnings[0]

@@ -139,8 +139,7 @@ def test_in_a_container_memory_is_what_the_device_gained(host: Host, clock: Cloc
     assert meter.usage().others == ()
 
 
-def test_outside_mps_needs_two_looks_and_the_daemons_word(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_outside_mps_needs_two_looks_and_the_daemons_word(host: Host, clock: Clock) -> None:
     mine = admin.add_process(SPEC, "0")
     # One that is not of the run is no copy that missed MPS.
     admin.add_process(SPEC, "0")
@@ -153,8 +152,7 @@ def test_outside_mps_needs_two_looks_and_the_daemons_word(clock: Clock) -> None:
         assert meter.usage().outside == outside
 
 
-def test_a_lost_gpu_ends_no_measurement(clock: Clock) -> None:
-    host = connect(SPEC)
+def test_a_lost_gpu_ends_no_measurement(host: Host, clock: Clock) -> None:
     here = device(host)
     meter = UsageMeter(host, here, clock=clock)
     admin.set_fault(SPEC, "lost", "0", None)

@@ -15,6 +15,7 @@ import pytest
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.selection import Device
 from gpushare.connect import connect
+from gpushare.host.host import Host
 from gpushare.measure import workload
 from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
@@ -53,9 +54,8 @@ def options(**named: object) -> argparse.Namespace:
     return argparse.Namespace(**given)
 
 
-def test_it_prints_a_rate_that_bench_reads(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_a_rate_that_bench_reads(host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     workload.run(Counting(), options(), [])
-    host = connect("sim:h200")
     chosen = built_in_workload(host, Device(gpu=host.nvml.gpu(0)), size=256, cpu=False, footprint=None)
     printed = Printed(chosen.metric)
     for line in capsys.readouterr().out.splitlines():
@@ -122,8 +122,7 @@ def test_without_anything_it_says_what_is_missing() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = connect("sim:h200")
+def test_a_real_host_without_a_back_end(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(gpu=host.nvml.gpu(0))
     monkeypatch.setattr(
         "gpushare.measure.built_in._PROGRAM", (sys.executable, "-c", "import sys; sys.exit('error: no')")
@@ -139,14 +138,12 @@ def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("size", [0, 15, 32769])
-def test_sizes_out_of_range(size: int) -> None:
-    host = connect("sim:h200")
+def test_sizes_out_of_range(host: Host, size: int) -> None:
     with fails(BadUsage, "bad_size"):
         built_in_workload(host, Device(gpu=host.nvml.gpu(0)), size=size, cpu=False, footprint=None)
 
 
-def test_the_simulated_one_is_a_job_that_the_simulation_knows() -> None:
-    host = connect("sim:h200")
+def test_the_simulated_one_is_a_job_that_the_simulation_knows(host: Host) -> None:
     device = Device(gpu=host.nvml.gpu(0))
     needs = []
     for size, cpu in ((256, False), (1024, False), (1024, True), (4096, False)):

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.selection import Device
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
@@ -40,10 +39,10 @@ def test_a_share_that_is_opened_again_starts_a_daemon_in_place_of_one_that_has_e
 @pytest.mark.parametrize(
     ("served", "foreign", "attached"), [(False, False, False), (True, True, False), (True, False, True)]
 )
-def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached: bool) -> None:
+def test_a_line_alone_proves_no_attachment(
+    host: Host, device: Device, served: bool, foreign: bool, attached: bool
+) -> None:
     """A client was accepted if it is this user's and the daemon has a server."""
-    host = connect("sim:h200")
-    device = Device(gpu=host.nvml.sweep()[0])
     carry_out(plan_start(host, device, Limits()))
     home, _ = own_daemon(host, device)
     if served:
@@ -68,9 +67,9 @@ def test_a_line_alone_proves_no_attachment(served: bool, foreign: bool, attached
         ("daemon, as asked", False),
     ],
 )
-def test_a_client_whose_server_or_daemon_died_is_started_again(ended: str, fault: bool) -> None:
-    host = connect("sim:h200")
-    device = Device(gpu=host.nvml.sweep()[0])
+def test_a_client_whose_server_or_daemon_died_is_started_again(
+    host: Host, device: Device, ended: str, fault: bool
+) -> None:
     carry_out(plan_start(host, device, Limits()))
     home, record = own_daemon(host, device)
     assert record.pid is not None
