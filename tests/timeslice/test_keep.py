@@ -75,8 +75,12 @@ def new_desk(world: World) -> Iterator[Callable[..., Desk]]:
         yield lambda rules=RULES: Desk(world, rules)
 
 
-def test_a_process_is_set_by_its_rule_and_put_back(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+@pytest.fixture
+def desk(new_desk: Callable[..., Desk]) -> Desk:
+    return new_desk()
+
+
+def test_a_process_is_set_by_its_rule_and_put_back(desk: Desk) -> None:
     serve, train, other = desk.add("python serve.py"), desk.add(user="nobody"), desk.add("python eval.py")
     assert sorted(desk.look()) == [
         f"process {serve} (root) on GPU 0: 2.048ms -> 16ms (rule 3:3)",
@@ -94,8 +98,7 @@ def test_a_process_is_set_by_its_rule_and_put_back(new_desk: Callable[..., Desk]
     assert [desk.slice(pid) for pid in (serve, train, other, late)] == [DEFAULT] * 4
 
 
-def test_what_somebody_else_has_set_is_left_and_told_once(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_what_somebody_else_has_set_is_left_and_told_once(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     desk.set(pid, 5000)
@@ -106,8 +109,7 @@ def test_what_somebody_else_has_set_is_left_and_told_once(new_desk: Callable[...
     assert desk.slice(pid) == 5000
 
 
-def test_what_was_set_just_before_the_end_is_left_too(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_what_was_set_just_before_the_end_is_left_too(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     desk.set(pid, 5000)
@@ -115,8 +117,7 @@ def test_what_was_set_just_before_the_end_is_left_too(new_desk: Callable[..., De
     assert desk.slice(pid) == 5000
 
 
-def test_a_later_context_gets_the_slice_too(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_later_context_gets_the_slice_too(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     find = desk.control.find_again
@@ -137,8 +138,7 @@ def test_a_later_context_gets_the_slice_too(new_desk: Callable[..., Desk]) -> No
     assert asked == [1]
 
 
-def test_a_process_with_many_contexts_takes_one_call(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_process_with_many_contexts_takes_one_call(desk: Desk) -> None:
     pid = desk.add()
     find, calls = desk.control.find, []
 
@@ -154,8 +154,7 @@ def test_a_process_with_many_contexts_takes_one_call(new_desk: Callable[..., Des
     assert calls == [500]
 
 
-def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(desk: Desk) -> None:
     pid = desk.add()
     find = desk.control.find
 
@@ -176,8 +175,7 @@ def _replaced(group: Any, **more: Any) -> Any:
     return replace(group, client=1, **more)
 
 
-def test_other_rules_are_followed(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_other_rules_are_followed(desk: Desk) -> None:
     train, serve = desk.add(), desk.add("python serve.py")
     desk.look()
     desk.keeper.follow(policy('- {match: {command: "*train*"}, slice: 300us}\n'))
@@ -231,8 +229,7 @@ def test_another_users_process_is_skipped_with_the_reason_once(new_desk: Callabl
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("seccomp", "a sandbox forbids"), ("gvisor", "gVisor"), ("wsl", "WSL")])
-def test_what_the_host_does_not_allow_is_said_once(fault: str, reason: str, new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_what_the_host_does_not_allow_is_said_once(fault: str, reason: str, desk: Desk) -> None:
     desk.add()
     with desk.world.file.changed() as state:
         state.channel_fault = fault
@@ -241,8 +238,7 @@ def test_what_the_host_does_not_allow_is_said_once(fault: str, reason: str, new_
     assert desk.look() == desk.look(60) == []
 
 
-def test_a_process_that_ends_is_forgotten(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_process_that_ends_is_forgotten(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     admin.end_process(desk.world.spec, pid)
@@ -251,8 +247,7 @@ def test_a_process_that_ends_is_forgotten(new_desk: Callable[..., Desk]) -> None
     assert record.processes == ()
 
 
-def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     desk.world.fault("lost", gpu=0)
@@ -262,10 +257,7 @@ def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(new_desk: Callable[...,
     assert desk.slice(pid) == DEFAULT
 
 
-def test_it_goes_on_when_the_driver_was_loaded_again(
-    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = new_desk()
+def test_it_goes_on_when_the_driver_was_loaded_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     restarts: list[int] = []
     monkeypatch.setattr(type(desk.host.nvml), "restart", lambda _: restarts.append(1))
     desk.world.fault("lost", gpu=0)
@@ -278,8 +270,7 @@ def test_it_goes_on_when_the_driver_was_loaded_again(
     assert restarts == [1]
 
 
-def test_a_full_disk_sets_nothing(new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = new_desk()
+def test_a_full_disk_sets_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = desk.add()
 
     def full(*_: object, **__: object) -> None:
@@ -313,10 +304,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("takes", [1.0, 1000.0])
-def test_a_user_with_many_slow_processes_does_not_keep_others_waiting(
-    new_desk: Callable[..., Desk], takes: float
-) -> None:
-    desk = new_desk()
+def test_a_user_with_many_slow_processes_does_not_keep_others_waiting(desk: Desk, takes: float) -> None:
     slow = {desk.add(user="nobody") for _ in range(30)}
     hostile = Hostile(desk, slow.__contains__, takes)
     for _ in range(3):
@@ -330,8 +318,7 @@ def test_a_user_with_many_slow_processes_does_not_keep_others_waiting(
     assert desk.now - before <= 1.0 + 2.5
 
 
-def test_the_work_of_a_look_is_bounded(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_the_work_of_a_look_is_bounded(desk: Desk) -> None:
     pids = {desk.add() for _ in range(12)}
     hostile = Hostile(desk, pids.__contains__, 0.3)
     desk.look()
@@ -341,8 +328,7 @@ def test_the_work_of_a_look_is_bounded(new_desk: Callable[..., Desk]) -> None:
     assert {desk.slice(pid) for pid in pids} == {500}
 
 
-def test_a_process_that_never_answers_is_given_up(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_a_process_that_never_answers_is_given_up(desk: Desk) -> None:
     pid = desk.add()
     hostile = Hostile(desk, lambda _: True, 1000.0)
     (told,) = desk.look()
@@ -416,8 +402,7 @@ def test_a_broken_record_is_no_record(text: str, new_desk: Callable[..., Desk]) 
     assert new_desk().keeper.recover() == []
 
 
-def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_the_record_names_what_was_set(desk: Desk) -> None:
     pid = desk.add()
     desk.look()
     record = keep_record(desk.host)
@@ -433,14 +418,12 @@ def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
 # -- one keep per host -------------------------------------------------------------------------------
 
 
-def test_there_is_one_keep_per_host(new_desk: Callable[..., Desk]) -> None:
-    desk = new_desk()
+def test_there_is_one_keep_per_host(desk: Desk) -> None:
     with fails(InUse, "keep_running"), sole_keep(desk.host):
         pass
 
 
-def test_what_would_be_done_asks_no_driver(new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    desk = new_desk()
+def test_what_would_be_done_asks_no_driver(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     train, serve, other = desk.add(user="nobody"), desk.add("serve"), desk.add("x\ny\x1b[2J")
 
     def never(*_: object) -> None:
@@ -511,10 +494,7 @@ def test_what_the_next_keep_cannot_put_back_is_tried_at_its_end(
     assert (follower.slice(pid), follower.slice(serve), follower.keeper.left) == (DEFAULT, DEFAULT, [])
 
 
-def test_a_slice_that_was_refused_is_not_written_down(
-    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    desk = new_desk()
+def test_a_slice_that_was_refused_is_not_written_down(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = desk.add()
 
     def refused(*_: Any) -> None:
