@@ -80,6 +80,11 @@ def desk(new_desk: Callable[..., Desk]) -> Desk:
     return new_desk()
 
 
+@pytest.fixture
+def pid(desk: Desk) -> int:
+    return desk.add()
+
+
 def test_a_process_is_set_by_its_rule_and_put_back(desk: Desk) -> None:
     serve, train, other = desk.add("python serve.py"), desk.add(user="nobody"), desk.add("python eval.py")
     assert sorted(desk.look()) == [
@@ -98,8 +103,7 @@ def test_a_process_is_set_by_its_rule_and_put_back(desk: Desk) -> None:
     assert [desk.slice(pid) for pid in (serve, train, other, late)] == [DEFAULT] * 4
 
 
-def test_what_somebody_else_has_set_is_left_and_told_once(desk: Desk) -> None:
-    pid = desk.add()
+def test_what_somebody_else_has_set_is_left_and_told_once(desk: Desk, pid: int) -> None:
     desk.look()
     desk.set(pid, 5000)
     assert desk.look(20) == [f"process {pid} (root) on GPU 0: set to 5ms by someone else; left alone"]
@@ -109,16 +113,14 @@ def test_what_somebody_else_has_set_is_left_and_told_once(desk: Desk) -> None:
     assert desk.slice(pid) == 5000
 
 
-def test_what_was_set_just_before_the_end_is_left_too(desk: Desk) -> None:
-    pid = desk.add()
+def test_what_was_set_just_before_the_end_is_left_too(desk: Desk, pid: int) -> None:
     desk.look()
     desk.set(pid, 5000)
     assert desk.keeper.undo() == []
     assert desk.slice(pid) == 5000
 
 
-def test_a_later_context_gets_the_slice_too(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_later_context_gets_the_slice_too(desk: Desk, pid: int) -> None:
     desk.look()
     find = desk.control.find_again
 
@@ -138,8 +140,7 @@ def test_a_later_context_gets_the_slice_too(desk: Desk) -> None:
     assert asked == [1]
 
 
-def test_a_process_with_many_contexts_takes_one_call(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_process_with_many_contexts_takes_one_call(desk: Desk, pid: int) -> None:
     find, calls = desk.control.find, []
 
     def with_many(pid: int, started: int | None = None, *, seconds: float = 10.0) -> Channels:
@@ -154,8 +155,7 @@ def test_a_process_with_many_contexts_takes_one_call(desk: Desk) -> None:
     assert calls == [500]
 
 
-def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_slice_that_another_gpushare_sets_at_the_same_time_is_left(desk: Desk, pid: int) -> None:
     find = desk.control.find
 
     def and_then(pid: int, started: int | None = None, *, seconds: float = 10.0) -> Channels:
@@ -238,8 +238,7 @@ def test_what_the_host_does_not_allow_is_said_once(fault: str, reason: str, desk
     assert desk.look() == desk.look(60) == []
 
 
-def test_a_process_that_ends_is_forgotten(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_process_that_ends_is_forgotten(desk: Desk, pid: int) -> None:
     desk.look()
     admin.end_process(desk.world.spec, pid)
     assert desk.look() == desk.told(desk.keeper.undo()) == []
@@ -247,8 +246,7 @@ def test_a_process_that_ends_is_forgotten(desk: Desk) -> None:
     assert record.processes == ()
 
 
-def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(desk: Desk, pid: int) -> None:
     desk.look()
     desk.world.fault("lost", gpu=0)
     assert desk.look() == []
@@ -270,8 +268,7 @@ def test_it_goes_on_when_the_driver_was_loaded_again(desk: Desk, monkeypatch: py
     assert restarts == [1]
 
 
-def test_a_full_disk_sets_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = desk.add()
+def test_a_full_disk_sets_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -328,8 +325,7 @@ def test_the_work_of_a_look_is_bounded(desk: Desk) -> None:
     assert {desk.slice(pid) for pid in pids} == {500}
 
 
-def test_a_process_that_never_answers_is_given_up(desk: Desk) -> None:
-    pid = desk.add()
+def test_a_process_that_never_answers_is_given_up(desk: Desk, pid: int) -> None:
     hostile = Hostile(desk, lambda _: True, 1000.0)
     (told,) = desk.look()
     assert told == f"process {pid} (root): skipped: the driver does not answer"
@@ -402,8 +398,7 @@ def test_a_broken_record_is_no_record(text: str, new_desk: Callable[..., Desk]) 
     assert new_desk().keeper.recover() == []
 
 
-def test_the_record_names_what_was_set(desk: Desk) -> None:
-    pid = desk.add()
+def test_the_record_names_what_was_set(desk: Desk, pid: int) -> None:
     desk.look()
     record = keep_record(desk.host)
     assert record.runs
@@ -494,8 +489,7 @@ def test_what_the_next_keep_cannot_put_back_is_tried_at_its_end(
     assert (follower.slice(pid), follower.slice(serve), follower.keeper.left) == (DEFAULT, DEFAULT, [])
 
 
-def test_a_slice_that_was_refused_is_not_written_down(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = desk.add()
+def test_a_slice_that_was_refused_is_not_written_down(desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
 
     def refused(*_: Any) -> None:
         raise OperationFailed("no", "none")

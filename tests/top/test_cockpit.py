@@ -73,6 +73,11 @@ def utc() -> Iterator[None]:
     time.tzset()
 
 
+@pytest.fixture
+def world() -> World:
+    return World("sim:h200")
+
+
 @pytest.mark.usefixtures("utc")
 @pytest.mark.parametrize(
     ("name", "size", "keys"),
@@ -103,9 +108,8 @@ def test_the_screen(
     show(World("sim:h200"), script, size=size, reader=Still())
 
 
-def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
+def test_jobs_are_sorted_filtered_and_acted_on(show: Show, world: World) -> None:
     """Every key of the list of jobs, and an action from its plan to its end."""
-    world = World("sim:h200")
     serve = add(world, 0, "serve", 4, user="alice")
     train = add(world, 0, "train", 9, user="bob", command_line=["train", "--lora"])
 
@@ -154,8 +158,7 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
     show(world, script)
 
 
-def test_the_cursor_stays_on_one_of_several_ended_jobs_of_a_name(show: Show) -> None:
-    world = World("sim:h200")
+def test_the_cursor_stays_on_one_of_several_ended_jobs_of_a_name(show: Show, world: World) -> None:
     for code in (3, 4):
         supervisor = Identity(1, code)
         record = JobRecord(name="train", pid=1, started=1, devices=(), role="plain", supervisor=supervisor)
@@ -170,8 +173,7 @@ def test_the_cursor_stays_on_one_of_several_ended_jobs_of_a_name(show: Show) -> 
     show(world, script)
 
 
-def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
-    world = World("sim:h200")
+def test_a_job_is_paused_sliced_swapped_and_explained(show: Show, world: World) -> None:
     pid = add(world, 0, "train", 9)
 
     async def script(screen: Shown) -> None:
@@ -228,9 +230,8 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
     show(world, script)
 
 
-def test_the_menu_of_a_job_with_a_long_command_does_what_is_chosen(show: Show) -> None:
+def test_the_menu_of_a_job_with_a_long_command_does_what_is_chosen(show: Show, world: World) -> None:
     """What is told of the job may take several lines; it is never under the cursor."""
-    world = World("sim:h200")
     pid = add(world, 0, "train", 9, command_line=["train", *("--option" for _ in range(60))])
 
     async def script(screen: Shown) -> None:
@@ -315,8 +316,7 @@ def test_a_gpu_without_jobs_and_one_that_is_lost_say_so(show: Show) -> None:
     show(world, script, size=(80, 24))
 
 
-def test_what_is_typed_has_an_example_that_looks_like_none(show: Show) -> None:
-    world = World("sim:h200")
+def test_what_is_typed_has_an_example_that_looks_like_none(show: Show, world: World) -> None:
     add(world, 0, "serve", 4)
 
     async def script(screen: Shown) -> None:
@@ -352,9 +352,8 @@ def test_sixteen_gpus_with_three_jobs_each(show: Show, size: tuple[int, int]) ->
     show(world, script, size=size)
 
 
-def test_without_a_gpu_or_a_driver(show: Show) -> None:
+def test_without_a_gpu_or_a_driver(show: Show, world: World) -> None:
     """What is wrong is on the screen, with the way out; it goes on when the host answers."""
-    world = World("sim:h200")
     world.fault("no-driver")
 
     async def script(screen: Shown) -> None:
@@ -374,8 +373,7 @@ def test_without_a_gpu_or_a_driver(show: Show) -> None:
     show(world, script)
 
 
-def test_another_users_job_needs_root(show: Show) -> None:
-    world = World("sim:h200")
+def test_another_users_job_needs_root(show: Show, world: World) -> None:
     pid = add(world, 0, "train", 9, user="bob")
     world.fault("user", "carol")
 
@@ -446,9 +444,8 @@ def test_the_screen_goes_on_while_a_gpu_hangs(show: Show, monkeypatch: pytest.Mo
     show(world, script)
 
 
-def test_processes_of_a_job_and_the_line_of_waiting_ones(show: Show) -> None:
+def test_processes_of_a_job_and_the_line_of_waiting_ones(show: Show, world: World) -> None:
     """The tree has the processes of each job; who waits stands below, with place and reason."""
-    world = World("sim:h200")
     root = add(world, 0, "train", 9)
     child = add(world, 0, "worker", 1, parent=root)
     line = LinePlace(place=1, memory_bytes=48 * GIB, behind=("eval",), held_by=("train",))
@@ -482,9 +479,8 @@ def test_a_plan_that_is_longer_than_the_screen_is_scrolled(show: Show) -> None:
     show(World("sim:h200"), script, size=(80, 24))
 
 
-def test_a_dialog_fits_a_terminal_that_was_made_smaller(show: Show) -> None:
+def test_a_dialog_fits_a_terminal_that_was_made_smaller(show: Show, world: World) -> None:
     """Its last line can be reached, and what was chosen in it stays chosen."""
-    world = World("sim:h200")
     pid = add(world, 0, "train", 9, command_line=["train", *("--option" for _ in range(60))])
 
     async def script(screen: Shown) -> None:
@@ -524,9 +520,8 @@ def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     show(world, script, theme="plain")
 
 
-def test_dialogs_that_are_closed_take_no_memory(show: Show) -> None:
+def test_dialogs_that_are_closed_take_no_memory(show: Show, world: World) -> None:
     """Textual keeps the cache of a widget that is gone."""
-    world = World("sim:h200")
     add(world, 0, "train", 9)
 
     def drawn() -> int:
@@ -593,8 +588,7 @@ def test_a_recording_shows_what_it_has_and_no_more(show: Show, tmp_path: Path) -
     show(world, script, size=(160, 50), reader=replay)
 
 
-def test_keys_that_a_recording_has_no_answer_to_say_so(show: Show, tmp_path: Path) -> None:
-    world = World("sim:h200")
+def test_keys_that_a_recording_has_no_answer_to_say_so(show: Show, tmp_path: Path, world: World) -> None:
     add(world, 0, "train", 9)
     replay = Replay(recording_of(world, tmp_path / "day.jsonl", interval=10.0))
 
@@ -642,10 +636,9 @@ def test_a_recording_is_shown_and_its_time_moved(show: Show, tmp_path: Path) -> 
 
 
 def test_a_job_that_has_ended_meanwhile_is_not_confused_with_another(
-    show: Show, monkeypatch: pytest.MonkeyPatch
+    show: Show, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
     """Its PID may be another process's by the time of the answer."""
-    world = World("sim:h200")
     pid = add(world, 0, "train", 9)
 
     async def script(screen: Shown) -> None:
@@ -700,9 +693,8 @@ def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.Monk
     show(world, script, size=(80, 24))
 
 
-def test_a_confirmed_action_is_not_ended_by_another_key(show: Show) -> None:
+def test_a_confirmed_action_is_not_ended_by_another_key(show: Show, world: World) -> None:
     """A move or a swap may take minutes: what is pressed meanwhile must not end it."""
-    world = World("sim:h200")
     pid = add(world, 0, "train", 9)
 
     async def script(screen: Shown) -> None:
