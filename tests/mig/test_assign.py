@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import product
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpushare.mig import planner as module
@@ -43,12 +43,14 @@ def cases(draw: st.DrawFn) -> tuple[list[Group], Codes, int]:
     codes = codes_for(counts, [draw(st.integers(1, 4)) for _ in counts])
     some = st.tuples(*(st.integers(0, min(2, count)) for count in counts))
     groups = []
-    for count in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
+    sizes = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda numbers: sum(numbers) <= 6)
+    for count in draw(sizes):
         parts = draw(st.dictionaries(some, st.integers(-3, 9), max_size=5))
         groups.append(Group(count, {**{code_of(part, codes): cost for part, cost in parts.items()}, 0: 0}))
     return groups, codes, sum(counts)
 
 
+@settings(max_examples=80, deadline=None)
 @given(cases())
 @example(
     (
