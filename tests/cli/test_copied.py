@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cli.drive import H200, Cli, World
-from tests.show.test_wrapped import copied
+from tests.show.test_text import copied
 
 
 @pytest.fixture
