@@ -9,6 +9,7 @@ import re
 import signal as signals
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import signal_refused_error
@@ -24,8 +25,8 @@ _KERNEL_THREAD: Final = 0x00200000
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
-# Where a field is in `stat_fields`: its number in proc_pid_stat(5), less 3.
-STATE, PARENT, GROUP, FLAGS, USER_TICKS, KERNEL_TICKS, STARTED, RESIDENT_PAGES = 0, 1, 2, 6, 11, 12, 19, 21
+# The numbers of the fields of `Stat` in proc_pid_stat(5), less 3: the state is the first one behind the name.
+_STAT_FIELDS: Final = itemgetter(0, 1, 2, 6, 11, 12, 19, 21)
 # States of a process that has ended.
 GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})
@@ -38,44 +39,61 @@ class Identity(NamedTuple):
     started: int
 
 
+class Stat(NamedTuple):
+    """Some fields of ``/proc/PID/stat``; times are in clock ticks, and ``started`` is since boot."""
+
+    state: str
+    parent: int
+    group: int
+    flags: int
+    user_ticks: int
+    kernel_ticks: int
+    started: int
+    resident_pages: int
+
+
 def start_of(process: Identity | None) -> int | None:
     return None if process is None else process.started
 
 
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
-    fields = stat_fields(pid)
-    return None if fields is None or fields[STATE] in GONE else Identity(pid, int(fields[STARTED]))
+    stat = read_stat(pid)
+    return None if stat is None or stat.state in GONE else Identity(pid, stat.started)
 
 
 def identity_of_main_thread(pid: int) -> Identity | None:
     """Return the process as `identity_of`, read from its main thread: the sum of all threads takes the kernel longer."""
-    fields = stat_fields(f"{pid}/task/{pid}")
-    return None if fields is None or fields[STATE] in GONE else Identity(pid, int(fields[STARTED]))
+    stat = read_stat(f"{pid}/task/{pid}")
+    return None if stat is None or stat.state in GONE else Identity(pid, stat.started)
 
 
 def identity_of_child(pid: int) -> Identity | None:
     """Return the child of this process that has a PID, also if it has ended and was not waited for; None: not visible."""
-    fields = stat_fields(pid)
-    return None if fields is None else Identity(pid, int(fields[STARTED]))
+    stat = read_stat(pid)
+    return None if stat is None else Identity(pid, stat.started)
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
-    fields = stat_fields(pid)
-    return fields is not None and fields[STATE] in _STOPPED
+    stat = read_stat(pid)
+    return stat is not None and stat.state in _STOPPED
 
 
-def stat_fields(pid: int | str) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the state on, of a thread with ``PID/task/TID``; None: not readable."""
+def read_stat(pid: int | str) -> Stat | None:
+    """Return what ``/proc/PID/stat`` says of a process, or of a thread with ``PID/task/TID``; None: not readable."""
     try:
-        # comm can contain any bytes; it ends at the last parenthesis.
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
+        # Without a buffer: there may be thousands.
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.read(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+        # The name can contain any bytes; it ends at the last parenthesis.
+        state, *numbers = _STAT_FIELDS(text[text.rindex(b")") + 1 :].split())
+        return Stat(state.decode("ascii", "replace"), *map(int, numbers))
+    except (OSError, ValueError, IndexError):
         return None
-    fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
-    return fields if len(fields) > STARTED and fields[STARTED].isdecimal() else None
 
 
 def every_pid(proc: str = "/proc") -> list[int]:
@@ -100,7 +118,7 @@ def lives(process: Identity, uid: int) -> bool:
     """
     if process.pid <= 0:
         return False
-    if stat_fields(process.pid) is not None:
+    if read_stat(process.pid) is not None:
         return identity_of(process.pid) == process and real_uid(process.pid) == uid
     try:
         os.kill(process.pid, 0)
@@ -114,14 +132,14 @@ def lives(process: Identity, uid: int) -> bool:
 
 def is_kernel_thread(pid: int) -> bool:
     """Return whether a PID is a kernel thread (PF_KTHREAD in ``/proc/PID/stat``)."""
-    fields = stat_fields(pid)
-    return fields is not None and bool(int(fields[FLAGS]) & _KERNEL_THREAD)
+    stat = read_stat(pid)
+    return stat is not None and bool(stat.flags & _KERNEL_THREAD)
 
 
 def parent_of(pid: int) -> int | None:
     """Return the PID of a process's parent; None: there is none, or it is not visible."""
-    fields = stat_fields(pid)
-    return None if fields is None else int(fields[PARENT]) or None
+    stat = read_stat(pid)
+    return None if stat is None else stat.parent or None
 
 
 def ancestors() -> frozenset[int]:

@@ -19,24 +19,18 @@ from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import (
-    GROUP,
     HOST_PID_SPACE,
-    KERNEL_TICKS,
-    PARENT,
-    RESIDENT_PAGES,
-    STARTED,
-    STATE,
-    USER_TICKS,
     Identity,
+    Stat,
     every_pid,
     has_driver,
     identity_of,
     identity_of_child,
     parent_of,
     pid_space,
+    read_stat,
     send_if_same,
     start_of,
-    stat_fields,
     uptime,
     wall_time,
 )
@@ -131,29 +125,12 @@ def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
     return b"".join(parts) if room else None
 
 
-class Stat(NamedTuple):
-    """Some fields of ``/proc/PID/stat``; ``started`` in ticks since boot."""
-
-    state: bytes
-    parent: int
-    group: int
-    started: int
-
-
 def every_stat() -> Iterator[tuple[int, Stat]]:
     """Yield every process with its PID. Those that end meanwhile, or that this user may not see, are left out."""
     for pid in every_pid():
-        try:
-            # Without a buffer: there may be thousands.
-            descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                text = os.read(descriptor, 4096)
-            finally:
-                os.close(descriptor)
-            fields = text[text.rindex(b")") + 1 :].split(None, STARTED + 1)
-            yield pid, Stat(fields[STATE], int(fields[PARENT]), int(fields[GROUP]), int(fields[STARTED]))
-        except (OSError, ValueError, IndexError):
-            continue
+        stat = read_stat(pid)
+        if stat is not None:
+            yield pid, stat
 
 
 def command_line_of(pid: int) -> Sequence[str] | None:
@@ -293,10 +270,10 @@ class Processes:
 
     def usage(self, pid: int) -> ProcessUsage | None:
         """Return what a process uses of the host (``/proc/PID/stat``)."""
-        fields = stat_fields(pid)
-        if fields is None:
+        stat = read_stat(pid)
+        if stat is None:
             return None
-        return ProcessUsage(int(fields[STARTED]), _cpu_ticks(fields) / _TICKS, int(fields[RESIDENT_PAGES]) * _PAGE)
+        return ProcessUsage(stat.started, _cpu_seconds(stat), stat.resident_pages * _PAGE)
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""
@@ -306,10 +283,10 @@ class Processes:
         """Return each process with all that descend from it, those nearest to it first; one that is gone has no entry."""
         every = dict(every_stat())
         below: dict[int, list[int]] = {}
-        for child, (_, parent, _, started) in every.items():
+        for child, stat in every.items():
             # An older one cannot be a child of it: its parent had this PID before.
-            if parent in every and started >= every[parent].started:
-                below.setdefault(parent, []).append(child)
+            if stat.parent in every and stat.started >= every[stat.parent].started:
+                below.setdefault(stat.parent, []).append(child)
         families: dict[int, list[int]] = {}
         for pid in every.keys() & set(pids):
             family = families[pid] = [pid]
@@ -511,13 +488,13 @@ def cpu_time(pid: int) -> CpuTime | None:
     try:
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):
-        fields = stat_fields(pid)
-        return None if fields is None else CpuTime(_cpu_ticks(fields) / _TICKS, exact=False)
+        stat = read_stat(pid)
+        return None if stat is None else CpuTime(_cpu_seconds(stat), exact=False)
 
 
-def _cpu_ticks(fields: Sequence[str]) -> int:
-    """Return the CPU time in clock ticks, of a process in user and kernel mode (utime and stime)."""
-    return int(fields[USER_TICKS]) + int(fields[KERNEL_TICKS])
+def _cpu_seconds(stat: Stat) -> float:
+    """Return the CPU time of a process in user and kernel mode."""
+    return (stat.user_ticks + stat.kernel_ticks) / _TICKS
 
 
 def main_thread_time(pid: int) -> float | None:

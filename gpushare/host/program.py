@@ -15,6 +15,7 @@ from typing import IO, Final, NamedTuple, Protocol
 
 from gpushare.base.errors import GpushareError, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.base.values import dataclass
+from gpushare.host.identity import GONE
 from gpushare.host.process import every_stat
 
 
@@ -273,6 +274,4 @@ class Programs:
 
 def group_members(group: int) -> list[int]:
     """Return the PIDs of a process group without zombies and without its leader, which the caller started and knows."""
-    return sorted(
-        pid for pid, stat in every_stat() if stat.group == group and pid != group and stat.state not in {b"Z", b"X"}
-    )
+    return sorted(pid for pid, stat in every_stat() if stat.group == group and pid != group and stat.state not in GONE)

@@ -474,7 +474,7 @@ def test_a_claim_that_names_anothers_process_is_worth_nothing(host: Host) -> Non
 
 def test_processes_that_are_hidden_count_where_they_must_not_be_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A /proc mounted with hidepid."""
-    monkeypatch.setattr(identity, "stat_fields", lambda _: None)
+    monkeypatch.setattr(identity, "read_stat", lambda _: None)
     answers: list[Exception | None] = [PermissionError(errno.EPERM, "x"), ProcessLookupError(), None]
 
     def kill(*_: int) -> None:
@@ -535,7 +535,11 @@ def test_a_claim_that_cannot_be_made_is_said(
 ) -> None:
     taken(host).release()
 
-    def refuses(*_: object) -> int:
+    real = os.open
+
+    def refuses(path: Any, *arguments: Any, **named: Any) -> int:
+        if str(path).startswith("/proc/"):
+            return real(path, *arguments, **named)
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(claims.os, "open", refuses)

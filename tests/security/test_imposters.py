@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.process import Stat, every_stat
+from gpushare.host.identity import Stat
+from gpushare.host.process import every_stat
 from gpushare.host.program import Programs
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl
 from gpushare.sim import admin
