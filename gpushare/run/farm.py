@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -117,8 +118,10 @@ def next_step(*, waiting: int, running: int, parallel: int | None, size_known: b
     ``alone``: the memory of a copy is not known yet, so nothing else of the farm runs until it is. ``giving_up``: a copy
     has failed, and no further one starts.
     """
-    if giving_up or not waiting:
-        return "wait" if running and not giving_up else "end"
+    if giving_up:
+        return "end"
+    if not waiting:
+        return "wait" if running else "end"
     if parallel is not None and running >= parallel:
         return "wait"
     if not size_known:
@@ -131,19 +134,19 @@ def copies_at_once(copies: int, parallel: int | None, fitting: Mapping[str, int 
 
     ``fitting`` is None where any number fits. Each device gets at least 1, because a copy may wait for room there.
     """
-    rest = copies if parallel is None else min(copies, parallel)
+    undealt = copies if parallel is None else min(copies, parallel)
     dealt = dict.fromkeys(fitting, 0)
-    while rest > 0:
+    while undealt > 0:
         not_full = [key for key, most in fitting.items() if most is None or dealt[key] < most]
         if not not_full:
             break
-        # Deal as many rounds at once as the smallest room allows.
+        # Deal as many rounds at once as the smallest room allows; what is left at last makes no whole round.
         rooms = [most - dealt[key] for key in not_full if (most := fitting[key]) is not None]
-        rounds = min([rest // len(not_full), *rooms]) or 1
+        rounds = min([undealt // len(not_full), *rooms]) or 1
         for key in not_full:
-            share = min(rounds, rest)
-            dealt[key] += share
-            rest -= share
+            number = min(rounds, undealt)
+            dealt[key] += number
+            undealt -= number
     return {key: max(1, number) for key, number in dealt.items()}
 
 
@@ -178,11 +181,12 @@ def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
             raise _bad_lines_error(
                 f"line {number} of {name} has {len(line)} bytes", f"give at most {MOST_LINE_BYTES} bytes"
             )
+        # No argument of a program can contain a zero byte.
         try:
-            words = line.decode()
+            words = line.decode() if b"\0" not in line else None
         except UnicodeDecodeError:
-            words = "\0"
-        if "\0" in words:
+            words = None
+        if words is None:
             raise _bad_lines_error(f"line {number} of {name} is not text", "give a file of UTF-8 text")
         lines.append(words)
         if len(lines) > MOST_COPIES:
@@ -220,6 +224,7 @@ _MOST_RECORD_BYTES: Final = 32 << 10
 _MOST_BYTES: Final = 256 << 20
 # The guard of a killed farm ends its copies, after their grace time.
 _LEFT_SECONDS: Final = 20.0
+_LEFT_POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,11 +251,15 @@ def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
             continue
         if not isinstance(value, dict):
             continue
-        command, copy, text = value.get("command"), value.get("copy"), value.get("line")
+        command = value.get("command")
+        copy = value.get("copy")
+        text = value.get("line")
+        exit_code = value.get("exit_code")
+        # Exact types: True is an int, too.
         if type(command) is not str or type(copy) is not int or not (text is None or type(text) is str):
             continue
-        done = value.get("state") == "done" and type(value.get("exit_code")) is int and value["exit_code"] == 0
-        yield CopyEnd(command=command, copy=copy, line=text, done=done)
+        is_done = value.get("state") == "done" and type(exit_code) is int and exit_code == 0
+        yield CopyEnd(command=command, copy=copy, line=text, done=is_done)
 
 
 def read_ends(file: int) -> Iterator[CopyEnd]:
@@ -263,9 +272,9 @@ def read_ends(file: int) -> Iterator[CopyEnd]:
 
 def _first_lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file up to a bound of bytes."""
-    read = 0
-    while read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
-        read += len(line)
+    bytes_read = 0
+    while bytes_read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
+        bytes_read += len(line)
         yield line
 
 
@@ -275,16 +284,17 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
     ``command`` is its digest. A line of the ``--each`` file may have moved since. A line that occurs twice is done twice
     only if two copies have completed it.
     """
-    latest = {(end.line, end.copy): end.done for end in ends if end.command == command}
+    is_done = {(end.line, end.copy): end.done for end in ends if end.command == command}
     if lines is None:
-        return {number for number in range(copies) if latest.get((None, number), False)}
-    times = Counter(line for (line, _), done in latest.items() if done)
+        return {number for number in range(copies) if is_done.get((None, number), False)}
     # Lines that have not moved are matched first: copies of the same line differ by their number.
-    numbers = {number for number, line in enumerate(lines) if latest.get((line, number), False)}
-    times.subtract(lines[number] for number in numbers)
+    numbers = {number for number, line in enumerate(lines) if is_done.get((line, number), False)}
+    # How often each line was done without being matched yet.
+    unmatched = Counter(line for (line, _), done in is_done.items() if done)
+    unmatched.subtract(lines[number] for number in numbers)
     for number, line in enumerate(lines):
-        if number not in numbers and times[line] > 0:
-            times[line] -= 1
+        if number not in numbers and unmatched[line] > 0:
+            unmatched[line] -= 1
             numbers.add(number)
     return numbers
 
@@ -312,6 +322,7 @@ class FarmResults:
         self._host, self._path, self._directory = host, path, directory
         self._command = digest_of_command(command)
         status = os.fstat(directory)
+        # Of the directory, by which its copies are found even if it was renamed.
         self.mark = f"{status.st_dev:x}-{status.st_ino:x}"
         self._file = -1
 
@@ -354,12 +365,15 @@ class FarmResults:
     def wait_for_left(self, say: Callable[[str], None], asked: Callable[[float], bool]) -> bool:
         """Wait until all copies of a killed farm with these logs have ended; return False if the user interrupts the wait.
 
+        ``asked`` waits for some seconds, and returns whether the user has asked for the end.
+
         Raises:
             InUse: a copy does not end (code ``logs_in_use``).
         """
-        deadline, reported = time.monotonic() + _LEFT_SECONDS, False
+        deadline = time.monotonic() + _LEFT_SECONDS
+        reported = False
         while pids := self._host.processes.started_with(MARK, self.mark):
-            if asked(0.1):
+            if asked(_LEFT_POLL_SECONDS):
                 return False
             if time.monotonic() >= deadline:
                 raise InUse(
@@ -425,10 +439,12 @@ class _CopiesOnGpu:
 
     def __init__(self, host: Host, device: Device, *more: Device) -> None:
         self.host, self.device, self.devices = host, device, (device, *more)
-        # Limits in the caller's environment do not count.
-        self.share: Share = (
-            PlainShare(host, device, more=more) if more else MpsShare(host, device, Limits(), own_limits=False)
-        )
+        self.share: Share
+        if more:
+            self.share = PlainShare(host, device, more=more)
+        else:
+            # Limits in the caller's environment do not count.
+            self.share = MpsShare(host, device, Limits(), own_limits=False)
         self.group: Group | None = None
         # The processes on each GPU by its index, and when they were listed.
         self._listed: dict[int, tuple[float, tuple[GpuProcess, ...] | None]] = {}
@@ -446,15 +462,19 @@ class _CopiesOnGpu:
 
     def processes(self, device: Device) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a GPU, read once for all copies."""
-        now, index = time.monotonic(), device.gpu.index
-        if index not in self._listed or now - self._listed[index][0] >= _STEP_SECONDS:
-            self._listed[index] = now, self.host.nvml.processes(index)
-        return self._listed[index][1]
+        now = time.monotonic()
+        index = device.gpu.index
+        listed_at, processes = self._listed.get(index, (-math.inf, None))
+        if now - listed_at >= _STEP_SECONDS:
+            processes = self.host.nvml.processes(index)
+            self._listed[index] = now, processes
+        return processes
 
     def environment(self, limits: Limits, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a copy with these limits."""
-        share = replace(self.share, limits=limits) if isinstance(self.share, MpsShare) else self.share
-        return share.environment(base)
+        if isinstance(self.share, MpsShare):
+            return replace(self.share, limits=limits).environment(base)
+        return self.share.environment(base)
 
     def prove(self, running: Iterable[_RunningCopy]) -> None:
         """Check from time to time whether the copies are clients of the daemon."""
@@ -527,10 +547,12 @@ class Farm:
         self._measured: _RunningCopy | None = None
         self._measured_since: float | None = None
         self._caps: dict[str, float | None] = {}
-        # When to look for room again, and how many copies ran at the last look.
-        self._next_look, self._running_then = 0.0, -1
+        # When to look for room again, and how many copies ran at the last look (-1: there was none).
+        self._next_look = 0.0
+        self._running_then = -1
         # What the user was last told of the line, and when.
-        self._said_at, self._said_line = -_SAY_SECONDS, ""
+        self._said_at = -_SAY_SECONDS
+        self._said_line = ""
         self._giving_up = False
         # Copies whose end could not be written to the results file.
         self._unrecorded: list[int] = []
@@ -549,21 +571,22 @@ class Farm:
             NoPermission: a copy is more than this user may reserve (``over_user_limit``).
             GpushareError: no device can be used.
         """
-        options = self._options
         self._check_logs()
-        program, devices = command_of(self._command, self._copies[0])[0], [*self._devices.values()]
-        if options.gpus == 1:
+        program = command_of(self._command, self._copies[0])[0]
+        if self._options.gpus == 1:
             self._check_shares(program)
         else:
             from gpushare.run.start import check_enough, check_not_mig
 
+            devices = list(self._devices.values())
             check_not_mig(devices, whole=True)
-            check_enough(devices, options.gpus)
+            check_enough(devices, self._options.gpus)
             check_program(program)
         self._find_size()
         if self._size is not None:
-            lines, request = self._lines(), self._request(self._size)
-            check_fits(lines, request, self._own_limit_bytes, when_empty=len(lines) == len(self._devices))
+            lines = self._lines()
+            is_complete = len(lines) == len(self._devices)
+            check_fits(lines, self._request(self._size), self._own_limit_bytes, when_empty=is_complete)
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
@@ -618,7 +641,8 @@ class Farm:
     def _find_size(self) -> None:
         """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
         if self._copy_limit is not None:
-            self._size, self._size_from = self._copy_limit, "given"
+            self._size = self._copy_limit
+            self._size_from = "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
         known = known_peak(self._host, self._devices.values(), commands)
@@ -631,14 +655,19 @@ class Farm:
 
         ``source`` says where ``size`` is from: ``known`` (earlier runs of the command) or ``measured`` (in this farm).
         """
-        capacities = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
         bounds = [size]
-        if len(capacities) >= self._options.gpus:
-            # A copy on N GPUs can have as much on each as the Nth largest has.
-            bounds.append(capacities[self._options.gpus - 1])
+        capacity = self._largest_on_each(line.room.whole_bytes for line in self._lines())
+        if capacity is not None:
+            bounds.append(capacity)
         if self._own_limit_bytes is not None:
             bounds.append(self._own_limit_bytes)
-        self._size, self._size_from = min(bounds) // MIB * MIB, source
+        self._size = min(bounds) // MIB * MIB
+        self._size_from = source
+
+    def _largest_on_each(self, sizes: Iterable[int]) -> int | None:
+        """Return what a copy can have at most on each of its N GPUs: the Nth largest of ``sizes``; None: there are fewer."""
+        largest_first = sorted(sizes, reverse=True)
+        return largest_first[self._options.gpus - 1] if len(largest_first) >= self._options.gpus else None
 
     def _usable(self) -> tuple[list[Device], list[str]]:
         """Return the devices as they are now, and why others cannot be used."""
@@ -657,15 +686,17 @@ class Farm:
         Raises:
             BadUsage: it ran another command, and the logs of its copies would be overwritten (code ``logs_used``).
         """
-        options, digest = self._options, digest_of_command(self._command)
+        options = self._options
+        digest = digest_of_command(self._command)
         commands: set[str] = set()
 
-        def with_commands() -> Iterator[CopyEnd]:
+        def noting_commands() -> Iterator[CopyEnd]:
+            """Yield the ends, one by one as the file may be large, and note the commands in them."""
             for end in ends:
                 commands.add(end.command)
                 yield end
 
-        done = copies_done(with_commands(), digest, options.copies, options.lines)
+        done = copies_done(noting_commands(), digest, options.copies, options.lines)
         if commands and digest not in commands:
             raise BadUsage(
                 f"{options.logs} has the results of another command",
@@ -678,8 +709,8 @@ class Farm:
             self._reporter.say(f"{format_copies(len(done))} done earlier: not started again")
         return done
 
-    def _skip_planned(self) -> None:
-        """Mark the copies that an earlier farm has done, for a plan, which makes and locks no file."""
+    def _skip_done_without_lock(self) -> None:
+        """Skip the copies that an earlier farm has done as `_skip_done`, for a plan, which makes and locks no file."""
         options = self._options
         if options.logs is None or not options.resume:
             return
@@ -699,7 +730,8 @@ class Farm:
 
     def say_first(self) -> None:
         """Say what each copy is given, and how many run at the same time."""
-        options, copies = self._options, self._waiting()
+        options = self._options
+        copies = self._waiting()
         if not copies:
             return
         text = f"{format_copies(len(copies))} on {', '.join(device.title for device in self._devices.values())}"
@@ -709,55 +741,65 @@ class Farm:
             )
             return
         size = format_bytes(self._size)
-        how = {"known": ", the most that this command has used here", "given": ""}.get(self._size_from or "", "")
+        text += f", {size} each" if options.gpus == 1 else f", each with {size} on each GPU"
+        if self._size_from == "known":
+            text += ", the most that this command has used here"
         at_once = min(len(copies), self._most_at_once(), options.parallel or len(copies))
-        more = "" if at_once >= len(copies) else f"; {at_once} at a time"
-        each = f"{size} each" if options.gpus == 1 else f"each with {size} on each GPU"
-        self._reporter.say(f"{text}, {each}{how}{more}")
+        if at_once < len(copies):
+            text += f"; {at_once} at a time"
+        self._reporter.say(text)
 
     # -- the plan ------------------------------------------------------------------------------------
 
     def plan(self) -> tuple[Step, ...]:
-        """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done."""
-        self._skip_planned()
+        """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done.
+
+        It skips copies and sets caps as `run` does; that changes nothing but this object.
+        """
+        self._skip_done_without_lock()
         waiting = self._waiting()
         if not waiting:
             return ()
+        self._set_caps()
+        return (
+            *self._reservation_steps(waiting[0]),
+            *(step for gpu in self._gpus.values() for step in gpu.share.steps()),
+            *self._copy_steps(waiting),
+            *self._watch_steps(),
+        )
+
+    def _reservation_steps(self, first: Copy) -> Iterator[Step]:
+        """Yield the steps that reserve memory; if the size of a copy is unknown, the first one is measured for that."""
         where = " or ".join(device.title for device in self._devices.values())
         if self._size is None:
-            steps = [
-                _step_of_farm(
-                    f"run copy {waiting[0].copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
-                ),
-                _step_of_farm("reserve a fifth more than that for each further copy while it runs"),
-            ]
+            yield _step_of_farm(
+                f"run copy {first.copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
+            )
+            yield _step_of_farm("reserve a fifth more than that for each further copy while it runs")
         else:
-            where = where if self._options.gpus == 1 else "each of its GPUs"
-            steps = [_step_of_farm(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")]
-        steps += [step for gpu in self._gpus.values() for step in gpu.share.steps()]
-        self._set_caps()
+            if self._options.gpus > 1:
+                where = "each of its GPUs"
+            yield _step_of_farm(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")
+
+    def _copy_steps(self, waiting: Iterable[Copy]) -> Iterator[Step]:
+        """Yield the steps that run the copies, dealt out to the GPUs as if all ran at the same time."""
         planned: Counter[str] = Counter()
         for copy in waiting:
             uuids = self._order_of_gpus([*self._devices], planned)[: self._options.gpus]
             planned.update(uuids)
             gpu = self._gpu(*uuids)
             environment = gpu.environment(self._limits_on(gpu.device.uuid), {})
-            steps.append(
-                Step(
-                    what=f"run copy {copy.copy} {gpu.share.where}",
-                    command=command_line({**environment, **self._variables(copy)}, command_of(self._command, copy)),
-                    do=lambda: None,
-                )
-            )
+            command = command_line({**environment, **self._variables(copy)}, command_of(self._command, copy))
+            yield step_of_run(f"run copy {copy.copy} {gpu.share.where}", command)
+
+    def _watch_steps(self) -> Iterator[Step]:
+        """Yield the step that watches the memory of the copies, if a limit was given."""
         if self._copy_limit is not None:
             action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
             limit = format_bytes(self._copy_limit)
-            steps.append(
-                _step_of_farm(
-                    f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
-                )
+            yield _step_of_farm(
+                f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
             )
-        return tuple(steps)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -812,9 +854,9 @@ class Farm:
 
     def _leave_line(self) -> None:
         """Leave the line: nothing is to be started now."""
-        place, self._place = self._place, None
-        if place is not None:
-            place.leave()
+        if self._place is not None:
+            self._place.leave()
+        self._place = None
 
     def _prepare_logs(self) -> None:
         """Open the directory of logs, wait for what an earlier farm has left running, and clear the logs of what starts.
@@ -864,22 +906,31 @@ class Farm:
             copy = self._waiting()[0]
             if not self._open_share(gpu, place):
                 continue
-            self._said_at, self._said_line = -_SAY_SECONDS, ""
+            self._said_at = -_SAY_SECONDS
+            self._said_line = ""
             try:
                 running = self._start(copy, gpu, place)
             except GpushareError as error:
-                copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
+                copy.state = "failed"
+                copy.failure = error.message
+                copy.hint = error.hint
+                copy.log = None
                 self._after_end(copy, again=False)
                 continue
             if step == "alone":
-                self._measured, self._measured_since = running, None
+                self._measured = running
+                self._measured_since = None
         else:
             # The farm waits for its own copies: it must not hold up other jobs in the line.
             self._leave_line()
         self._running_then = len(self._running)
 
     def _open_share(self, gpu: _CopiesOnGpu, place: Place | None) -> bool:
-        """Open the share of a device; without it the farm goes on, if there is another one."""
+        """Open the share of a device; return whether that worked. If not, the device is left out, and the place given back.
+
+        Raises:
+            GpushareError: it cannot be opened, and a copy needs all devices that are left.
+        """
         try:
             gpu.open(self._open_parts, self._options.grace_seconds)
         except GpushareError as error:
@@ -893,28 +944,37 @@ class Farm:
 
     def _gpu_for_next(self, *, alone: bool) -> tuple[_CopiesOnGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
-        size, count = self._size or 0, self._options.gpus
-        if alone:
-            # Its need is unknown: half of what is free. If it holds more, that counts too, and other jobs may still come.
-            free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
-            available = min([*(free or [0]), *([] if self._own_limit_bytes is None else [self._own_limit_bytes])])
-            size = max(_LEAST_BYTES, available // 2 // MIB * MIB)
         if all(device.memory_total_bytes is None for device in self._devices.values()):
             # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
-            gpu, on_each = self._gpu(*self._order_of_gpus([*self._devices])[:count]), self._copies_by_gpu()
-            most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
-            running = max(on_each[device.uuid] for device in gpu.devices)
-            return None if most_clients is not None and running >= most_clients else (gpu, None)
+            count = self._options.gpus
+            gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
+            most_copies = self._clients.get(gpu.device.uuid) if count == 1 else 1
+            copies_by_gpu = self._copies_by_gpu()
+            running = max(copies_by_gpu[device.uuid] for device in gpu.devices)
+            return None if most_copies is not None and running >= most_copies else (gpu, None)
+        size = self._size_to_measure() if alone else self._size or 0
         place = self._take_place(self._request(size))
         return None if place is None else (self._gpu(*place.held), place)
+
+    def _size_to_measure(self) -> int:
+        """Return what the copy reserves that is measured alone, whose need is unknown: half of what is free.
+
+        If it holds more, that counts too; and other jobs may still come.
+        """
+        available = self._largest_on_each(line.free_bytes for line in self._lines()) or 0
+        if self._own_limit_bytes is not None:
+            available = min(available, self._own_limit_bytes)
+        return max(_LEAST_BYTES, available // 2 // MIB * MIB)
 
     def _take_place(self, request: Request) -> Place | None:
         """Return the place of the next copy, if it is the farm's turn; then the farm goes to the end of the line."""
         if self._place is None or self._place.request != request:
             self._leave_line()
             self._place = Place(self._host, request, self._patience)
-        place, order = self._place, self._order_of_gpus if len(self._devices) > request.count else None
-        if not place.try_to_take(self._usable()[0], self._clients, self._user_limits, order):
+        place = self._place
+        usable, _ = self._usable()
+        order = self._order_of_gpus if len(self._devices) > request.count else None
+        if not place.try_to_take(usable, self._clients, self._user_limits, order):
             return None
         self._place = None
         return place
@@ -924,15 +984,20 @@ class Farm:
         return Counter(device.uuid for running in self._running.values() for device in running.gpu.devices)
 
     def _order_of_gpus(self, uuids: Sequence[str], copies: Counter[str] | None = None) -> list[str]:
-        """Return devices with those first that the next copy gets: of those with the fewest copies the ones connected best."""
-        copies = self._copies_by_gpu() if copies is None else copies
+        """Return devices with those first that the next copy gets: of those with the fewest copies the ones connected best.
+
+        ``copies`` is how many run on each; None: as it is now.
+        """
+        if copies is None:
+            copies = self._copies_by_gpu()
         indexes = [self._devices[uuid].gpu.index for uuid in uuids]
         order = best_together_first(self._host, [(copies[uuid],) for uuid in uuids], indexes, self._options.gpus)
         return [uuids[number] for number in order]
 
     def _say_waiting(self) -> None:
         """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
-        now, place = time.monotonic(), self._place
+        now = time.monotonic()
+        place = self._place
         if place is None or now - self._said_at < _SAY_SECONDS:
             return
         if self._running and not jobs_before(reservations(self._host) or [], place):
@@ -941,21 +1006,22 @@ class Farm:
         lines = read_lines(self._host, usable, self._user_limits)
         text = why_it_waits(self._host, lines, place, self._own_limit_bytes, reasons)
         self._said_at = now
-        # The number of bytes changes all the time.
-        news = re.sub(r"[\d.]+ \w+ free", "", text)
-        if news != self._said_line:
-            self._said_line = news
+        # The number of free bytes changes all the time, and is no news.
+        text_without_bytes = re.sub(r"[\d.]+ \w+ free", "", text)
+        if text_without_bytes != self._said_line:
+            self._said_line = text_without_bytes
             self._reporter.say(text)
 
     def _set_caps(self) -> None:
         """Find the thread cap of the copies on each device: of those that run there at the same time."""
-        given_percent, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
         if self._options.gpus > 1:
             # There are caps under MPS only.
             self._caps = dict.fromkeys(self._devices)
             return
+        given_percent = self._options.limits.threads_percent
+        cap_for = self._options.cap or share_of_threads
         for uuid, number in self._at_once_by_gpu().items():
-            self._caps[uuid] = cap(number) if given_percent is None else given_percent
+            self._caps[uuid] = cap_for(number) if given_percent is None else given_percent
 
     def _most_at_once(self) -> int:
         """Return how many copies run at the same time, as far as it is known now."""
@@ -963,27 +1029,34 @@ class Farm:
 
     def _at_once_by_gpu(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
-        count, limit = self._options.gpus, self._own_limit_bytes
-        copies = sum(copy.state != "done earlier" for copy in self._copies)
-        lines, running = {line.device.uuid: line for line in self._lines()}, self._copies_by_gpu()
+        count = self._options.gpus
+        lines = {line.device.uuid: line for line in self._lines()}
+        running = self._copies_by_gpu()
         fitting: dict[str, int | None] = {}
         for uuid in self._devices:
             line = lines.get(uuid)
             if line is None or not self._size:
+                # Its memory is no bound.
                 fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
                 continue
-            bounds = [line.free_bytes // self._size]
-            bounds += [] if limit is None else [max(0, limit - line.granted.get(os.geteuid(), 0)) // self._size]
-            bounds += [line.free_clients] if line.free_clients is not None and count == 1 else []
-            fitting[uuid] = running[uuid] + min(bounds)
-        parallel = self._options.parallel
-        return copies_at_once(copies * count, None if parallel is None else parallel * count, fitting)
+            more = [line.free_bytes // self._size]
+            if self._own_limit_bytes is not None:
+                more.append(max(0, self._own_limit_bytes - line.granted.get(os.geteuid(), 0)) // self._size)
+            if line.free_clients is not None and count == 1:
+                more.append(line.free_clients)
+            fitting[uuid] = running[uuid] + min(more)
+        # A copy counts once on each of its GPUs.
+        copies = sum(copy.state != "done earlier" for copy in self._copies)
+        parallel = None if self._options.parallel is None else self._options.parallel * count
+        return copies_at_once(copies * count, parallel, fitting)
 
     def _limits_on(self, uuid: str) -> Limits:
         """Return the limits of MPS for a copy on a device."""
         options = self._options
-        # MPS would refuse what is only to be warned of.
-        memory = None if self._copy_limit is None or self._action != "end" else client_memory(self._copy_limit)
+        memory = None
+        # MPS refuses memory above a limit, so there is none if gpushare shall only warn of that, or stop the copy.
+        if self._copy_limit is not None and self._action == "end":
+            memory = client_memory(self._copy_limit)
         return Limits(
             threads_percent=self._caps.get(uuid, options.limits.threads_percent),
             memory_limit_bytes=memory,
@@ -1005,48 +1078,56 @@ class Farm:
         Raises:
             GpushareError: its program cannot be started, or its log not be written.
         """
-        number, options = copy.copy, self._options
-        memories: list[JobMemory] = []
-        restarts = f".{copy.tries}" if copy.tries else ""
-        log = None if options.logs is None else options.logs / f"copy-{number}{restarts}.log"
-        copy.tries += 1
-        copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
-        copy.log = None if log is None else str(log)
-        copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
+        log = None
+        if self._options.logs is not None and self._logs is not None:
+            restarts = f".{copy.tries}" if copy.tries else ""
+            log = Log(self._options.logs / f"copy-{copy.copy}{restarts}.log", self._logs)
+        copy.begin_try(
+            log=None if log is None else str(log.path),
+            gpu_indexes=tuple(device.gpu.index for device in gpu.devices),
+        )
         try:
-            for device in gpu.devices:
-                memory = JobMemory(
-                    self._host,
-                    device,
-                    limit_bytes=self._copy_limit,
-                    action=self._action,
-                    place=None if memories else place,
-                    say=functools.partial(self._reporter.news, copy),
-                    listed=functools.partial(gpu.processes, device),
-                    mark=memories[0].mark if memories else None,
-                )
-                memories.append(memory)
+            memories = self._memories_of(copy, gpu, place)
             limits = self._limits_on(gpu.device.uuid)
             copy.threads_percent = limits.threads_percent
-            program = gpu.open(self._open_parts, options.grace_seconds).launch(
-                f"copy {number}",
+            program = gpu.open(self._open_parts, self._options.grace_seconds).launch(
+                f"copy {copy.copy}",
                 command_of(self._command, copy),
                 {**gpu.environment(limits, os.environ), **self._variables(copy), **memories[0].variables},
-                listen=lambda line, _at: self._reporter.line(number, line),
-                log=None if log is None or self._logs is None else Log(log, self._logs),
+                listen=lambda line, _at: self._reporter.line(copy.copy, line),
+                log=log,
             )
         except BaseException:
             if place is not None:
                 place.leave()
             raise
         now = time.monotonic()
-        copy.pid, copy.state, copy.started_after = program.pid, "running", now - self._started
-        running = self._running[number] = _RunningCopy(copy, gpu, program, tuple(memories))
+        copy.pid = program.pid
+        copy.state = "running"
+        copy.started_after = now - self._started
+        running = self._running[copy.copy] = _RunningCopy(copy, gpu, program, memories)
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
         for memory in memories:
             memory.begin(program.pid)
         return running
+
+    def _memories_of(self, copy: Copy, gpu: _CopiesOnGpu, place: Place | None) -> tuple[JobMemory, ...]:
+        """Return the memory of a copy on each of its GPUs: the first has the place of all of them, and the others its mark."""
+        memories: list[JobMemory] = []
+        for device in gpu.devices:
+            memory = JobMemory(
+                self._host,
+                device,
+                limit_bytes=self._copy_limit,
+                action=self._action,
+                place=None if memories else place,
+                say=functools.partial(self._reporter.news, copy),
+                listed=functools.partial(gpu.processes, device),
+                mark=memories[0].mark if memories else None,
+            )
+            memories.append(memory)
+        return tuple(memories)
 
     # -- the size of a copy --------------------------------------------------------------------------
 
@@ -1061,19 +1142,18 @@ class Farm:
 
     def _learn_size(self, measured: _RunningCopy, peak_bytes: int | None) -> None:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
-        self._measured, copy = None, measured.copy
+        self._measured = None
+        copy = measured.copy
         if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
             # It tells nothing of the others: the next one is measured.
             return
         self._set_copy_size(size_of_others(peak_bytes), "measured")
         if any(other.state == "waiting" for other in self._copies):
-            used = (
-                f"copy {copy.copy} has not used the GPU"
-                if peak_bytes is None
-                else f"copy {copy.copy} has used {format_bytes(peak_bytes)}"
+            used = "not used the GPU" if peak_bytes is None else f"used {format_bytes(peak_bytes)}"
+            size = format_bytes(self._size)
+            self._reporter.say(
+                f"copy {copy.copy} has {used}: each of the others reserves {size}, {self._most_at_once()} at a time"
             )
-            size, at_once = format_bytes(self._size), self._most_at_once()
-            self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
         # Without a place the GPUs do not report their memory, so there is nothing to be reserved.
         if copy.copy in self._running and measured.memories[0].place is not None:
             self._shrink(measured)
@@ -1141,9 +1221,11 @@ class Farm:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
         copies = [running for running in self._running.values() if running.program.runs]
         watched = [(each.copy, memory) for each in copies for memory in each.memories if memory.over is None]
-        due = [(copy, memory) for copy, memory in watched if memory.seconds <= 0]
-        # Copies with limits are all read at the same moment.
-        for copy, memory in watched if due and self._copy_limit is not None else due:
+        to_read = [(copy, memory) for copy, memory in watched if memory.seconds <= 0]
+        if to_read and self._copy_limit is not None:
+            # Copies with limits are all read at the same moment, so that all that are above theirs end together.
+            to_read = watched
+        for copy, memory in to_read:
             memory.poll()
             self._note_peak(copy, memory.peak_bytes)
         return [each for each in copies if not each.stuck and any(memory.over is not None for memory in each.memories)]
@@ -1175,34 +1257,38 @@ class Farm:
                 continue
             gpu.group.read_outputs()
             ended: list[tuple[_RunningCopy, str | None]] = []
-            for running in [running for running in self._running.values() if running.gpu is gpu]:
+            for running in self._running.values():
+                if running.gpu is not gpu:
+                    continue
                 if not running.program.runs:
                     ended.append((running, running.program.failure))
                 elif self._stalled(running.program):
                     gpu.group.kill(running.program)
                     ended.append((running, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"))
-            stuck = self._end_left_behind(gpu.group, [running for running, _ in ended])
-            for running, failure in ended:
-                self._note_end(running, failure, stuck.get(running.copy.copy))
+            if ended:
+                errors = self._end_left_behind(gpu.group, [running for running, _ in ended])
+                for running, failure in ended:
+                    self._note_end(running, failure, errors.get(running.copy.copy))
 
     def _end_left_behind(self, group: Group, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
-        """End what programs that have ended left running; return what could not be ended, by copy, and why."""
-        stays = group.left_behind([running.program for running in ended]) if ended else {}
-        failed: GpushareError | None = None
-        if stays:
+        """End what programs that have ended left running; return why that failed for a copy, by its number."""
+        pids_of = group.left_behind([running.program for running in ended])
+        error: GpushareError | None = None
+        if pids_of:
             try:
-                group.end_left_behind(stays, hurry=self._signals.came)
-            except GpushareError as error:
-                failed = error
-        stuck = {}
+                group.end_left_behind(pids_of, hurry=self._signals.came)
+            except GpushareError as failed:
+                error = failed
+        errors = {}
         for running in ended:
-            copy, pids = running.copy, stays.get(running.program.pid, ())
+            copy = running.copy
+            pids = pids_of.get(running.program.pid, ())
             copy.left_behind += pids
-            if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
-                stuck[copy.copy] = failed
+            if error is not None and any(self._host.processes.alive(pid) for pid in pids):
+                errors[copy.copy] = error
             elif pids:
                 self._reporter.left_behind(copy, pids)
-        return stuck
+        return errors
 
     def _stalled(self, program: Program) -> bool:
         """Return whether a program has printed nothing for too long."""
@@ -1217,31 +1303,41 @@ class Farm:
         *,
         interrupted: bool = False,
     ) -> None:
-        """Note how a copy has ended, and whether it is started again."""
-        copy, program = running.copy, running.program
+        """Note how a copy has ended, and whether it is started again.
+
+        ``stuck`` is why something that it has left behind could not be ended; ``interrupted``: the farm has ended it.
+        """
+        copy = running.copy
+        program = running.program
         copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
-        status = program.status
-        copy.exit_code, copy.failure = 128 - status if status is not None and status < 0 else status, failure
+        copy.exit_code = program.status
+        if program.status is not None and program.status < 0:
+            copy.exit_code = 128 - program.status
+        copy.failure = failure
         if program.no_space:
             where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
             copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
         self._note_memory_end(running)
         del self._running[copy.copy]
         if stuck is not None:
-            # Nothing new starts next to a process that could not be ended.
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
+
+        # It is not started again next to a process that could not be ended.
         may_restart = stuck is None and self._signals.first is None and not self._giving_up
         again = copy.failure is not None and may_restart and copy.tries <= self._options.restarts
-        copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         if interrupted and copy.reason is None:
             copy.state = "ended"
+        elif again:
+            copy.state = "waiting"
+        else:
+            copy.state = "done" if copy.failure is None else "failed"
         if running is self._measured and not interrupted:
             self._learn_size(running, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 
     def _after_end(self, copy: Copy, *, again: bool) -> None:
-        """Note how a copy has ended, here and in the file of the farm."""
+        """Write the end of a copy into the file of the farm and report it; with --fail-fast a failure ends the farm."""
         if not again and copy.state in {"done", "failed"} and self._results is not None:
             try:
                 self._results.add(copy)
@@ -1262,7 +1358,9 @@ class Farm:
                 self._note_peak(copy, memory.peak_bytes)
                 memory.raise_end()
         except OperationFailed as error:
-            copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
+            copy.failure = error.message
+            copy.hint = error.hint
+            copy.reason = error.code
         running.leave()
 
     def _interrupt(self) -> None:

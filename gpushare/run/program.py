@@ -58,7 +58,7 @@ class Terminal:
             os.close(self._descriptor)
 
     def serve(self, child: Child) -> None:
-        """See whether the program was stopped by the terminal, and act on it."""
+        """Lend the terminal to a program that was stopped for want of it; on Ctrl-Z in the program, stop gpushare too."""
         number = child.stopped_by()
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
             self._lend()
@@ -77,7 +77,7 @@ class Terminal:
             self._continue()
 
     def suspend(self) -> None:
-        """Ctrl-Z at gpushare: stop the program too, and continue both together."""
+        """Stop the program and gpushare, and continue both together: Ctrl-Z was pressed while gpushare had the terminal."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGTSTP)
         self._stop_self()
@@ -251,6 +251,8 @@ def step_of_run(text: str, command: str = "# by gpushare run itself") -> Step:
     return Step(what=text, command=command, do=lambda: None)
 
 
+# How often a log is copied to our stdout.
+_COPY_SECONDS: Final = 0.05
 # Python buffers what it prints to a file; a line must be there when it is printed.
 _UNBUFFERED: Final = {"PYTHONUNBUFFERED": "1"}
 
@@ -293,16 +295,15 @@ class Relay:
         """Copy until the program has ended, in a thread."""
         # A closed stdout must not end the program.
         with contextlib.suppress(OSError):
-            ended = False
+            has_ended = False
             while True:
-                text = os.read(self._descriptor, 1 << 16)
-                while text:
-                    text = text[os.write(1, text) :]
-                    if not text:
-                        text = os.read(self._descriptor, 1 << 16)
-                if ended:
+                while text := os.read(self._descriptor, 1 << 16):
+                    while text:
+                        text = text[os.write(1, text) :]
+                # Once more after the end, for the last words.
+                if has_ended:
                     return
-                ended = self._ended.wait(0.05)
+                has_ended = self._ended.wait(_COPY_SECONDS)
 
     def close(self) -> None:
         """Copy the rest; the program has ended."""
@@ -347,13 +348,14 @@ class Run:
     def _step(self) -> Step:
         """Return the step that runs the program, with its command line for the plan."""
         log = self.options.log
-        engine = self.options.container
+        what = self.command[0]
+        if self.options.container is not None:
+            what = f"a container of {self.options.container}"
         where = self.share.where + "".join(part.where for part in self.parts)
-        text = f"run {self.command[0] if engine is None else f'a container of {engine}'} {where}"
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
-        return Step(what=text, command=line, do=self._run_program)
+        return Step(what=f"run {what} {where}", command=line, do=self._run_program)
 
     def _check(self) -> None:
         """Raise unless the program can run with its parts in its share."""
@@ -389,13 +391,13 @@ class Run:
         """Run the program once, and give back what it had."""
         session = Session(self)
         try:
-            environment = self.share.environment(
-                os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
-            )
+            own_variables = {} if self.options.log is None else _UNBUFFERED
+            environment = self.share.environment({**os.environ, **own_variables})
             for part in self.parts:
                 environment |= part.variables
             self.exit_code = session.run(self.command, environment)
-            self._peak, self.mps_fault = session.peak_bytes, session.mps_fault
+            self._peak = session.peak_bytes
+            self.mps_fault = session.mps_fault
         finally:
             session.close()
 
@@ -432,41 +434,52 @@ class Session:
         """Run the program to its end, and return its exit code, or 128 + N if signal N has ended it."""
         # Catch signals before the program starts: from then on, none may kill gpushare.
         with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded_run() as guard:
-
-            def announce(pid: int, started: int | None) -> None:
-                guard.announce(pid, started)
-                for part in self._parts:
-                    part.enter(pid)
-
-            with self._opened_streams() as streams:
-                child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
-            # Also each worker in a session of its own that a part stops.
-            self._tell = guard.started
-            self._tell(child.pid, start_of(self._host.processes.identity(child.pid)))
-            if self._container is None:
-                self._begin(self._share.watch(child.pid))
-            else:
-                self._watch = self._container.client_watch(child.pid)
+            child = self._start(command, environment, guard)
             with Terminal(child.pid) as terminal:
                 status = self._run_until_end(child, wakeups, terminal)
-            if self._relay is not None:
-                if self._options.passed_on is not None:
-                    self._options.passed_on()
-                self._relay.close()
-            for part in reversed(self._running):
-                part.settle()
-            watch = self._watch
-            watch.settle()
-            self.mps_fault = bool(status) and self._ended_by is None and watch.mps_fault()
-            self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
-            self._report_news()
-            if not watch.attached and not watch.outside:
-                self._say(self._reporter.unproved)
+            self._settle(status)
         return self._exit_code(status)
+
+    def _start(self, command: Sequence[str], environment: Mapping[str, str], guard: Guard) -> Child:
+        """Start the program, or the client of its container engine, and watch it; its parts begin with the program."""
+
+        def announce(pid: int, started: int | None) -> None:
+            """Name the new process to the guard and the parts, before it runs the program."""
+            guard.announce(pid, started)
+            for part in self._parts:
+                part.enter(pid)
+
+        with self._opened_streams() as streams:
+            child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
+        # Also told of each worker in a session of its own that a part stops.
+        self._tell = guard.started
+        self._tell(child.pid, start_of(self._host.processes.identity(child.pid)))
+        if self._container is None:
+            self._begin(self._share.watch(child.pid))
+        else:
+            self._watch = self._container.client_watch(child.pid)
+        return child
+
+    def _settle(self, status: int) -> None:
+        """Finish after the end of the program: copy its last words, settle its parts, and report what was seen of it."""
+        if self._relay is not None:
+            if self._options.passed_on is not None:
+                self._options.passed_on()
+            self._relay.close()
+        for part in reversed(self._running):
+            part.settle()
+        watch = self._watch
+        watch.settle()
+        self.mps_fault = bool(status) and self._ended_by is None and watch.mps_fault()
+        self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
+        self._report_news()
+        if not watch.attached and not watch.outside:
+            self._say(self._reporter.unproved)
 
     def _begin(self, watch: Watch) -> None:
         """Let the parts begin: the program runs."""
-        self._watch, self._running = watch, self._parts
+        self._watch = watch
+        self._running = self._parts
         watch.tell = self._tell
         for part in self._parts:
             part.started(watch)
@@ -486,7 +499,8 @@ class Session:
     @contextlib.contextmanager
     def _opened_streams(self) -> Iterator[Streams | None]:
         """Yield the streams of the program: its log, if it has one, or ours (None)."""
-        stderr, log = self._options.stderr, self._options.log
+        stderr = self._options.stderr
+        log = self._options.log
         if log is None:
             yield None if stderr is None else Streams(0, 1, stderr)
             return
@@ -528,15 +542,17 @@ class Session:
                 self._begin_in_container(self._container, child.pid)
             self._watch.poll()
         device = self._watch.device
-        over = any(part.poll() for part in self._running if part.seconds <= 0)
+        is_to_end = any(part.poll() for part in self._running if part.seconds <= 0)
         if self._watch.device is not device:
+            # One of them has moved the program.
             for part in self._running:
                 part.moved(self._watch.device)
         self._report_news()
-        if over or (self._options.strict and self._watch.outside):
+        if is_to_end or (self._options.strict and self._watch.outside):
             self._end(signal.SIGTERM, wakeups)
 
     def _notify_parts(self) -> None:
+        """Tell the parts that the user has asked for the end of the program."""
         for part in self._running:
             part.asked()
 
@@ -573,21 +589,22 @@ class Session:
             self._say(self._reporter.trouble, watch.troubles.pop(0))
 
     def _end(self, number: int, wakeups: Wakeups) -> None:
-        """End the program the safe way, with the strays of its parts."""
+        """End the program the safe way, with the strays of its parts: processes that have left its tree."""
         self._ended_by = number
-        strays: dict[int, int] = {}
+        programs = starts_of(self._host.processes, [self._watch.signalled_pid])
         for part in self._running:
-            strays |= part.release()
+            programs |= part.release()
 
         def hurry() -> bool:
-            again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
-            if again:
+            """Return whether to cut the grace short: the user asks again, or the program takes more and more memory."""
+            asked_again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
+            if asked_again:
                 self._notify_parts()
-            return again or any(part.grows() for part in self._running)
+            return asked_again or any(part.grows() for part in self._running)
 
         drain = end_programs(
             self._host,
-            {**starts_of(self._host.processes, [self._watch.signalled_pid]), **strays},
+            programs,
             self._watch.clients,
             self._share.meter,
             number=number,
@@ -599,7 +616,7 @@ class Session:
             self._say(self._reporter.ended, drain)
 
     def _exit_code(self, status: int) -> int:
-        """Return the exit code for a status, as a shell gives it: 128 + N after signal N."""
+        """Return the exit code for a status, as a shell gives it: 128 + N after signal N; 1 if it did not stay in its share."""
         if self._options.strict and self._watch.outside:
             return 1
         if status >= 0:
@@ -633,16 +650,18 @@ def guard_of(host: Host, share: Held) -> Guard:
     Raises:
         OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
     """
-    device, held = share.device, share.guarded
+    device = share.device
+    kind, lease_path, descriptor, *claim_paths = share.guarded
     guard = Guard(
         host.spec,
         "ends the program if gpushare dies",
         "gpushare.run.orphans:after_death",
-        *(device.uuid, str(device.gpu.index), *held),
-        descriptors=[int(descriptor) for descriptor in held[2:3] if int(descriptor) >= 0],
+        *(device.uuid, str(device.gpu.index), kind, lease_path, descriptor, *claim_paths),
+        # -1: there is no lease.
+        descriptors=[int(descriptor)] if int(descriptor) >= 0 else [],
     )
     try:
-        for path in held[3:]:
+        for path in claim_paths:
             # From here on, the guard holds the instance if gpushare is killed.
             HeldClaim(Path(path)).add(guard.pid)
     except BaseException:

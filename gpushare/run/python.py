@@ -83,10 +83,15 @@ def start(
 
     host = _host()
     sweep_leftovers(host)
-    given = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
-    words = [word for option, value in given.items() if value is not None for word in (option, str(value))]
-    words += [*(["--wait"] if wait else []), *options, "--", *command]
-    started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", production or name)
+    values = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
+    words = ["-o", "json", "run"]
+    for option, value in values.items():
+        if value is not None:
+            words += [option, str(value)]
+    if wait:
+        words.append("--wait")
+    words += [*options, "--", *command]
+    started = detach(host, words, program=command[0] if command else "", name=production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
         raise not_started_error(started)
     return Job(started.name, supervisor=started.supervisor)
@@ -185,11 +190,10 @@ class Job:
 
         host = self._host
         repair_first(host, _quiet, dry_run=False)
-        limits, seconds = kept_limits(host), None if wait else 0.0
-        mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        self._carry_out(
-            mover.plan_job(self._checked_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan
-        )
+        seconds = None if wait else 0.0
+        mover = Mover(host, kept_limits(host), seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        devices = None if gpu is None else select(gpu, host.nvml.sweep())
+        self._carry_out(mover.plan_job(self._checked_name, devices).plan)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
@@ -218,6 +222,7 @@ class Job:
             time.sleep(_POLL_SECONDS)
 
     def _is_there(self) -> bool:
+        """Return whether the job runs or waits."""
         from gpushare.run.stop import find_target
 
         if self._supervisor is not None:

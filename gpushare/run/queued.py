@@ -50,6 +50,8 @@ _OF_ANOTHER: Final = re.compile(
 # The host's memory is short, not the GPU's.
 _KILLED: Final = 128 + signal.SIGKILL
 _TAIL_BYTES: Final = 64 << 10
+_PASS_ON_SECONDS: Final = 5.0
+_PASS_ON_POLL_SECONDS: Final = 0.005
 # One that its user ended before may not have reached its peak.
 _LONG_SECONDS: Final = 60.0
 
@@ -65,14 +67,15 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
     Raises:
         InUse: one does (code ``name_in_use``).
     """
-    jobs = () if name is None else reservations(host) or ()
-    waiting = [job for job in jobs if job.name == name and job.waits and job.claim.uid == os.geteuid()]
-    if waiting:
-        raise InUse(
-            f"a job '{name}' already waits for room (process {waiting[0].claim.pid})",
-            f"give it another name: {option} OTHER; end the other: gpushare stop {name}",
-            code="name_in_use",
-        )
+    if name is None:
+        return
+    for job in reservations(host) or ():
+        if job.name == name and job.waits and job.claim.uid == os.geteuid():
+            raise InUse(
+                f"a job '{name}' already waits for room (process {job.claim.pid})",
+                f"give it another name: {option} OTHER; end the other: gpushare stop {name}",
+                code="name_in_use",
+            )
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -93,8 +96,9 @@ def lacked_memory(text: bytes) -> bool:
     if not ends:
         return False
     after = text[ends[-1] :]
-    last = after.rstrip().rpartition(b"\n")[2]
-    return _TRACEBACK not in after or _EXCEPTION.match(last) is None or _OF_ANOTHER.search(after) is not None
+    last_line = after.rstrip().rpartition(b"\n")[2]
+    failed_later = _TRACEBACK in after and _EXCEPTION.match(last_line) is not None and not _OF_ANOTHER.search(after)
+    return not failed_later
 
 
 class ErrorTail:
@@ -104,7 +108,9 @@ class ErrorTail:
         self._to = 2 if log is None else open_log(log)
         self._read, self.descriptor = os.pipe()
         os.set_inheritable(self.descriptor, True)
-        self._tail, self._passing = b"", False
+        self._tail = b""
+        # The thread has taken a text out of the pipe, and not passed it on yet.
+        self._passing = False
         self._thread = threading.Thread(target=self._relay, daemon=True)
         self._thread.start()
 
@@ -128,9 +134,9 @@ class ErrorTail:
 
     def passed_on(self) -> None:
         """Wait until all that the program has written is passed on, at most five seconds: nobody may read our stderr."""
-        ends = time.monotonic() + 5.0
-        while time.monotonic() < ends and (select.select([self._read], [], [], 0)[0] or self._passing):
-            time.sleep(0.005)
+        deadline = time.monotonic() + _PASS_ON_SECONDS
+        while time.monotonic() < deadline and (select.select([self._read], [], [], 0)[0] or self._passing):
+            time.sleep(_PASS_ON_POLL_SECONDS)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -144,8 +150,8 @@ class ErrorTail:
 class Queued:
     """One program that needs memory on some of these devices.
 
-    ``request`` is what it asks the ledger for, but for the size and the devices. ``start`` runs it on those that it has got,
-    with the given options, and returns its exit code.
+    ``request`` is what it asks the ledger for, without the size and the devices. ``start`` runs it on the devices that it has
+    got, with the given options, and returns its exit code; in a dry run, its plan.
     """
 
     host: Host
@@ -187,23 +193,25 @@ class Queued:
         self._warn_before_start(size)
         while True:
             code, again = self._run_once(size)
-            more = self._more_that_fits(size) if again and size is not None else None
-            if more is None:
-                if again and size is not None:
-                    self.say(f"it ran out of memory at its maximum ({format_bytes(size)}): not started again")
-                if isinstance(code, OperationFailed):
-                    raise code
-                return code
-            size = more
-            self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+            if again and size is not None:
+                more = self._more_that_fits(size)
+                if more is not None:
+                    size = more
+                    self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
+                    continue
+                self.say(f"it ran out of memory at its maximum ({format_bytes(size)}): not started again")
+            if isinstance(code, OperationFailed):
+                raise code
+            return code
 
     def _mps_limits(self, limit_bytes: int | None) -> Limits:
-        """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
-        limits = self.options.limits
-        # Above it CUDA refuses: that is an end, and no warning and no pause.
+        """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves.
+
+        Not where the job is only to be warned of, or paused: above its limit CUDA refuses a client more memory.
+        """
         if limit_bytes is None or not self.request.client or self.action != "end":
-            return limits
-        return replace(limits, memory_limit_bytes=client_memory(limit_bytes))
+            return self.options.limits
+        return replace(self.options.limits, memory_limit_bytes=client_memory(limit_bytes))
 
     def _more_that_fits(self, size: int) -> int | None:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
@@ -215,12 +223,11 @@ class Queued:
     def _largest_possible(self) -> int | None:
         """Return all that this job may have on one of its devices; None: unknown."""
         lines = read_lines(self.host, self.devices, self.limits)
-        # More would never start, for as long as what is there without a job is there.
-        sizes = [line.room.whole_bytes for line in lines]
         own_limit = self.limits.get(os.geteuid())
-        most = max(sizes, default=None)
-        most = own_limit if most is None or (own_limit is not None and own_limit < most) else most
-        return None if most is None else most // MIB * MIB
+        # More would never start, for as long as what is there without a job is there.
+        largest = max((line.room.whole_bytes for line in lines), default=None)
+        bounds = [bound for bound in (largest, own_limit) if bound is not None]
+        return min(bounds) // MIB * MIB if bounds else None
 
     def plan(self) -> tuple[Sequence[Device], RunOptions, RoomAnswer | None]:
         """Return where it would run, the options of a dry run, and whether a job that waits would start now.
@@ -272,26 +279,26 @@ class Queued:
 
     def _texts_before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         """Yield what a dry run says happens before the program starts."""
-        size = format_bytes(request.memory_bytes) + ("" if self.request.count == 1 else " each")
+        count = self.request.count
+        size = format_bytes(request.memory_bytes)
         if self.queue.wait:
-            several = (
-                "one of "
-                if self.request.count == 1
-                else ""
-                if len(devices) == self.request.count
-                else f"{self.request.count} of "
-            )
-            where = devices[0].title if len(devices) == 1 else several + titles(devices)
+            where = titles(devices)
+            if len(devices) > count:
+                where = f"{'one' if count == 1 else count} of {where}"
+            has = "has"
+            if count > 1:
+                has = "have"
+                size += " each"
+            room = "no other jobs" if request.memory_bytes is None else f"room for {size}"
             most = "" if self.queue.seconds is None else f", for {format_duration(self.queue.seconds)} at most"
-            has = "has" if self.request.count == 1 else "have"
-            room = f"{has} room for {size}" if request.memory_bytes is not None else f"{has} no other jobs"
-            yield f"wait until {where} {room}, first come first served{most}; reserve it"
+            yield f"wait until {where} {has} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
-            yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.request.count])}"
+            yield f"reserve {size} on {titles(devices[:count])}"
 
     def _texts_meanwhile(self, size: int | None) -> Iterator[str]:
         """Yield what a dry run says may happen while the program runs."""
-        job_bytes, queue = self.job_bytes, self.queue
+        job_bytes = self.job_bytes
+        queue = self.queue
         if job_bytes is not None:
             action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]
             limit = format_bytes(job_bytes)
@@ -315,10 +322,12 @@ class Queued:
             yield f"if it runs out of memory, wait again for {format_bytes(more)}"
 
     def _size_to_reserve(self) -> int | None:
-        """Return what it reserves: what was given, else the peak that it reached here before."""
+        """Return what it reserves, and say how that is known: what was given, else the peak that it reached here before.
+
+        None: it is not known, so the job needs a GPU without other jobs. 0: it does not wait, so it reserves nothing.
+        """
         given_bytes = self.job_bytes
         if given_bytes is not None or not self.queue.wait:
-            # What does not wait, and has no size, reserves nothing.
             return given_bytes or 0
         known = known_peak(self.host, self.devices, [self.command])
         if known is None:
@@ -326,15 +335,12 @@ class Queued:
                 "its memory is not known: it waits for a GPU without other jobs; to share one, say with --memory how much it needs"
             )
             return None
-        peak, short = known
-        size = _size_with_more(peak) if short else peak
-        limit = self._largest_possible() if short else None
-        size = size if limit is None else min(size, limit)
-        reason = (
-            "a fifth more than it had when it ran out of memory"
-            if short
-            else "the most that this command has used here"
-        )
+        size, ran_out = known
+        reason = "the most that this command has used here"
+        if ran_out:
+            reason = "a fifth more than it had when it ran out of memory"
+            limit = self._largest_possible()
+            size = _size_with_more(size) if limit is None else min(_size_with_more(size), limit)
         self.say(f"it reserves {format_bytes(size)}, {reason}")
         return size
 
@@ -359,31 +365,25 @@ class Queued:
     def _run_once(self, size: int | None) -> tuple[Any, bool]:
         """Run it once; return its exit code or error, and whether it is to be started again with more memory."""
         devices, place = self._take_devices(size)
-        device = devices[0]
-        # Given again with a larger size, the limit grows with it.
+        # Started again with a larger size, its limit grows with that.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
-        memory = JobMemory(self.host, device, limit_bytes=limit, action=self.action, place=place, say=self.say)
-        policy = self._policy()
-        swapping: Swapping | None = None
+        memory = JobMemory(self.host, devices[0], limit_bytes=limit, action=self.action, place=place, say=self.say)
         others = [
             JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
         ]
-        if policy is not None and place is not None:
-            movable = self.queue.swap is not None and self.queue.swap.movable
-            swapping = Swapping(self.host, device, memory, place, policy, self.say, limits=self.limits, movable=movable)
+        swapping = None if place is None else self._swapping(devices[0], memory, place)
+        parts = [*self.options.parts, memory]
+        if swapping is not None:
+            parts.append(swapping)
+        parts += others
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:
+            options = replace(self.options, limits=self._mps_limits(limit), parts=tuple(parts))
             if self.queue.requeue:
                 tail = ErrorTail(self.options.log)
-            options = replace(
-                self.options,
-                limits=self._mps_limits(limit),
-                parts=(*self.options.parts, memory, *([] if swapping is None else [swapping]), *others),
-                stderr=None if tail is None else tail.descriptor,
-                passed_on=None if tail is None else tail.passed_on,
-            )
+                options = replace(options, stderr=tail.descriptor, passed_on=tail.passed_on)
             code = self.start(devices, options)
         except OperationFailed as error:
             if error.code != "memory_limit":
@@ -393,17 +393,30 @@ class Queued:
             if swapping is not None:
                 swapping.leave()
             memory.leave()
-            short = tail is not None and tail.ran_out_of_memory()
-        failed = code != 0
+            said_so = tail is not None and tail.ran_out_of_memory()
+
+        is_over_limit = any(each.over is not None for each in (memory, *others))
         # What its user ends has not run out of memory, whatever it has said before.
-        over = any(each.over is not None for each in (memory, *others))
-        short = over or (failed and short and code != _KILLED and not memory.asked_to_end)
-        again = short and self.queue.requeue and not memory.asked_to_end
-        reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
-        # With all of the GPU it was not short of what it reserved: more is not to be had.
-        peaks = [each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None]
-        self._keep_peak(device, max(peaks, default=None), short=short and size is not None, reached=reached)
+        is_own_failure = code not in {0, _KILLED} and not memory.asked_to_end
+        ran_out = is_over_limit or (said_so and is_own_failure)
+        again = ran_out and self.queue.requeue and not memory.asked_to_end
+        reached_peak = code == 0 or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
+        peak = max((each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None), default=None)
+        # With all of the GPU (None) it was not short of what it reserved: there is no more.
+        is_short = ran_out and size is not None
+        if peak is not None and (reached_peak or is_short):
+            # For the next run of this command.
+            with contextlib.suppress(GpushareError):
+                keep_profile(self.host, devices[0], self.command, Profile(memory_bytes=peak, short=is_short))
         return code, again
+
+    def _swapping(self, device: Device, memory: JobMemory, place: Place) -> Swapping | None:
+        """Return the part that swaps the job; None: it never leaves the GPU by itself."""
+        policy = self._policy()
+        if policy is None:
+            return None
+        movable = self.queue.swap is not None and self.queue.swap.movable
+        return Swapping(self.host, device, memory, place, policy, self.say, limits=self.limits, movable=movable)
 
     def _policy(self) -> Policy | None:
         """Return when the job leaves the GPU by itself; None: never."""
@@ -417,20 +430,22 @@ class Queued:
         return turns or idle or Policy()
 
     def _take_devices(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
-        """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
+        """Enter the ledger, wait for room if that was asked for, and return the devices and the place there.
+
+        The place is None if the ledger cannot be written and the job needs none: it only had the choice of several devices.
+        """
         ranked = self._ranked_devices(size)
         devices = [device for device, _ in ranked] or list(self.devices)
-        request = self._request(size, devices)
+        first_devices = devices[: self.request.count]
         try:
-            place = Place(self.host, request)
+            place = Place(self.host, self._request(size, devices))
         except GpushareError:
             if self.budget is not None or self.queue.takes_place:
                 raise
-            # It only had the choice of several devices.
-            return devices[: self.request.count], None
+            return first_devices, None
         if not self.queue.wait:
-            self._take_now(place, devices[: self.request.count], size)
-            return devices[: self.request.count], place
+            self._take_now(place, first_devices, size)
+            return first_devices, place
 
         if not claims_are_shared(self.host):
             self.say(
@@ -497,10 +512,3 @@ class Queued:
     def _productions(self, device: Device) -> list[str]:
         """Return the names of the production jobs on a device."""
         return [job.name for job in living_productions(self.host, device)]
-
-    def _keep_peak(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
-        """Keep the peak for the next run of this command, if the job reached it or ran out of memory."""
-        if peak is None or not (reached or short):
-            return
-        with contextlib.suppress(GpushareError):
-            keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))

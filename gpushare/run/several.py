@@ -100,10 +100,13 @@ class Program:
         """Read what it has printed, and return whether it has ended by now."""
         if self.ended is not None:
             return True
-        status, at = self.child.poll(), time.monotonic()
+        status = self.child.poll()
+        at = time.monotonic()
+        # After the look at its status, so that all that it printed before its end is read.
         self._read_new_output(at)
         if status is not None:
-            self.status, self.ended = status, at
+            self.status = status
+            self.ended = at
             if self._rest:
                 self._take_line(self._rest, at)
             self._rest = b""
@@ -223,7 +226,6 @@ class Group:
 
     def __exit__(self, *_: object) -> None:
         """End what still runs and give the place back; if that fails, the guard goes on with it."""
-        lingers: bool | None = None
         try:
             with Wakeups() as signals:
                 running = [program for program in self.programs if program.runs]
@@ -231,19 +233,19 @@ class Group:
                     # A paused program could not end by itself.
                     self.resume(program)
                 self.end(running, hurry=signals.came)
-                lingers = self._held.close()
-        finally:
-            if lingers is None:
-                self._held.close(program_lives=True)
-            if self.guard is not None and lingers is None:
+                others_use_it = self._held.close()
+        except BaseException:
+            self._held.close(program_lives=True)
+            if self.guard is not None:
                 self.guard.leave()
-            elif self.guard is not None:
-                dismiss(self.guard, lingers=bool(lingers))
+            raise
+        if self.guard is not None:
+            dismiss(self.guard, lingers=others_use_it)
 
     def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
         """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
         device = self._held.device
-        # Outside MPS, too.
+        # Not `self.meter`: outside MPS there is none.
         meter = ActivityMeter(
             self.host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
         )
@@ -263,8 +265,8 @@ class Group:
     def _signal_tree(self, program: Program, number: int) -> None:
         """Send a signal to a program and its descendants."""
         # Once it has ended, its PID may be reused.
-        tree = self.host.processes.descendants(program.pid) if program.runs else ()
-        signal_all(self.host.processes, tree, number)
+        if program.runs:
+            signal_all(self.host.processes, self.host.processes.descendants(program.pid), number)
 
     def launch(
         self,
@@ -322,10 +324,10 @@ class Group:
             self.read_outputs()
             if until():
                 return True
-            rest = deadline - time.monotonic()
-            if rest <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 return False
-            time.sleep(min(POLL_SECONDS, rest))
+            time.sleep(min(POLL_SECONDS, seconds_left))
 
     def end(
         self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False, strays: Iterable[int] = ()
@@ -343,8 +345,8 @@ class Group:
 
     def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
         """End a program without asking it: under MPS stop and drain, kill."""
-        tree = dict.fromkeys(pid for member in _members(program) for pid in self.host.processes.descendants(member))
-        pids = [pid for pid in tree if self.host.processes.alive(pid)]
+        trees = dict.fromkeys(pid for member in _members(program) for pid in self.host.processes.descendants(member))
+        pids = [pid for pid in trees if self.host.processes.alive(pid)]
         drain = None
         if self.meter is None:
             kill_all(self.host, pids)
@@ -383,8 +385,8 @@ class Group:
         count as the first program's.
         """
         groups = {program.pid: set(group_members(program.pid)) for program in programs}
-        if groups:
-            next(iter(groups.values())).update(set(elsewhere).difference(*groups.values()))
+        if programs:
+            groups[programs[0].pid] |= set(elsewhere).difference(*groups.values())
         return still_there(self.host, groups)
 
     def _wait_reaped(self, programs: Sequence[Program]) -> None:

@@ -142,46 +142,50 @@ class JobStart:
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
-        names_one = gpu is None or (not is_any(gpu) and len(select_for_change(gpu, self.gpus)) == 1)
-        several = self.count > 1 or not names_one
-        if self.budget is not None or self.queue.takes_place or several:
+        has_choice = gpu is not None and (is_any(gpu) or len(select_for_change(gpu, self.gpus)) != 1)
+        if self.budget is not None or self.queue.takes_place or self.count > 1 or has_choice:
             return self._run_queued(gpu, options)
         return self._run_on([select_one(gpu, self.gpus)], options)
 
     def _carry_out(self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None) -> Any:
-        """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
-        typed, command, container, mps = None, self.command, None, isinstance(share, MpsShare)
+        """Run the program in a share and return its exit code; in a dry run, return the steps as a plan.
+
+        ``parts`` are those of its way of sharing; those that any job may have are added here.
+        """
         job = self._recorded_job(share, options, slice_us)
+        all_parts: list[Part] = [job, *options.parts, *parts]
+        command = self.command
+        container = None
         if options.container is not None:
             container = Container(self.host, share, options.container)
-            typed, command, parts = command, container.command(command), (*parts, container)
+            command = container.command(self.command)
+            all_parts.append(container)
         if self.bind:
-            parts = (*parts, CpuBinding(self.host, share.devices))
+            all_parts.append(CpuBinding(self.host, share.devices))
         if self.queue.run_seconds is not None:
-            parts = (*parts, TimeLimit(self.queue.run_seconds))
-        kind = RunReport if mps else InstanceReport
-        report = kind(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits if mps else None)
+            all_parts.append(TimeLimit(self.queue.run_seconds))
+        if isinstance(share, MpsShare):
+            report = RunReport(self.host, share.device, sys.stderr, quiet=self.quiet, limits=options.limits)
+        else:
+            report = InstanceReport(self.host, share.device, sys.stderr, quiet=self.quiet)
         if len(share.devices) > 1:
             report.title = titles(share.devices)
-        run = Run(
-            self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
-        )
+        run = Run(self.host, share, all_parts, command, options, report, container=container, typed=self.command)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
 
     def _recorded_job(self, share: Share, options: RunOptions, slice_us: int | None = None) -> RecordedJob:
         """Return the part of the job that writes its record, with what that says before the job runs."""
-        limits, mps = options.limits, isinstance(share, MpsShare)
-        memory = limits.memory_limit_bytes if mps else None
-        if self.budget is not None:
-            memory = self._bytes_on(share.device)
+        mps = isinstance(share, MpsShare)
+        # Only MPS has limits.
+        limits = options.limits if mps else Limits()
         record = replace(
             new_record(options.name, share.devices, self.command),
             role=options.role,
             mps=mps,
-            threads_percent=limits.threads_percent if mps else None,
-            memory_bytes=memory,
+            threads_percent=limits.threads_percent,
+            memory_bytes=limits.memory_limit_bytes if self.budget is None else self._bytes_on(share.device),
             slice_us=slice_us,
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             rate=options.rate,
@@ -189,26 +193,29 @@ class JobStart:
         return RecordedJob(self.host, share.device, record, options.container or self.command[0])
 
     def _run_and_record(self, run: Run, job: RecordedJob) -> int:
-        """Carry a run out, and keep how it ended."""
-        began, code = time.time(), None
+        """Carry a run out, again if its MPS server has died and that was asked for; keep how it ended."""
+        began = time.time()
+        code = None
         try:
-            code, restarts = run.carry_out(), 0
+            code = run.carry_out()
+            restarts = 0
             while self.restart and run.mps_fault and restarts < _MOST_RESTARTS:
                 restarts += 1
                 self.say(f"its MPS server died: started again ({restarts} of at most {_MOST_RESTARTS} times)")
                 code = run.carry_out()
         except OperationFailed as error:
-            # It had been started.
+            # With these codes its program was started and then ended; else it was not started (None).
             code = int(error.exit_code) if error.code in {"memory_limit", "time_limit"} else None
             raise
         else:
             return code
         finally:
             if job.record.name:
-                # A job with a limit of its memory is looked at more often.
-                limits = [part.peak_bytes for part in run.parts if isinstance(part, JobMemory)][:1]
-                peaks = [peak for peak in (job.record.memory_peak_bytes, *limits) if peak is not None]
-                record = replace(job.record, memory_peak_bytes=max(peaks, default=None))
+                # On its first device. A job with a limit of its memory is looked at more often, so that peak may be higher.
+                first_memory = next((part for part in run.parts if isinstance(part, JobMemory)), None)
+                peaks = [job.record.memory_peak_bytes, None if first_memory is None else first_memory.peak_bytes]
+                peak = max((peak for peak in peaks if peak is not None), default=None)
+                record = replace(job.record, memory_peak_bytes=peak)
                 keep_past(self.host, record, titles(run.share.devices), began, code)
             if not run.options.stays:
                 job.forget()
@@ -238,27 +245,34 @@ class JobStart:
             return tuple(devices)
         from gpushare.mig.places import check_granted
 
-        granted, denied = [], None
+        granted = []
+        first_error = None
         for device in devices:
             try:
                 check_granted(self.host, "" if device.mig is None else device.mig.name or "")
                 granted.append(device)
             except NoPermission as error:
-                denied = denied or error
-        if denied is not None and not granted:
-            raise denied
+                first_error = first_error or error
+        if first_error is not None and not granted:
+            raise first_error
         return tuple(granted)
 
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
+        """Return the devices that no other user has reserved.
+
+        Raises:
+            InUse: all of them are (code ``reserved``).
+        """
         errors = [self._lease_error(device) for device in devices]
-        if errors and errors[0] is not None and None not in errors:
+        free = tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
+        if errors and errors[0] is not None and not free:
             raise errors[0]
-        return tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
+        return free
 
     def _run_on(self, devices: Sequence[Device], options: RunOptions) -> Any:
-        """Run a program on a device, by its role and its slice; on several GPUs outside MPS, whose daemons have one each."""
+        """Run a program by its role and its slice; on several GPUs outside MPS, as each of its daemons has one GPU."""
         device = devices[0]
+        # Only to raise where none of them may be used.
         self._without_leased(self._without_granted_to_others(devices))
         if self.role.production is not None:
             return self._run_production(devices, replace(options, rate=self.role.rate), self.role.production)
@@ -289,20 +303,28 @@ class JobStart:
     def _run_queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
         queue = self.queue
+        needs_whole_gpus = queue.swappable or self.count > 1
         # A job of several GPUs that names none may have any.
-        gpu = "any" if gpu is None and self.count > 1 else gpu
+        if gpu is None and self.count > 1:
+            gpu = "any"
         devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
         if queue.swappable:
             check_host(self.host)
         if is_any(gpu):
-            devices = usable(devices, instances=not queue.swappable and self.count == 1)
+            devices = usable(devices, instances=not needs_whole_gpus)
         devices = self._without_granted_to_others(devices)
-        devices = devices if queue.wait else self._without_leased(devices)
-        check_not_mig(devices, whole=queue.swappable or self.count > 1)
+        if not queue.wait:
+            # A job that waits may have those when the lease is over.
+            devices = self._without_leased(devices)
+        check_not_mig(devices, whole=needs_whole_gpus)
         check_enough(devices, self.count, most=len(self.gpus))
         check_program(options.container or self.command[0])
         spared = self._title_of_spared(devices) if queue.for_production else None
-        devices = self._large_enough(devices) if self.count == 1 else devices
+        if self.count == 1:
+            devices = self._large_enough(devices)
+        if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
+            # Waiting would not help: the mode stays until an administrator changes it.
+            check_mode(devices[0])
 
         def run_on_chosen(chosen: Sequence[Device], metered: RunOptions) -> Any:
             """Run it where its memory is reserved: under its way, or outside MPS if it may be swapped."""
@@ -313,9 +335,6 @@ class JobStart:
                 metered = replace(metered, role=OPPORTUNISTIC)
             return self._carry_out(self._plain_share(chosen), metered)
 
-        if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
-            # Waiting would not help: the mode stays until an administrator changes it.
-            check_mode(devices[0])
         request = Request(
             memory_bytes=None,
             keys=(),
@@ -360,15 +379,19 @@ class JobStart:
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
         size = self._bytes_on(*devices)
-        most = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
-        check_memory(max(devices, key=lambda device: most[device.uuid]), size, job=True)
-        return tuple(device for device in devices if most[device.uuid] >= (size or 0))
+
+        def capacity(device: Device) -> float:
+            """Return what a job can have on it; where that is unknown, it is not refused."""
+            return device.job_memory_bytes or math.inf
+
+        check_memory(max(devices, key=capacity), size, job=True)
+        return tuple(device for device in devices if capacity(device) >= (size or 0))
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
-        return (self.role.slice_us is not None and not self.role.opportunistic) or (
-            self.role.production is not None and not _asks_for_mps(options)
-        )
+        if self.role.production is not None and not _asks_for_mps(options):
+            return True
+        return self.role.slice_us is not None and not self.role.opportunistic
 
     def _bytes_on(self, *devices: Device) -> int | None:
         """Return the memory that was given for the job on each of these devices; None: none was."""
@@ -383,7 +406,7 @@ class JobStart:
         return planned if room is None else _with_room(planned, room)
 
     def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
-        """Return the production job of ``--for``, which need not run yet, for people; None: none was named.
+        """Return the production job of ``--for``, which need not run yet, for people, and say what it means; None: none was named.
 
         Raises:
             NotFound: no such job is known.
@@ -398,6 +421,7 @@ class JobStart:
         except BadUsage as error:
             if error.code != "other_device" or len(devices) == 1:
                 raise
+            # It runs on another one, perhaps one of the others that this job may have.
             process = None
         except NotFound as error:
             if error.code != "no_production":
@@ -436,51 +460,58 @@ class JobStart:
         from gpushare.run.mig import InstanceWish, waiting_text
 
         check_program(options.container or self.command[0])
-        queue = self.queue
         mps = options.strict or _asks_for_mps(options)
         if not mps:
             self._say_dropped("; for a cap, give --threads")
 
         def check(device: Device) -> None:
+            """Raise unless the program can run in this instance."""
             self._without_leased([device])
             check_memory(device, self._bytes_on(device), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
         # Of a job that waits, any GPU is all of them, as without -g.
-        gpu = None if queue.wait and is_any(gpu) else gpu
+        if self.queue.wait and is_any(gpu):
+            gpu = None
         wish = InstanceWish(host=self.host, text=text, gpu=gpu, check=check, creator=creator)
         place, claim, room = self._place_for(wish, options)
         if room is not None:
-            options = replace(options, before=(step_of_run(waiting_text(text, queue.seconds)),))
-        share = (
-            MpsShare(self.host, place.device, options.limits, claim)
-            if mps
-            else PlainShare(self.host, place.device, claim, place.title)
-        )
+            options = replace(options, before=(step_of_run(waiting_text(text, self.queue.seconds)),))
+        share: MpsShare | PlainShare
+        if mps:
+            share = MpsShare(self.host, place.device, options.limits, claim)
+        else:
+            share = PlainShare(self.host, place.device, claim, place.title)
+        try:
+            result = self._run_in_share(share, options)
+        except BaseException:
+            share.close()
+            raise
+        return result if room is None else _with_room(result, room)
 
-        def start(metered: RunOptions) -> Any:
+    def _run_in_share(self, share: MpsShare | PlainShare, options: RunOptions) -> Any:
+        """Run a program in an instance that it has; with a memory limit as a job of the ledger, which does not wait."""
+        if self.budget is None:
+            return self._carry_out(share, options)
+
+        def start(_: Sequence[Device], metered: RunOptions) -> Any:
+            """Run it with the limits that its place in the ledger gives it."""
             if isinstance(share, MpsShare):
                 share.limits = metered.limits
             return self._carry_out(share, metered)
 
-        try:
-            if self.budget is None:
-                done = start(options)
-            else:
-                # Another one of its places may be larger.
-                check_memory(place.device, self._bytes_on(place.device), job=True)
-                request = Request(
-                    memory_bytes=None, keys=(), client=mps, name=options.name, run_seconds=queue.run_seconds
-                )
-                unqueued = replace(self.queue, wait=False)
-                done = self._run_or_plan(
-                    self._queued((place.device,), request, options, unqueued, lambda _, metered: start(metered))
-                )
-        except BaseException:
-            share.close()
-            raise
-        return done if room is None else _with_room(done, room)
+        # The check of the wish was of the first instance that it may mean, and this one may be smaller.
+        check_memory(share.device, self._bytes_on(share.device), job=True)
+        request = Request(
+            memory_bytes=None,
+            keys=(),
+            client=isinstance(share, MpsShare),
+            name=options.name,
+            run_seconds=self.queue.run_seconds,
+        )
+        unqueued = replace(self.queue, wait=False)
+        return self._run_or_plan(self._queued((share.device,), request, options, unqueued, start))
 
     def _say_dropped(self, more: str = "") -> None:
         """Say which variables of the caller mean nothing outside MPS."""
@@ -496,18 +527,22 @@ class JobStart:
         if self.dry_run:
             place, room = wish.outlook(waits=queue.wait)
             return place, None, room if queue.wait else None
-        if not queue.wait:
-            return (*wish.take(), None)
-        return (*wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet), None)
+        if queue.wait:
+            place, claim = wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet)
+        else:
+            place, claim = wish.take()
+        return place, claim, None
 
     def _run_production(self, devices: Sequence[Device], options: RunOptions, name: str) -> Any:
         """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""
         check_job_name(name)
-        device, slice_us = devices[0], self.role.slice_us
+        device = devices[0]
+        slice_us = self.role.slice_us
         options = replace(options, name=name, role=PRODUCTION)
-        # Tuned is the setting on one GPU.
+        # `tune` finds the setting on one GPU.
         tuned = find_tuned(self.host, name) if len(devices) == 1 else None
-        if not _asks_for_mps(options) and (slice_us is not None or tuned is None or tuned.way is not Way.CAPS):
+        is_tuned_for_mps = slice_us is None and tuned is not None and tuned.way is Way.CAPS
+        if not _asks_for_mps(options) and not is_tuned_for_mps:
             tuned_us = None if tuned is None else tuned.production_slice_us
             return self._run_sliced(devices, options, slice_us or tuned_us or PRODUCTION_US, asked=slice_us is not None)
         group = members(self.host, device)
@@ -527,7 +562,7 @@ class JobStart:
         return self._carry_out(MpsShare(self.host, device, options.limits, own_limits=False), options)
 
     def _run_sliced(self, devices: Sequence[Device], options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
-        """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
+        """Run a program outside MPS with a time-slice. If that was not ``asked`` for, it runs even where none can be set."""
         for device in devices:
             check_outside_mps(device)
         if asked:
@@ -541,7 +576,8 @@ class JobStart:
         On several GPUs its ranks are paused, or ended, together while production works on one of them.
         """
         options = replace(options, role=OPPORTUNISTIC)
-        device, several = devices[0], len(devices) > 1
+        device = devices[0]
+        several = len(devices) > 1
         process = self._spared_process(devices)
         if process is None and (several or self.role.yields in {"requeue", "pause"}):
             raise _not_one_production_error(self.host, devices)
@@ -632,7 +668,7 @@ class JobStart:
         group = GroupSlice(self.host, device, slice_us, production_title, self.role.keep)
         if process is None:
             return (group,)
-        # If the slice cannot be set.
+        # If the slice cannot be set, the job is paused while production works.
         group.instead = PauseForProduction(self.host, process)
         if self.role.keep is None:
             return (group,)
@@ -640,11 +676,9 @@ class JobStart:
 
     def _say_group(self, device: Device, limits: Limits, slice_us: int, production_title: str) -> None:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
-        shared_slice = (
-            f"a time-slice of {format_slice(slice_us)}"
-            if self.role.keep is None
-            else f"a time-slice by which {production_title} keeps {100 * self.role.keep:g} % of its speed"
-        )
+        shared_slice = f"a time-slice of {format_slice(slice_us)}"
+        if self.role.keep is not None:
+            shared_slice = f"a time-slice by which {production_title} keeps {100 * self.role.keep:g} % of its speed"
         self.say(
             f"opportunistic next to {production_title}: all opportunistic jobs of {device.title} share {shared_slice}; "
             f"{_limits_text(limits)}"
@@ -721,10 +755,11 @@ def _asks_for_mps(options: RunOptions) -> bool:
 def check_enough(devices: Sequence[Device], count: int, *, most: int = 0) -> None:
     """Raise if a job of ``count`` GPUs may have fewer; ``most``: how many the host has."""
     if len(devices) < count:
+        hint = f"give it fewer: --gpus {len(devices)}"
+        if most >= count:
+            hint += "; or let it use any GPUs: -g any"
         raise BadUsage(
-            f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only",
-            f"give it fewer: --gpus {len(devices)}" + ("; or let it use any GPUs: -g any" if most >= count else ""),
-            code="too_few_gpus",
+            f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only", hint, code="too_few_gpus"
         )
 
 
@@ -733,15 +768,13 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
 
     A job that is swapped, or has several GPUs, needs whole ones: a CUDA program uses one MIG instance (MIG user guide).
     """
+    reason = "programs run in its instances"
+    if whole:
+        reason = "a job that is swapped or has several GPUs needs whole ones"
     for device in devices:
         if device.gpu.mig_enabled and (device.mig is None or whole):
             raise NotSupported(
-                f"{device.title} is in MIG mode: "
-                + (
-                    "a job that is swapped or has several GPUs needs whole ones"
-                    if whole
-                    else "programs run in its instances"
-                ),
+                f"{device.title} is in MIG mode: {reason}",
                 "name another GPU; or run in an instance: gpushare run --mig 1g -- CMD",
                 gpu=device.gpu.index,
                 code="mig_enabled",
@@ -802,8 +835,10 @@ def _not_one_production_error(host: Host, devices: Sequence[Device]) -> BadUsage
 def _limits_text(limits: Limits) -> str:
     """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
     words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
-    words += ["low priority"] if limits.priority else []
-    words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
+    if limits.priority:
+        words.append("low priority")
+    if limits.memory_limit_bytes is not None:
+        words.append(f"memory limit {format_bytes(limits.memory_limit_bytes)}")
     return ", ".join(words)
 
 
@@ -824,14 +859,18 @@ class CpuBinding(Part):
         Raises:
             NotSupported: the driver does not name them, or this process may use none of them (code ``cpus_unknown``).
         """
-        near = [self.host.nvml.cpus(device.gpu.index) for device in self.devices]
-        self._cpus = frozenset(cpu for cpus in near if cpus is not None for cpu in cpus) & os.sched_getaffinity(0)
-        if None in near or not self._cpus:
-            reason = (
-                "the driver does not say which CPUs are"
-                if None in near
-                else "this process may not use the CPUs that are"
-            )
+        reason = None
+        near: set[int] = set()
+        for device in self.devices:
+            cpus = self.host.nvml.cpus(device.gpu.index)
+            if cpus is None:
+                reason = "the driver does not say which CPUs are"
+            else:
+                near.update(cpus)
+        self._cpus = frozenset(near & os.sched_getaffinity(0))
+        if reason is None and not self._cpus:
+            reason = "this process may not use the CPUs that are"
+        if reason is not None:
             raise NotSupported(
                 f"{reason} next to {titles(self.devices)}",
                 "run it without --bind; see: nvidia-smi topo -m",
@@ -883,7 +922,8 @@ class YieldToProduction(Part):
         self._due = at + _TICK_SECONDS
         if at >= self._alive_due:
             # Its PID may have been reused, or the job may have been started again under its name.
-            self._alive, self._alive_due = self._production.lives(), at + _ALIVE_SECONDS
+            self._alive = self._production.lives()
+            self._alive_due = at + _ALIVE_SECONDS
         return self._alive and self._production.active()
 
     def poll(self) -> bool:
@@ -910,29 +950,32 @@ class Yielding:
 
     def run(self) -> Any:
         """Run it, and return its exit code."""
-        self._wait(first=True)
+        self._wait(_FIRST_QUIET_SECONDS, is_reported=False)
         while True:
-            part, began = YieldToProduction(self.production, self.clock), self.clock()
+            part = YieldToProduction(self.production, self.clock)
+            began = self.clock()
             code = self.start(replace(self.options, parts=(*self.options.parts, part)))
             if not part.yielded:
                 return code
-            early = self.clock() - began < _EARLY_SECONDS
-            self._quiet = min(2 * self._quiet, _MOST_QUIET_SECONDS) if early else _FIRST_QUIET_SECONDS
+            if self.clock() - began < _EARLY_SECONDS:
+                self._quiet = min(2 * self._quiet, _MOST_QUIET_SECONDS)
+            else:
+                self._quiet = _FIRST_QUIET_SECONDS
             title = self.production.title
             self.say(
                 f"ended, because {title} works; it starts again when {title} has rested for "
                 f"{format_duration(self._quiet)}"
             )
-            self._wait(first=False)
+            self._wait(self._quiet, is_reported=True)
 
-    def _wait(self, *, first: bool) -> None:
-        """Wait until production has been quiet for long enough; at first, only until it is known to rest."""
-        part, since = YieldToProduction(self.production, self.clock), self.clock()
-        quiet, was_reported = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
-        while self.clock() - since < quiet:
+    def _wait(self, quiet_seconds: float, *, is_reported: bool) -> None:
+        """Wait until production has been quiet for some seconds; say so once, unless that ``is_reported``."""
+        part = YieldToProduction(self.production, self.clock)
+        quiet_since = self.clock()
+        while self.clock() - quiet_since < quiet_seconds:
             if part.works():
-                since = self.clock()
-                if not was_reported:
-                    was_reported = True
+                quiet_since = self.clock()
+                if not is_reported:
+                    is_reported = True
                     self.say(f"waits until {self.production.title} rests")
             self.sleep(_TICK_SECONDS)

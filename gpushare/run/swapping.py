@@ -168,6 +168,7 @@ class Idle(Policy):
     # What its processes on the GPU use of a CPU while it is idle, sample by sample.
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
+    # CPU seconds of small requests since it left.
     _small: float = 0.0
     # How many times its idle time it stays: it may have come back for nothing.
     _times: int = 1
@@ -175,8 +176,10 @@ class Idle(Policy):
 
     def leaves(self, sample: Sample) -> bool:
         """Return whether it has been idle for long enough."""
-        earlier, self._before = self._before, sample
+        earlier = self._before
+        self._before = sample
         if self._out_since is not None:
+            # It has just come back. If it does nothing now, it came back for nothing, and stays longer.
             earlier = self._out_since = self._still_since = None
             self._times = min(2 * self._times, _MOST_IDLE_TIMES)
         if sample.busy_percent:
@@ -187,58 +190,66 @@ class Idle(Policy):
         if earlier is None or sample.busy_percent is None:
             self._still_since = self._window = None
             return False
+
         elapsed = max(1e-6, sample.now - earlier.now)
+        is_observed = elapsed <= _MOST_BETWEEN_SECONDS
         used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
         most_used = max(_cpu_used(earlier.cpu, sample.cpu, sample), default=0.0)
-        busy = sample.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
+        is_busy = sample.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
         # What would wake it is work here, too: it neither leaves nor comes back for nothing.
-        is_known = len(self._levels) >= _LEAST_LEVELS
-        active = (
-            is_known
-            and elapsed <= _MOST_BETWEEN_SECONDS
-            and most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
-        )
-        if busy:
+        is_level_known = len(self._levels) >= _LEAST_LEVELS
+        would_wake = most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
+        if is_busy:
             self._window = None
             self._levels.clear()
-        elif elapsed <= _MOST_BETWEEN_SECONDS:
+        elif is_observed:
             self._levels.append(most_used / elapsed)
-        if busy or active:
+        if is_busy or (is_level_known and is_observed and would_wake):
             self._still_since = None
             return False
-        if elapsed > _MOST_BETWEEN_SECONDS:
+
+        # The time that was not observed does not count as idle.
+        if not is_observed:
             self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
             self._still_since = earlier.now
         return sample.now - self._still_since >= self._times * self.seconds
 
     def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
-        """Return whether it has used more of a CPU than an idle job, over some seconds."""
+        """Return whether the job has used more of a CPU than an idle job, over some seconds up to now.
+
+        It has ``used`` this CPU time in the ``elapsed`` seconds after ``since``.
+        """
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._window = None
             return used > _IDLE_CPU_SHARE * elapsed
         window = min(_IDLE_WINDOW_SECONDS, max(elapsed, self.seconds))
-        start, so_far = self._window or (since, 0.0)
-        so_far += used
-        self._window = None if since + elapsed - start >= window else (start, so_far)
-        return so_far > _IDLE_CPU_SHARE * window
+        start, used_before = self._window or (since, 0.0)
+        used += used_before
+        self._window = None if since + elapsed - start >= window else (start, used)
+        return used > _IDLE_CPU_SHARE * window
 
     def returns(self, sample: Sample) -> bool:
         """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
-        earlier, self._before = self._before, sample
-        first = self._out_since is None
-        self._out_since = sample.now if self._out_since is None else self._out_since
+        earlier = self._before
+        self._before = sample
+        is_first_look = self._out_since is None
+        if self._out_since is None:
+            self._out_since = sample.now
         if earlier is None:
             return False
         # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
-        if first or sample.now - self._out_since < _SETTLING_SECONDS:
+        if is_first_look or sample.now - self._out_since < _SETTLING_SECONDS:
             used = _cpu_used(earlier.main_cpu or {}, sample.main_cpu or {}, sample)
         else:
             used = _cpu_used(earlier.cpu, sample.cpu, sample)
-        elapsed, most_used, idle_level = sample.now - earlier.now, max(used, default=0.0), self._idle_level()
-        # Many requests that are too small to be seen one by one.
-        leak = max(idle_level, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
-        self._small = 0.0 if first else max(0.0, self._small + most_used - leak)
+        elapsed = sample.now - earlier.now
+        most_used = max(used, default=0.0)
+        idle_level = self._idle_level()
+        # Many requests that are too small to be seen one by one: what is above twice the mean of idle time adds up.
+        mean_level = sum(self._levels) / max(1, len(self._levels))
+        ignored = max(idle_level, 2 * mean_level) * elapsed
+        self._small = 0.0 if is_first_look else max(0.0, self._small + most_used - ignored)
         return most_used >= _WAKING_SECONDS + idle_level * elapsed or self._small >= _SMALL_TIMES * _WAKING_SECONDS
 
     def _idle_level(self) -> float:
@@ -298,8 +309,9 @@ class Turns(Policy):
     def switched(self, seconds: float) -> None:
         """Note a switch, and warn once of turns that are too short for it."""
         self._switches = [*self._switches[-1:], seconds]
-        switch = self.switch_seconds
-        text = None if self._warned or self.seconds is None or switch is None else short_turns(self.seconds, switch)
+        if self._warned or self.seconds is None or self.switch_seconds is None:
+            return
+        text = short_turns(self.seconds, self.switch_seconds)
         if text is not None:
             self._warned = True
             self.say(text)
@@ -316,8 +328,10 @@ class IdleInTurns(Policy):
     def leaves(self, sample: Sample) -> bool:
         """Return whether it has been idle for long enough, or its turn is over."""
         # Both are asked each time: each keeps what it has seen.
-        is_idle, is_over = self.idle.leaves(sample), self.turns.leaves(sample)
-        self._left_idle, self.waiting = is_idle, self.idle.waiting if is_idle else self.turns.waiting
+        is_idle = self.idle.leaves(sample)
+        is_over = self.turns.leaves(sample)
+        self._left_idle = is_idle
+        self.waiting = self.idle.waiting if is_idle else self.turns.waiting
         return is_idle or is_over
 
     def returns(self, sample: Sample) -> bool:
@@ -359,22 +373,22 @@ class ForProduction(Policy):
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
         self._note_free(sample, is_out=False)
-        leaving = most_out_seconds(sample.held_bytes)
         if sample.production_needs:
             return True
+        # Until this job has left, those that came later leave, and production may go on growing.
+        lost_bytes = self._bytes_lost_per_second() * most_out_seconds(sample.held_bytes)
+        free_then = sample.free_bytes + sample.later_bytes - lost_bytes
         # Jobs that all leave for production do not leave for each other.
-        free = sample.free_bytes + sample.later_bytes - self._bytes_lost_per_second() * leaving
-        return sample.others_stay and free < self.margin_bytes
+        return sample.others_stay and free_then < self.margin_bytes
 
     def _note_free(self, sample: Sample, *, is_out: bool) -> None:
         """Note the free memory of this sample, for `_bytes_lost_per_second`."""
-        # Memory that the job itself released or took is not growth of production.
-        kept = self._seen if is_out == self._is_out else []
+        if is_out != self._is_out:
+            # Memory that the job itself released or took is not growth of production.
+            self._seen = []
         self._is_out = is_out
-        self._seen = [
-            *((at, free_bytes) for at, free_bytes in kept if sample.now - at <= _GROWTH_SECONDS),
-            (sample.now, sample.free_bytes),
-        ]
+        self._seen = [(at, free_bytes) for at, free_bytes in self._seen if sample.now - at <= _GROWTH_SECONDS]
+        self._seen.append((sample.now, sample.free_bytes))
 
     def _bytes_lost_per_second(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second.
@@ -382,15 +396,14 @@ class ForProduction(Policy):
         The largest step is left out: a program that starts takes much at once, and that is no growth.
         """
         steps = [
-            (later[0] - earlier[0], earlier[1] - later[1])
-            for earlier, later in itertools.pairwise(self._seen)
-            if later[0] > earlier[0]
+            (free_before - free_after, end - begin)
+            for (begin, free_before), (end, free_after) in itertools.pairwise(self._seen)
+            if end > begin
         ]
-        grown = [lost for _, lost in steps if lost > 0]
-        if len(grown) < _GROWTH_LOOKS:
+        if sum(lost > 0 for lost, _ in steps) < _GROWTH_LOOKS:
             return 0.0
-        steps.remove(max(steps, key=lambda step: step[1]))
-        return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
+        steps.remove(max(steps, key=lambda step: step[0]))
+        return max(0.0, sum(lost for lost, _ in steps) / sum(seconds for _, seconds in steps))
 
     def returns(self, sample: Sample) -> bool:
         """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
@@ -405,7 +418,8 @@ class ForProduction(Policy):
         if sample.production_waits or sample.free_bytes < sample.held_bytes + margin:
             self._free_since = None
             return False
-        self._free_since = sample.now if self._free_since is None else self._free_since
+        if self._free_since is None:
+            self._free_since = sample.now
         return sample.now - self._free_since >= self.quiet_seconds
 
 
@@ -444,10 +458,11 @@ class Swapping(Part):
         self._pid = 0
         self._since = clock()
         self._due = 0.0
-        self._later = 0.0
-        # What was said last, and how long to wait after the next failure.
+        # After a failure: not before this time, and how long to wait after the next one.
+        self._retry_at = 0.0
+        self._retry_seconds = _AGAIN_SECONDS
+        # What was said last.
         self._said: str | None = None
-        self._again = _AGAIN_SECONDS
         self._needed_since: float | None = None
         self._told_stays = False
         self._left_at = self._out_seconds = 0.0
@@ -470,17 +485,21 @@ class Swapping(Part):
 
     def begin(self, pid: int) -> None:
         """Begin to watch the program with this PID."""
-        self._pid, self._since = pid, self._clock()
+        self._pid = pid
+        self._since = self._clock()
 
     def poll(self) -> bool:
         """Sample, and move the job if it is time."""
         now = self._clock()
         if now < self._due:
             return False
-        self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
+        waits_in_line = self.out and self._place is not None
+        self._due = now + (_WAITING_SECONDS if waits_in_line else _LOOK_SECONDS)
+        # `Policy` itself decides nothing: such a job leaves and comes back by hand.
+        acts_by_itself = self._movable or type(self._policy) is not Policy
         try:
             self._follow_others()
-            if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
+            if acts_by_itself and not self._by_hand and now >= self._retry_at:
                 sample = self._read_sample(now)
                 if sample is not None:
                     self._act(sample)
@@ -492,9 +511,10 @@ class Swapping(Part):
         """Try again later, and say why, once for each reason."""
         if error.code in _PASSING:
             return
-        self._later = self._clock() + self._again
+        self._retry_at = self._clock() + self._retry_seconds
+        # Production does not wait for longer and longer.
         if not isinstance(self._policy, ForProduction):
-            self._again = min(2 * self._again, _MOST_AGAIN_SECONDS)
+            self._retry_seconds = min(2 * self._retry_seconds, _MOST_AGAIN_SECONDS)
         if error.message != self._said:
             self._said = error.message
             self._say(f"{error.message}; tried again from time to time")
@@ -502,24 +522,29 @@ class Swapping(Part):
     def _follow_others(self) -> None:
         """Take over what was done to the job by hand, by its user or by root: swapped out, brought in, or moved."""
         swap = find_swap(self._host, self._pid)
-        if swap is not None and swap.state == BACK and swap.gpu_uuid != self._device.uuid:
-            self._continue_on(swap.gpu_uuid, "moved by hand")
-        elif swap is None or swap.state == BACK:
-            if self.out and swap is None and self._host.processes.identity(self._pid) is None:
+        if swap is None:
+            if self.out and self._host.processes.identity(self._pid) is None:
                 # The program itself has ended: that is said elsewhere.
                 self._swap = None
             elif self.out:
-                self._note_return("what was out has ended" if swap is None else "back on the GPU, brought in by hand")
+                self._note_return("what was out has ended")
+        elif swap.state == BACK:
+            if swap.gpu_uuid != self._device.uuid:
+                self._continue_on(swap.gpu_uuid, "moved by hand")
+            elif self.out:
+                self._note_return("back on the GPU, brought in by hand")
         elif swap.state == LOST:
             if not self._by_hand:
-                self._by_hand, self._swap = True, swap
+                self._by_hand = True
+                self._swap = swap
                 self._say(f"{swap.title} is lost: the driver could not put it back; end it: Ctrl-C")
         elif not self.out:
-            self._by_hand, self._swap = True, swap
-            root = swap.keeper_uid == 0
+            self._by_hand = True
+            self._swap = swap
+            by_root = swap.keeper_uid == 0
             self._say(
-                f"out of the GPU, swapped out by {'root' if root else 'hand'}; it comes back with: "
-                f"{'sudo ' if root else ''}gpushare swap in {swap.selector}"
+                f"out of the GPU, swapped out by {'root' if by_root else 'hand'}; it comes back with: "
+                f"{'sudo ' if by_root else ''}gpushare swap in {swap.selector}"
             )
 
     def _note_return(self, reason: str) -> None:
@@ -534,7 +559,13 @@ class Swapping(Part):
         if not place.held:
             place.take(self._device.uuid)
             place.add(self._pid)
-        self._place, self._swap, self._by_hand = place, None, False
+        self._note_on_gpu(place)
+
+    def _note_on_gpu(self, place: Place) -> None:
+        """Note that the job is on the GPU, with this place in the ledger."""
+        self._place = place
+        self._swap = None
+        self._by_hand = False
 
     def _place_on(self, uuid: str) -> Place:
         """Return a new place in the ledger for what the job had reserved, on a GPU."""
@@ -554,7 +585,7 @@ class Swapping(Part):
         self._memory.reserve(place)
         if self._place is not None:
             self._place.leave()
-        self._place, self._swap, self._by_hand = place, None, False
+        self._note_on_gpu(place)
         if self._watch is not None:
             self._watch.device = self._device
         self._since = self._clock()
@@ -592,18 +623,20 @@ class Swapping(Part):
             return None
         ledger = reservations(self._host) or []
         usable = [
-            gpu
+            Device(gpu=gpu)
             for gpu in possible_targets(present_gpu, gpus)
             if lease_of_others(self._host, gpu.uuid, self._limits) is None
         ]
-        lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], ledger, limits=self._limits)
+        lines = lines_of(self._host, usable, ledger, limits=self._limits)
         best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
-        need = max(sample.held_bytes, self._asked.memory_bytes or sample.held_bytes) + GPU_MARGIN_BYTES
-        # A job without a size has all of its GPU.
-        whole = self._asked.memory_bytes is None
-        if best is None or best.free_bytes < (best.room.whole_bytes if whole else need):
+        if best is None:
             return None
-        return best.device
+        if self._asked.memory_bytes is None:
+            # A job without a size has all of its GPU.
+            need = best.room.whole_bytes
+        else:
+            need = max(sample.held_bytes, self._asked.memory_bytes) + GPU_MARGIN_BYTES
+        return best.device if best.free_bytes >= need else None
 
     def _act(self, sample: Sample) -> None:
         """Move the job, swap it out or bring it back, as the policy decides."""
@@ -622,7 +655,9 @@ class Swapping(Part):
             self._swap_in()
 
     def _check_room_for_both(self, sample: Sample) -> None:
-        """Raise unless host memory has room for the copy of the next job too: else that could not leave, and this never return.
+        """Raise unless host memory has room for the copies of this job and of the next in turn.
+
+        Otherwise the next one could not leave, and this one never come back.
 
         Raises:
             InUse: it has not (code ``host_memory``).
@@ -651,83 +686,94 @@ class Swapping(Part):
         # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
-        family = set(self._host.processes.descendants(self._pid))
-        own_processes = [process for process in gpu.processes or () if process.pid in family]
-        busy: Sequence[int | None] = [process.sm_percent for process in own_processes]
-        used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
-        line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
         total = gpu.memory_total_bytes
+        line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
         if line is None or total is None:
             # A job that left could not come back: nothing is admitted there.
             return None
-        waiting = [
+
+        # The job itself.
+        family = set(self._host.processes.descendants(self._pid))
+        own_processes = [process for process in gpu.processes or () if process.pid in family]
+        sm_percents = [process.sm_percent for process in own_processes]
+        if self._swap is None:
+            pids = [process.pid for process in own_processes]
+            held_bytes = sum(process.memory_used_bytes or 0 for process in own_processes)
+        else:
+            pids = [pid for pid, _, _ in self._swap.images]
+            held_bytes = self._swap.memory_bytes
+
+        # The jobs that wait for its GPU; no room is made for one that can never fit.
+        others = [
             job
             for job in ledger
-            # No room is made for a job that can never fit.
             if job.waits
+            and job.id != self._own_id
             and self._device.uuid in job.keys
             and (job.memory_bytes or 0) <= total
             and self._patience.lets_go_first(job)
         ]
-        own_id = None if self._place is None else self._place.claim.path.name
-        others = [job for job in waiting if job.id != own_id]
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
-        later = self._later_bytes(line, own_id)
-        self._makes_room_for = next(
-            (job for job in others if self._movable and _has_room_if_gone(job, line, own_id)), None
-        )
+        later_bytes = self._later_bytes(line)
+        self._makes_room_for = None
+        if self._movable:
+            self._makes_room_for = next((job for job in others if _has_room_if_gone(job, line, self._own_id)), None)
         self._next_in_turn = next((job for job in others if _has_room_after_turns(job, line)), None)
-        pids = (
-            [process.pid for process in own_processes]
-            if self._swap is None
-            else [pid for pid, _, _ in self._swap.images]
-        )
+
+        used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         return Sample(
             now=now,
             since=self._since,
-            busy_percent=None if None in busy else sum(percent or 0 for percent in busy),
+            busy_percent=None if None in sm_percents else sum(percent or 0 for percent in sm_percents),
             cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
             others_wait=self._next_in_turn is not None,
             production_waits=bool(production),
-            held_bytes=sum(process.memory_used_bytes or 0 for process in own_processes)
-            if self._swap is None
-            else self._swap.memory_bytes,
-            production_needs=self._is_needed(production, line, later),
+            held_bytes=held_bytes,
+            production_needs=self._is_needed(production, line, later_bytes),
             others_stay=_others_stay(self._host, gpu, line, family),
-            later_bytes=later,
+            later_bytes=later_bytes,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
         )
 
+    @property
+    def _own_id(self) -> str | None:
+        """Return the id of the job's place in the ledger; None: it has none."""
+        return None if self._place is None else self._place.claim.path.name
+
     def _next_bytes(self) -> int | None:
         """Return how much memory the next job in turn needs that it does not hold in host memory yet; None: unknown."""
-        first = self._next_in_turn
-        # Of others it is not known whether they are in host memory already.
-        if first is None or first.claim.uid != self._host.uid:
+        job = self._next_in_turn
+        # Of other users' jobs it is not known whether they are in host memory already.
+        if job is None or job.claim.uid != self._host.uid:
             return None
-        images = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
-        comes_back = any(first.claim.pid in self._host.processes.ancestry(pid) for pid in images)
-        return 0 if comes_back else first.memory_bytes
+        pids_out = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
+        is_out = any(job.claim.pid in self._host.processes.ancestry(pid) for pid in pids_out)
+        return 0 if is_out else job.memory_bytes
 
-    def _later_bytes(self, line: Line, own_id: str | None) -> int:
+    def _later_bytes(self, line: Line) -> int:
         """Return how many bytes those jobs on the device hold that leave for production too, and came after this one."""
         ids = [job.id for job in line.holders]
-        after = ids.index(own_id) + 1 if own_id in ids else len(ids)
-        return sum(size for job, size in line.held_by[after:] if self._makes_room(job))
+        if self._own_id not in ids:
+            return 0
+        later = line.held_by[ids.index(self._own_id) + 1 :]
+        return sum(size for job, size in later if self._makes_room(job))
 
     def _makes_room(self, job: Reservation) -> bool:
         """Return whether a job leaves for this user's production: those of other users do for their own, and for root's."""
         return job.leaves and not job.stays and job.claim.uid == self._host.uid
 
-    def _is_needed(self, production: Sequence[Reservation], line: Line, later: int) -> bool:
-        """Return whether waiting production has room only if this job leaves, after those that came later."""
-        own_id = None if self._place is None else self._place.claim.path.name
-        sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
+    def _is_needed(self, production: Sequence[Reservation], line: Line, later_bytes: int) -> bool:
+        """Return whether waiting production has room only if this job leaves, after those that came later.
+
+        ``later_bytes`` is what those hold. They leave first; if they do not for long, this job leaves too.
+        """
         most = line.free_bytes + sum(
-            size for job, size in line.held_by if job.id == own_id or job.turns or self._makes_room(job)
+            size for job, size in line.held_by if job.id == self._own_id or job.turns or self._makes_room(job)
         )
-        # What waits for jobs that stay is nothing to leave for.
+        # A job for which that is not enough waits for jobs that stay: it is nothing to leave for.
+        sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
         need = sum(size for size in sizes if size <= most)
         if need <= line.free_bytes:
             self._needed_since = None
@@ -737,8 +783,9 @@ class Swapping(Part):
             self._needed_since = self._clock()
             return False
         # Those that came later may not be able to leave.
-        patient = self._clock() - self._needed_since < _PATIENCE_SECONDS + most_out_seconds(later)
-        return not patient or need > line.free_bytes + later
+        waited = self._clock() - self._needed_since
+        is_patient = waited < _PATIENCE_SECONDS + most_out_seconds(later_bytes)
+        return not is_patient or need > line.free_bytes + later_bytes
 
     def _swap_out(self) -> None:
         """Swap the job out, and give up its place in the ledger."""
@@ -751,13 +798,15 @@ class Swapping(Part):
         self._left_at = began
         self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
         if isinstance(self._policy, ForProduction) and self.times_out == 1:
-            policy, need = self._policy, self._swap.memory_bytes + 2 * self._policy.margin_bytes
+            need = self._swap.memory_bytes + 2 * self._policy.margin_bytes
             self._say(
-                f"it comes back when {format_bytes(need)} have been free for {policy.quiet_seconds:g} s, or no other program is on the GPU"
+                f"it comes back when {format_bytes(need)} have been free for {self._policy.quiet_seconds:g} s,"
+                " or no other program is on the GPU"
             )
         if self._place is not None:
             self._place.leave()
-            self._place, self._told_stays = None, False
+            self._place = None
+            self._told_stays = False
 
     @contextlib.contextmanager
     def _swapping(self, seconds: float = 0.0) -> Iterator[None]:
@@ -779,9 +828,9 @@ class Swapping(Part):
         check_continues(self._host, swap)
         if self._place is None:
             self._place = Place(self._host, self._request_of_return(swap), self._patience)
-        free = bool(self._place.held) or self._try_to_take(self._place)
+        has_place = bool(self._place.held) or self._try_to_take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
-        if not free or has_room(self._host, swap, swap.memory_bytes) is False:
+        if not has_place or has_room(self._host, swap, swap.memory_bytes) is False:
             if self._policy.waiting is not None and self._policy.waiting != self._said:
                 self._said = self._policy.waiting
                 self._say(self._said)
@@ -791,35 +840,40 @@ class Swapping(Part):
             come_in(self._host, swap)
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
-        self._swap, self._by_hand = None, False
+        self._note_on_gpu(self._place)
         self._out_seconds += self._clock() - self._left_at
         self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
 
     def _request_of_return(self, swap: Swap) -> Request:
         """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""
         # As much as it had reserved: it may grow again. None is all of the device.
-        asked = self._asked.memory_bytes
-        if asked is not None:
+        size = self._asked.memory_bytes
+        if size is not None:
             gpu = self._host.nvml.gpu(self._device.gpu.index)
             need = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes)
-            asked = None if need is None else max(asked, need)
-        return replace(self._asked, memory_bytes=asked, keys=(self._device.uuid,), client=False)
+            size = None if need is None else max(size, need)
+        return replace(self._asked, memory_bytes=size, keys=(self._device.uuid,), client=False)
 
     def _try_to_take(self, place: Place) -> bool:
         """Take a place on the device if it is the job's turn; return whether it has it."""
         devices = select(self._device.selector, self._host.nvml.sweep())
+        clients = {device.uuid: client_limit(self._host, device) for device in devices}
+        # A limit that was lowered meanwhile must not keep it out.
         limits = self._limits.at_least(os.geteuid(), place.request.memory_bytes)
-        return place.try_to_take(devices, {device.uuid: client_limit(self._host, device) for device in devices}, limits)
+        return place.try_to_take(devices, clients, limits)
 
     def _note_switch(self, began: float, text: str) -> None:
         """Note that the job has left or come back, and say so the first times."""
         self._since = self._clock()
-        self._said, self._again = None, _AGAIN_SECONDS
+        self._said = None
+        self._retry_seconds = _AGAIN_SECONDS
         seconds = self._since - began
         self._policy.switched(seconds)
         if self.times_out <= _SAID_TIMES:
-            last = self.times_out == _SAID_TIMES and not self.out
-            self._say(f"{text} in {seconds:.1f} s{'; this further ones are not reported' if last else ''}")
+            text += f" in {seconds:.1f} s"
+            if self.times_out == _SAID_TIMES and not self.out:
+                text += "; further ones are not reported"
+            self._say(text)
 
     def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
@@ -841,10 +895,12 @@ class Swapping(Part):
 
 
 def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:
-    """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
-    sizes = [size for job, size in line.held_by if job.id == own_id and own_id]
+    """Return whether a waiting job of one GPU has room on a device if the job with this id leaves it, and only then."""
+    if job.count > 1 or own_id is None:
+        return False
+    released = sum(size for holder, size in line.held_by if holder.id == own_id)
     need = line.room.bytes_of(job.memory_bytes)
-    return job.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
+    return line.free_bytes < need <= line.free_bytes + released
 
 
 def _has_room_after_turns(job: Reservation, line: Line) -> bool:
@@ -852,14 +908,14 @@ def _has_room_after_turns(job: Reservation, line: Line) -> bool:
 
     Else it comes without that, or waits for jobs that stay.
     """
-    leaving = sum(size for job, size in line.held_by if job.turns)
-    stays = sum(size.memory_bytes for size in line.running) - leaving
+    in_turns = sum(size for holder, size in line.held_by if holder.turns)
+    staying = sum(size.memory_bytes for size in line.running) - in_turns
     need = line.room.bytes_of(job.memory_bytes)
-    return line.free_bytes < need <= line.room.memory_bytes - stays
+    return line.free_bytes < need <= line.room.memory_bytes - staying
 
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:
     """Return whether a process on the GPU does not leave for production: production itself, or an unknown program."""
     leaving = [job for job in line.holders if job.leaves]
-    owners = owners_of(host, leaving, gpu.processes or ())
-    return any(process.pid not in family and process.pid not in owners for process in gpu.processes or ())
+    processes_leaving = owners_of(host, leaving, gpu.processes or ())
+    return any(process.pid not in family and process.pid not in processes_leaving for process in gpu.processes or ())

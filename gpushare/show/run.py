@@ -297,6 +297,15 @@ class Copy:
     # What to do about the failure, where its output does not say.
     hint: str | None = field(default=None, metadata=NOT_STORED)
 
+    def begin_try(self, *, log: str | None, gpu_indexes: tuple[int, ...]) -> None:
+        """Note that it is about to be started, perhaps again, and forget how its last try ended."""
+        self.tries += 1
+        self.log = log
+        self.gpu_indexes = gpu_indexes
+        self.attached = None
+        self.exit_code = None
+        self.failure = self.reason = self.hint = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class FarmAnswer:

@@ -148,7 +148,7 @@ def test_who_cannot_leave_says_why_and_production_is_told(start: Real, real: Rea
 
 def test_many_turns_are_not_said_one_by_one(start: Real, world: World) -> None:
     both = [start("--swap", "turns=0.2s", "--memory", "16G"), start("--swap", "turns=0.2s", "--memory", "16G")]
-    both[0].says("this further ones are not reported")
+    both[0].says("further ones are not reported")
     time.sleep(3)
     for output in finish(*both):
         # The first time it may have less than its 8 GiB yet.
