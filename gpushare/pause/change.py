@@ -213,10 +213,10 @@ class JobPause:
 
     def _disable_step(self, channels: Channels) -> Step:
         """Return the step that takes the channels of a process off the GPU."""
-        contexts, count = len(channels.compute), sum(len(group.channels) for group in channels.compute)
+        count = sum(len(group.channels) for group in channels.compute)
         return Step(
             what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
-            f"({counted(contexts, 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
+            f"({counted(len(channels.compute), 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
             command=None,
             undo=f"gpushare resume {self.job.selector}",
             do=lambda: self._disable(channels),
@@ -420,8 +420,8 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
                     put_back(control, job.living(host))
                 else:
                     # We are root, and do not believe what a user's record says of channels.
-                    found = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
-                    put_back(control, found)
+                    scanned = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
+                    put_back(control, scanned)
 
 
 def find_paused(host: Host, text: str) -> PausedJob:

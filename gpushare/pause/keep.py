@@ -132,12 +132,12 @@ class Keeper:
                         yield channels
 
     def _with_new_channels(self, channels: Channels) -> Channels | None:
-        """Return the channels of a process if it has other ones than are recorded."""
+        """Return the channels that a process has now if some of them are not recorded; None: none, or it has ended."""
         try:
-            now = self._control.find_again(channels)
+            present = self._control.find_again(channels)
         except NotFound:
             return None
-        return now if channel_names(now) - channel_names(channels) else None
+        return present if channel_names(present) - channel_names(channels) else None
 
     def _record_and_disable(self, to_pause: list[Channels]) -> None:
         """Write channels into the record, in place of what it has of their processes, and take them off the GPU."""

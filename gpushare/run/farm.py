@@ -639,16 +639,16 @@ class Farm:
         self._reporter.say(f"{device.title} is left out: {error.message}")
 
     def _find_size(self) -> None:
-        """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
+        """Set what each copy reserves: as given, else by the most that this command has used on such a GPU, if that is known."""
         if self._copy_limit is not None:
             self._size = self._copy_limit
             self._size_from = "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
-        known = known_peak(self._host, self._devices.values(), commands)
-        if known is not None:
-            peak, short = known
-            self._set_copy_size(size_of_others(peak) if short else peak, "known")
+        peak_and_short = known_peak(self._host, self._devices.values(), commands)
+        if peak_and_short is not None:
+            peak, ran_out = peak_and_short
+            self._set_copy_size(size_of_others(peak) if ran_out else peak, "known")
 
     def _set_copy_size(self, size: int, source: str) -> None:
         """Set the bytes that each further copy reserves per GPU: ``size``, or what it can have at most if that is less.
@@ -1039,12 +1039,12 @@ class Farm:
                 # Its memory is no bound.
                 fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
                 continue
-            more = [line.free_bytes // self._size]
+            further = [line.free_bytes // self._size]
             if self._own_limit_bytes is not None:
-                more.append(max(0, self._own_limit_bytes - line.granted.get(os.geteuid(), 0)) // self._size)
+                further.append(max(0, self._own_limit_bytes - line.granted.get(os.geteuid(), 0)) // self._size)
             if line.free_clients is not None and count == 1:
-                more.append(line.free_clients)
-            fitting[uuid] = running[uuid] + min(more)
+                further.append(line.free_clients)
+            fitting[uuid] = running[uuid] + min(further)
         # A copy counts once on each of its GPUs.
         copies = sum(copy.state != "done earlier" for copy in self._copies)
         parallel = None if self._options.parallel is None else self._options.parallel * count
@@ -1052,16 +1052,13 @@ class Farm:
 
     def _limits_on(self, uuid: str) -> Limits:
         """Return the limits of MPS for a copy on a device."""
-        options = self._options
+        given = self._options.limits
         memory = None
-        # MPS refuses memory above a limit, so there is none if gpushare shall only warn of that, or stop the copy.
+        # MPS refuses memory above a limit, so it gets none where gpushare is only to warn of that, or to stop the copy.
         if self._copy_limit is not None and self._action == "end":
             memory = client_memory(self._copy_limit)
-        return Limits(
-            threads_percent=self._caps.get(uuid, options.limits.threads_percent),
-            memory_limit_bytes=memory,
-            priority=options.limits.priority,
-        )
+        threads_percent = self._caps.get(uuid, given.threads_percent)
+        return Limits(threads_percent=threads_percent, memory_limit_bytes=memory, priority=given.priority)
 
     def _variables(self, copy: Copy) -> dict[str, str]:
         """Return what a copy has in its environment: its number, how many there are, its line, the mark of the farm."""
@@ -1200,22 +1197,22 @@ class Farm:
 
     def _watch_memory(self) -> None:
         """End all copies above their memory limit together, the safe way."""
-        over = self._poll_memory()
-        if not over:
+        over_limit = self._poll_memory()
+        if not over_limit:
             return
         try:
-            self._end(over, hurry=self._hurried)
+            self._end(over_limit, hurry=self._poll_and_hurry)
         except GpushareError as error:
-            for running in over:
+            for running in over_limit:
                 if running.program.runs:
                     running.stuck = True
                     self._reporter.news(running.copy, f"it cannot be ended: {error.message}; {error.hint}")
 
-    def _hurried(self) -> bool:
+    def _poll_and_hurry(self) -> bool:
         """Read the memory of the other copies while some end; return whether to hurry: on a signal, or if memory grows."""
         self._poll_memory()
-        grow = any(memory.grows() for running in self._running.values() for memory in running.memories)
-        return self._signals.came() or grow
+        is_growing = any(memory.grows() for running in self._running.values() for memory in running.memories)
+        return self._signals.came() or is_growing
 
     def _poll_memory(self) -> list[_RunningCopy]:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""

@@ -290,9 +290,9 @@ def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_cod
 
 def past_jobs(host: Host) -> list[PastJob]:
     """Return this user's jobs that have ended, the newest first: also those whose gpushare was killed."""
-    kept = PAST.all(host, shared=False)
+    recorded = PAST.all(host, shared=False)
     unseen = (_unseen_end(host, record) for record in JOBS.all(host, shared=False) if not is_running(host, record))
-    return sorted([*kept, *filter(None, unseen)], key=lambda past: past.ended or past.began or 0.0, reverse=True)
+    return sorted([*recorded, *filter(None, unseen)], key=lambda past: past.ended or past.began or 0.0, reverse=True)
 
 
 def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:

@@ -157,7 +157,9 @@ class InstanceWish:
                     place_and_claim = self._take_in_turn(free, jobs_ahead, is_patient=is_patient)
                     if place_and_claim is not None:
                         return place_and_claim
-                    if not free and self._make_in_turn(creator_gpus, jobs_ahead):
+                    # A job ahead may want to make one on these GPUs.
+                    is_first = all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
+                    if not free and is_first and self.creator is not None and self.creator.make_if_room():
                         places = self.places()
                         continue
                     reason = _waiting_reason(places, held)
@@ -165,8 +167,8 @@ class InstanceWish:
                         raise _none_in_time_error(self.text, reason, seconds)
                     line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
                     draw(f"waiting for a free instance ({quoted(self.text)}){line}: {reason}", now - began, seconds)
-                    rest = math.inf if seconds is None else max(0.01, began + seconds - clock())
-                    sleep(min(POLL_SECONDS, rest))
+                    seconds_left = math.inf if seconds is None else max(0.01, began + seconds - clock())
+                    sleep(min(POLL_SECONDS, seconds_left))
                     try:
                         places = self.places()
                     except GpushareError:
@@ -189,11 +191,6 @@ class InstanceWish:
         if place_and_claim is not None and self.creator is not None:
             self._check_or_release(place_and_claim)
         return place_and_claim
-
-    def _make_in_turn(self, creator_gpus: Sequence[str], jobs_ahead: Sequence[Reservation]) -> bool:
-        """Make an instance if there is room, and no job ahead may make one on these GPUs; return whether it was made."""
-        is_first = all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
-        return is_first and self.creator is not None and self.creator.make_if_room()
 
     def outlook(self, *, waits: bool) -> tuple[Place, RoomAnswer]:
         """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
@@ -426,13 +423,13 @@ def in_use_text(held: HeldPlaces) -> str:
 
 def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     """Return the error when all instances that would do are held."""
-    first = held[0][0]
+    place, _ = held[0]
     hint = "wait until it ends: --wait; see: gpushare mig status"
-    if first.name is None:
-        hint = f"wait for one: --wait; or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
+    if place.name is None:
+        hint = f"wait for one: --wait; or make another: gpushare mig create {place.instance.profile.name} -g {place.gpu.index}"
     if all(holders is None for _, holders in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
-    return InUse(in_use_text(held), hint, gpu=first.gpu.index, code="instance_in_use")
+    return InUse(in_use_text(held), hint, gpu=place.gpu.index, code="instance_in_use")
 
 
 def _holders_text(holders: Holders) -> str:

@@ -99,8 +99,8 @@ class PlainShare:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the program; see `plain_environment`."""
-        own = plain_environment(base, self.host, self.device)
-        return {**own, "CUDA_VISIBLE_DEVICES": ",".join(device.uuid for device in self.devices)}
+        uuids = ",".join(device.uuid for device in self.devices)
+        return {**plain_environment(base, self.host, self.device), "CUDA_VISIBLE_DEVICES": uuids}
 
     def watch(self, pid: int) -> PlainWatch:
         """Return the watch over a program."""
@@ -127,9 +127,8 @@ def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> di
     So the variable is set to a directory of gpushare without a daemon, and CUDA uses the device directly. The caller's
     other CUDA_MPS_... variables have no meaning without a daemon and are dropped.
     """
-    kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
     return {
-        **kept,
+        **{name: value for name, value in base.items() if not name.startswith(_MPS)},
         "CUDA_VISIBLE_DEVICES": device.uuid,
         "CUDA_MPS_PIPE_DIRECTORY": str(pipe_directory(host, device)),
     }

@@ -215,10 +215,10 @@ class Queued:
 
     def _more_that_fits(self, size: int) -> int | None:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
-        most = self._largest_possible()
-        if most is None:
+        largest = self._largest_possible()
+        if largest is None:
             return _size_with_more(size)
-        return None if size >= most else min(_size_with_more(size), most)
+        return None if size >= largest else min(_size_with_more(size), largest)
 
     def _largest_possible(self) -> int | None:
         """Return all that this job may have on one of its devices; None: unknown."""
@@ -264,13 +264,12 @@ class Queued:
 
     def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
         """Return the options with the steps that a dry run shows before the program and while it runs."""
-        before = [step_of_run(text) for text in self._texts_before(request, candidates)]
-        meanwhile = [step_of_run(text) for text in self._texts_meanwhile(request.memory_bytes)]
+        steps_before = [step_of_run(text) for text in self._texts_before(request, candidates)]
         return replace(
             self.options,
             limits=self._mps_limits(self.job_bytes),
-            before=(*self.options.before, *before),
-            meanwhile=tuple(meanwhile),
+            before=(*self.options.before, *steps_before),
+            meanwhile=tuple(step_of_run(text) for text in self._texts_meanwhile(request.memory_bytes)),
         )
 
     def _request(self, size: int | None, devices: Sequence[Device]) -> Request:
@@ -317,9 +316,9 @@ class Queued:
             yield f"swap it out when {job} needs room, and back in when there is room again"
         if queue.run_seconds is not None:
             yield f"end it after {format_duration(queue.run_seconds)}"
-        more = self._more_that_fits(size) if queue.requeue and size is not None else None
-        if more is not None:
-            yield f"if it runs out of memory, wait again for {format_bytes(more)}"
+        next_size = self._more_that_fits(size) if queue.requeue and size is not None else None
+        if next_size is not None:
+            yield f"if it runs out of memory, wait again for {format_bytes(next_size)}"
 
     def _size_to_reserve(self) -> int | None:
         """Return what it reserves, and say how that is known: what was given, else the peak that it reached here before.

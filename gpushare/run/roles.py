@@ -214,20 +214,21 @@ def _memory_limit(
         InUse: production leaves nothing, and no limit was given.
     """
     try:
-        rest = _memory_beside(device, production_jobs, tuned)
+        available = _memory_beside(device, production_jobs, tuned)
     except InUse:
         if given_bytes is None:
             raise
-        rest = 0
-    if given_bytes is not None:
-        if rest is None or given_bytes <= rest:
-            return given_bytes, []
-        return given_bytes, [
-            f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {format_bytes(rest)}"
-        ]
-    if rest is None:
-        return None, ["no memory limit: the memory that production needs is unknown; set one with --memory"]
-    return rest, []
+        available = 0
+    notes = []
+    if given_bytes is None:
+        if available is None:
+            notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
+        return available, notes
+    if available is not None and given_bytes > available:
+        notes.append(
+            f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {format_bytes(available)}"
+        )
+    return given_bytes, notes
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
@@ -260,8 +261,8 @@ def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: 
     if total is None or not estimates:
         return None
     taken = max(estimates)
-    rest = total - (device.gpu.memory_reserved_bytes or 0) - taken - _MARGIN_BYTES
-    if rest < MIB:
+    available = total - (device.gpu.memory_reserved_bytes or 0) - taken - _MARGIN_BYTES
+    if available < MIB:
         raise InUse(
             f"production takes {format_bytes(taken)} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another job",
@@ -269,7 +270,7 @@ def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: 
             gpu=device.gpu.index,
             code="memory_does_not_fit",
         )
-    return rest // MIB * MIB
+    return available // MIB * MIB
 
 
 NOT_PROTECTED: Final = "not protected: under MPS, a GPU fault of either job ends both; memory bandwidth is shared at any cap; a cap reserves nothing"
@@ -320,7 +321,8 @@ class PauseForProduction(Part):
         """Pause or resume the program, and from time to time look for its processes."""
         at = time.monotonic()
         self.due = at + TICK_SECONDS
-        watch, pauser = self._watch, self.pauser
+        watch = self._watch
+        pauser = self.pauser
         if watch is None or pauser is None:
             return False
         if not self._released:

@@ -246,13 +246,12 @@ class Group:
         """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
         device = self._held.device
         # Not `self.meter`: outside MPS there is none.
-        meter = ActivityMeter(
-            self.host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
-        )
-        before = meter.read()
+        gpu_instance = None if device.mig is None else device.mig.gpu_instance_id
+        meter = ActivityMeter(self.host.nvml, device.gpu.index, gpu_instance)
+        running_reading = meter.read()
         for program in programs:
             self.stop(program)
-        return wait_for_drain(meter, before, bound_seconds)
+        return wait_for_drain(meter, running_reading, bound_seconds)
 
     def stop(self, program: Program) -> None:
         """Stop a program (SIGSTOP); the GPU still works on its queue."""

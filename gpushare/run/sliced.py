@@ -48,8 +48,8 @@ class KeptSlices:
 
         Raises as `ChannelControl.find` and `apply_slice`.
         """
-        for gone in self._known.keys() - set(pids):
-            self._forget(gone)
+        for pid in self._known.keys() - set(pids):
+            self._forget(pid)
         return [pid for pid in sorted(pids) if self._apply_one(pid, microseconds)]
 
     def _forget(self, pid: int) -> None:

@@ -347,11 +347,10 @@ class JobStart:
             turns=queue.turns,
             run_seconds=queue.run_seconds,
         )
-        return self._run_or_plan(
-            self._queued(devices, request, replace(options, rate=self.role.rate), queue, run_on_chosen, spared)
-        )
+        metered = replace(options, rate=self.role.rate)
+        return self._run_in_ledger(devices, request, metered, queue, run_on_chosen, spared)
 
-    def _queued(
+    def _run_in_ledger(
         self,
         devices: Sequence[Device],
         request: Request,
@@ -359,9 +358,9 @@ class JobStart:
         queue: QueueOptions,
         start: Callable[[Sequence[Device], RunOptions], Any],
         spared: str | None = None,
-    ) -> Queued:
-        """Return the job with its place in the ledger on these devices."""
-        return Queued(
+    ) -> Any:
+        """Run a job with a place in the ledger of memory, on some of these devices; in a dry run, return its plan."""
+        queued = Queued(
             host=self.host,
             devices=devices,
             command=self.command,
@@ -375,6 +374,11 @@ class JobStart:
             quiet=self.quiet,
             spared=spared,
         )
+        if not self.dry_run:
+            return queued.run()
+        chosen, planned_options, room = queued.plan()
+        planned = start(chosen, planned_options)
+        return planned if room is None else _with_room(planned, room)
 
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
@@ -396,14 +400,6 @@ class JobStart:
     def _bytes_on(self, *devices: Device) -> int | None:
         """Return the memory that was given for the job on each of these devices; None: none was."""
         return None if self.budget is None else self.budget.on(devices)
-
-    def _run_or_plan(self, queued: Queued) -> Any:
-        """Run a queued job, or return its plan in a dry run."""
-        if not self.dry_run:
-            return queued.run()
-        devices, metered, room = queued.plan()
-        planned = queued.start(devices, metered)
-        return planned if room is None else _with_room(planned, room)
 
     def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
         """Return the production job of ``--for``, which need not run yet, for people, and say what it means; None: none was named.
@@ -442,8 +438,9 @@ class JobStart:
         from gpushare.run.created import Creator
         from gpushare.run.mig import InstanceWish
 
-        # Any GPU is all of them, as without -g.
-        gpu = None if is_any(gpu) else gpu
+        if is_any(gpu):
+            # Any GPU is all of them, as without -g.
+            gpu = None
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
@@ -511,7 +508,7 @@ class JobStart:
             run_seconds=self.queue.run_seconds,
         )
         unqueued = replace(self.queue, wait=False)
-        return self._run_or_plan(self._queued((share.device,), request, options, unqueued, start))
+        return self._run_in_ledger((share.device,), request, options, unqueued, start)
 
     def _say_dropped(self, more: str = "") -> None:
         """Say which variables of the caller mean nothing outside MPS."""

@@ -342,8 +342,8 @@ class Stop:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
         info = self._host.processes.describe(job.pid)
         program = () if info is None or info.name is None else (info.name,)
-        inside = job_names(self._host, [job.pid]).get(job.pid)
-        reason = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
+        whole_job = job_names(self._host, [job.pid]).get(job.pid)
+        reason = "gpushare did not start it" if whole_job is None else f"a part of job '{whole_job}'"
         return Loss(action="ends", what=job.title, why=(*program, reason))
 
     def _drain_steps(

@@ -769,12 +769,12 @@ class Swapping(Part):
 
         ``later_bytes`` is what those hold. They leave first; if they do not for long, this job leaves too.
         """
-        most = line.free_bytes + sum(
+        released = sum(
             size for job, size in line.held_by if job.id == self._own_id or job.turns or self._makes_room(job)
         )
         # A job for which that is not enough waits for jobs that stay: it is nothing to leave for.
         sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
-        need = sum(size for size in sizes if size <= most)
+        need = sum(size for size in sizes if size <= line.free_bytes + released)
         if need <= line.free_bytes:
             self._needed_since = None
             return False
