@@ -87,15 +87,18 @@ def _command_cell(line: str, columns: Mapping[str, int]) -> str | None:
     A command that fills its column runs into the next one and cannot be separated from it.
     """
     names = sorted(columns, key=lambda name: columns[name])
-    at = names.index("COMMAND")
-    last = list(re.finditer(r"\S+", line))[at - 1]
-    begin = last.start() + columns["COMMAND"] - columns[names[at - 1]]
+    number = names.index("COMMAND")
+    cell_before = list(re.finditer(r"\S+", line))[number - 1]
+    begin = cell_before.start() + columns["COMMAND"] - columns[names[number - 1]]
+    rest = line[begin:]
     # A cell wider than its column pushes the others to the right.
-    rest = line[begin:] if not line[last.end() : begin].strip() and begin > last.end() else line[last.end() :].lstrip()
-    if at + 1 < len(names):
-        width = columns[names[at + 1]] - columns["COMMAND"]
-        rest = rest[:width] if rest[width - 1 : width] == " " else rest
-    return " ".join(rest[:256].split()) or None
+    if begin <= cell_before.end() or line[cell_before.end() : begin].strip():
+        rest = line[cell_before.end() :].lstrip()
+    if number + 1 < len(names):
+        width = columns[names[number + 1]] - columns["COMMAND"]
+        if rest[width - 1 : width] == " ":
+            rest = rest[:width]
+    return " ".join(rest[:_MOST_NAME].split()) or None
 
 
 def parse_pids(text: str) -> list[int]:
@@ -146,11 +149,17 @@ MAX_PIPE_DIRECTORY_BYTES: Final = 87
 DEVICE: Final = "0"
 
 _TIMEOUT: Final = 5.0
+# A daemon that quits ends its servers first.
+_QUIT_SECONDS: Final = 10.0
+_FORCED_QUIT_SECONDS: Final = 16.0
+# Where no daemon answers.
+_NO_DAEMON_DIRECTORY: Final = "/nonexistent/gpushare"
 # Every version answers this with one number, in any state.
 _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
-# Characters of an error text that are shown: any user may have written it.
-_MOST_SAID: Final = 500
+# Characters of an error text, and of a client's command, that are shown: any user may have written them.
+_MOST_SHOWN: Final = 500
+_MOST_NAME: Final = 256
 # Far more than any host has: there is one server per user, or per named server.
 _MOST_SERVERS: Final = 64
 
@@ -198,24 +207,33 @@ def without_questions(lines: Sequence[str]) -> list[str]:
     sets something stays, and one that is still open, as the daemon may hang on it.
     """
     kept: list[str] = []
-    begins: int | None = None
+    begin: int | None = None
     for line in lines:
-        text = line.partition("] ")[2]
         kept.append(line)
-        if text == "NEW UI":
-            accepted = len(kept) > 1 and kept[-2].partition("] ")[2].startswith("Accepting connection")
-            begins = len(kept) - 1 - accepted
-        elif text == "UI closed" and begins is not None:
-            texts = [row.partition("] ")[2] for row in kept[begins:]]
-            commands = [text.removeprefix("Cmd:") for text in texts if text.startswith("Cmd:")]
-            if (
-                commands
-                and commands[-1] == _SENTINEL
-                and all(command == "ps" or command[:4] == "get_" for command in commands)
-            ):
-                kept[begins:] = [row for row in kept[begins + 1 :] if re.match(_EVENT, row.partition("] ")[2])]
-            begins = None
+        if _log_text(line) == "NEW UI":
+            begin = len(kept) - 1
+            # The line before tells of the connection that this conversation holds.
+            if begin > 0 and _log_text(kept[begin - 1]).startswith("Accepting connection"):
+                begin -= 1
+        elif _log_text(line) == "UI closed" and begin is not None:
+            if _only_asks(kept[begin:]):
+                kept[begin:] = [row for row in kept[begin + 1 :] if re.match(_EVENT, _log_text(row))]
+            begin = None
     return kept
+
+
+def _log_text(line: str) -> str:
+    """Return a line of a control.log without its time."""
+    return line.partition("] ")[2]
+
+
+def _only_asks(conversation: Sequence[str]) -> bool:
+    """Return whether a conversation in a control.log only reads, and ends with gpushare's closing question."""
+    texts = map(_log_text, conversation)
+    commands = [text.removeprefix("Cmd:") for text in texts if text.startswith("Cmd:")]
+    if not commands or commands[-1] != _SENTINEL:
+        return False
+    return all(command == "ps" or command.startswith("get_") for command in commands)
 
 
 def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
@@ -234,12 +252,13 @@ def _least_lines(command: str) -> int:
     return sum(line.startswith(("get_default_active_thread", "get_active_thread")) for line in command.splitlines())
 
 
-def _step_aside() -> None:
+def _wait_to_retry() -> None:
     # 2 to 20 ms, different each time, so that two conversations do not collide again.
     time.sleep(0.002 + time.monotonic_ns() // 1000 % 18 / 1000)
 
 
 def _was_dropped(done: Completed) -> bool:
+    """Return whether a conversation without the closing answer was dropped, as the daemon was in another one."""
     return _CANNOT_SEND in done.stderr or done.exit_code == 0
 
 
@@ -288,11 +307,11 @@ class MpsControl:
         deadline = min(time.monotonic() + timeout, until)
         while True:
             seconds = min(timeout, max(0.05, until - time.monotonic()))
-            done = self._talk(f"{command}\n{_SENTINEL}\n", seconds, of=timeout)
+            done = self._talk(f"{command}\n{_SENTINEL}\n", seconds, stated=timeout)
             reply, answered = without_sentinel(done.stdout, _least_lines(command))
             if answered or not _was_dropped(done) or time.monotonic() > deadline:
                 break
-            _step_aside()
+            _wait_to_retry()
         self._check_reply(done, command)
         if not answered:
             raise OperationFailed(
@@ -309,22 +328,22 @@ class MpsControl:
         """
         deadline = time.monotonic() + timeout
         while True:
-            done = self._talk(f"{command}\n", timeout, of=timeout)
+            done = self._talk(f"{command}\n", timeout, stated=timeout)
             if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
                 break
-            _step_aside()
+            _wait_to_retry()
         self._check_reply(done, command)
         return done.stdout
 
-    def _talk(self, stdin: str, timeout: float, *, of: float) -> Completed:
-        """Hold one conversation with the daemon. Raises TimedOut, which says that it waited ``of`` seconds."""
+    def _talk(self, stdin: str, timeout: float, *, stated: float) -> Completed:
+        """Hold one conversation with the daemon. Raises TimedOut, which states this wait: a repeated one is cut short."""
         try:
             return self._programs.run(
                 [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
             )
         except TimedOut:
             raise TimedOut(
-                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {of:g} s",
+                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {stated:g} s",
                 # By its directory: a daemon that hangs during its start has no record yet.
                 f"end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
                 code="daemon_hangs",
@@ -332,7 +351,7 @@ class MpsControl:
 
     def _check_reply(self, done: Completed, command: str) -> None:
         """Raise the error that the daemon's answer states: no daemon, another user's, or a failure."""
-        words = done.text[:_MOST_SAID]
+        words = done.text[:_MOST_SHOWN]
         if "Cannot find MPS control daemon" in words:
             raise NoDaemon(f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start")
         if "Insufficient privileges" in words or "Not enough privilege" in words or "Cannot authenticate" in words:
@@ -403,17 +422,17 @@ class MpsControl:
         The steps have no undo of their own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
         """
         clients = "each client process" if server is None else f"each future client of server {server}"
-        threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
+        threads = limits.threads_percent
+        memory = limits.memory_limit_bytes
+        priority = limits.priority
         changes = []
         if threads is not None:
             title = f"limit {clients} to {threads:g} % of the SM threads"
             changes.append((title, _set_threads_command(threads, server), lambda: self.set_threads(threads, server)))
         if memory is not None or limits.no_memory_limit:
-            title = (
-                f"remove the pinned memory limit of {clients}"
-                if memory is None
-                else f"limit {clients} to {format_bytes(memory)} of pinned device memory"
-            )
+            title = f"remove the pinned memory limit of {clients}"
+            if memory is not None:
+                title = f"limit {clients} to {format_bytes(memory)} of pinned device memory"
             changes.append((title, _set_memory_command(memory, server), lambda: self.set_memory(memory, server)))
         if priority is not None and server is None:
             title = f"give {clients} {priority.title} priority"
@@ -448,15 +467,16 @@ class MpsControl:
             "get_default_active_thread_percentage\nget_default_client_priority\n"
             f"get_default_device_pinned_mem_limit {DEVICE}\nget_server_list"
         ).splitlines()
-        defaults, memory = lines[:2], [limit for limit in map(parse_memory, lines[2:]) if limit is not None]
+        # The memory limit, if one is printed, is told from PIDs by its form.
+        memory = next((limit for limit in map(parse_memory, lines[2:]) if limit is not None), None)
         pids = parse_pids("\n".join(lines[2:]))
         if len(pids) > _MOST_SERVERS:
             raise strange_reply_error(f"{len(pids)} servers")
-        priority = defaults[1].strip() if len(defaults) > 1 else ""
+        priority = lines[1].strip() if len(lines) > 1 else ""
         return Overview(
             limits=Limits(
-                threads_percent=parse_percentage(defaults[0]) if defaults else None,
-                memory_limit_bytes=memory[0] if memory else None,
+                threads_percent=parse_percentage(lines[0]) if lines else None,
+                memory_limit_bytes=memory,
                 priority=Priority(int(priority)) if priority in {"0", "1"} else None,
             ),
             servers=tuple(row for row in map(self._server_row, pids) if row is not None),
@@ -469,7 +489,6 @@ class MpsControl:
             f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
         ).splitlines()
         if any("not found" in line for line in lines):
-            # It has ended since the list was read.
             return None
         # Driver 535 has no get_server_status: its "Unknown command" is no status.
         status = _status_in(lines)
@@ -490,21 +509,24 @@ class MpsControl:
 
         The exit code proves nothing: wait until the process is gone.
         """
-        self.tell("quit -t 1" if force else "quit", timeout=16.0 if force else 10.0)
+        if force:
+            self.tell("quit -t 1", timeout=_FORCED_QUIT_SECONDS)
+        else:
+            self.tell("quit", timeout=_QUIT_SECONDS)
 
 
 def probe_version(programs: Programs) -> int | None:
     """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
 
-    Before 580 ``-v`` is no option, and the program reads commands from stdin. So it gets no stdin, and a pipe directory
-    where no daemon answers.
+    Before 580 ``-v`` is no option, and the program would send its stdin to a daemon. So it gets none, and a pipe
+    directory without a daemon.
 
     Raises:
         TimedOut: the program hangs.
         NoPermission, OperationFailed: it cannot be executed.
     """
     try:
-        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=_TIMEOUT)
+        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": _NO_DAEMON_DIRECTORY}, timeout=_TIMEOUT)
     except NotSupported:
         return None
     match = re.search(r"Binary version:\s*(\d+)", done.stdout)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer
@@ -151,20 +151,19 @@ class _Answer:
         """Return a client with the limits that it has had since it attached, and those that it would get now."""
         info = self._host.processes.describe(row.pid)
         environment = self._host.processes.environment(row.pid)
-        now = held = Limits()
+        held = upcoming = Limits()
         # Without its own limits those of the server say only that it has no more.
         if environment is not None:
             own = Limits.in_environment(environment, self._uuid)
-            now = _limits_of_client(
-                Limits(
-                    threads_percent=server.limits.threads_percent,
-                    memory_limit_bytes=self._exact_limit(server.limits.memory_limit_bytes),
-                    priority=self._overview.limits.priority,
-                ),
-                own,
+            of_server_now = Limits(
+                threads_percent=server.limits.threads_percent,
+                memory_limit_bytes=self._exact_limit(server.limits.memory_limit_bytes),
+                priority=self._overview.limits.priority,
             )
-            then = self._at_attachment(row.pid, server)
-            held = now if then is True else Limits() if then is None else _limits_of_client(then, own)
+            upcoming = _limits_of_client(of_server_now, own)
+            of_server_then = self._at_attachment(row.pid, of_server_now)
+            if of_server_then is not None:
+                held = _limits_of_client(of_server_then, own)
         return replace(
             row,
             server_pid=server.pid,
@@ -173,20 +172,20 @@ class _Answer:
             threads_percent=held.threads_percent,
             memory_limit_bytes=held.memory_limit_bytes,
             priority=held.priority,
-            next_threads_percent=now.threads_percent,
-            next_memory_limit_bytes=now.memory_limit_bytes,
-            next_priority=now.priority,
+            next_threads_percent=upcoming.threads_percent,
+            next_memory_limit_bytes=upcoming.memory_limit_bytes,
+            next_priority=upcoming.priority,
         )
 
-    def _at_attachment(self, pid: int, server: ServerRow) -> Limits | Literal[True] | None:
-        """Return the limits that the server had when a client attached; True: those of now; None: unknown."""
+    def _at_attachment(self, pid: int, now: Limits) -> Limits | None:
+        """Return the limits that the server had when a client attached, ``now`` if none are recorded; None: unknown."""
         record = self._item.record
         if record is None:
-            return True
+            return now
         for client in record.attached:
             if client.pid == pid and is_still(self._host, client):
                 return client.limits
-        return None if changed_by_hand(record, server.limits.threads_percent) else True
+        return None if changed_by_hand(record, now.threads_percent) else now
 
 
 def is_still(host: Host, client: AttachedClient) -> bool:
@@ -548,7 +547,8 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
         NoPermission: with ``to_change``, it belongs to another user. Any user may join it.
     """
-    dead: NotFound | None = None
+    # A dead daemon is an error only if no run directory has a live one.
+    first_error: NotFound | None = None
     for run_directory in host.run_directories:
         home = home_of(run_directory, device.uuid)
         if not home.is_trusted():
@@ -559,7 +559,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         if record is None:
             continue
         if record.interrupted:
-            dead = dead or NotFound(
+            first_error = first_error or NotFound(
                 f"the MPS daemon of {device.title} is being started, or its start was interrupted",
                 f"start it again: gpushare mps start -g {device.selector}; "
                 f"or clean up: gpushare mps stop -g {device.selector}",
@@ -569,8 +569,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             continue
         pid = live_pid(host, home, record)
         if pid is None:
-            # There may be another in a shared directory.
-            dead = dead or NotFound(
+            first_error = first_error or NotFound(
                 f"the MPS daemon of {device.title} (process {record.pid}) is dead",
                 f"clean up: gpushare mps stop -g {device.selector}; then start it again",
                 gpu=device.gpu.index,
@@ -582,8 +581,8 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
                 f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index)
             )
         return home, _completed_record(host, record, pid)
-    if dead is not None:
-        raise dead
+    if first_error is not None:
+        raise first_error
     raise NoDaemon(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",

@@ -136,7 +136,7 @@ class DaemonHome:
     def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
         """Return the home in one of these run directories whose pipe directory this is."""
         path = Path(pipe_directory or "/")
-        if path.name != "pipe" or path.parent.parent not in [each / "mps" for each in run_directories]:
+        if path.name != "pipe" or path.parent.parent not in [directory / "mps" for directory in run_directories]:
             return None
         return cls(path.parent)
 
@@ -240,7 +240,8 @@ class DaemonHome:
         """Take a lease: the daemon is in use until it is released, or until every holder has ended."""
         # The name may be taken: by another lease of this process, or by the guard of a dead one with our PID.
         for number in itertools.count():
-            path = self.leases / (f"{os.getpid()}.{number}.lease" if number else f"{os.getpid()}.lease")
+            suffix = f".{number}" if number else ""
+            path = self.leases / f"{os.getpid()}{suffix}.lease"
             # Inherited by fork: the guard keeps it if gpushare itself is killed.
             descriptor = open_lock(path, "the lease of a program")
             # Closed if another holds it, or `live_leases` removed it between open and lock.
@@ -286,9 +287,12 @@ def restart_command(record: DaemonRecord, device: Device | None) -> str:
 
 
 def start_command(selector: str, limits: Limits, *, exclusive: bool, users: Sequence[str] | None) -> str:
-    """Return the gpushare command that starts a daemon; ``users`` of one server for several: None: no such server."""
-    options = [*limits.options(), *(["--exclusive"] if exclusive else [])]
-    options += [] if users is None else ["--users", ",".join(users) or "all"]
+    """Return the gpushare command that starts a daemon; ``users`` as in `DaemonRecord`."""
+    options = limits.options()
+    if exclusive:
+        options.append("--exclusive")
+    if users is not None:
+        options += ["--users", ",".join(users) or "all"]
     return shlex.join(["gpushare", "mps", "start", "-g", selector, *options])
 
 
@@ -314,8 +318,9 @@ def has_unrecorded_daemon(run_directories: Sequence[Path]) -> bool:
 
 def _paths_in_homes(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
     """Yield the files of this name in all homes of these run directories that only their owner can write."""
-    for directory in (each / "mps" for each in run_directories if is_trusted_directory(each, "mps")):
-        yield from sorted(directory.glob(f"*/{name}"))
+    for directory in run_directories:
+        if is_trusted_directory(directory, "mps"):
+            yield from sorted((directory / "mps").glob(f"*/{name}"))
 
 
 _ENTER: Final = 0o5
@@ -359,7 +364,7 @@ def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
     """
     ids = sorted({user_id(user) for user in users})
     try:
-        # Close it before opening it to some.
+        # Close it before opening it to some. With a list, chmod changes only the list's mask: so again after its removal.
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
         set_listed_users(directory, _CLOSED_MODE, (), _ENTER)
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)

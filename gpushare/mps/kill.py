@@ -24,7 +24,8 @@ _IDLE_PERCENT: Final = 1.0
 _FALL_POINTS: Final = 10.0
 _FALL_SHARE: Final = 0.2
 # Readings of 0.1 s that must agree: one low reading may fall between two kernels.
-_AGREEING: Final = 3
+_IDLE_READINGS: Final = 2
+_FALL_READINGS: Final = 3
 # "utilization" is an average of up to the last second.
 _UTILIZATION_LAG_SECONDS: Final = 1.2
 _STOP_SECONDS: Final = 1.0
@@ -201,13 +202,12 @@ def wait_for_drain(
 
 def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | None:
     """Return by which sign the last readings show the queue drained, ``idle`` or ``fall``; None: they do not."""
-    last = readings[-_AGREEING:]
-    if len(last) >= 2 and max(last[-2:]) <= _IDLE_PERCENT:
+    if len(readings) >= _IDLE_READINGS and max(readings[-_IDLE_READINGS:]) <= _IDLE_PERCENT:
         return "idle"
-    if before is None or len(last) < _AGREEING:
+    if before is None or len(readings) < _FALL_READINGS:
         return None
-    fall = max(_FALL_POINTS, _FALL_SHARE * before.percent)
-    return "fall" if max(last) <= before.percent - fall else None
+    least_fall = max(_FALL_POINTS, _FALL_SHARE * before.percent)
+    return "fall" if max(readings[-_FALL_READINGS:]) <= before.percent - least_fall else None
 
 
 def _percent(activity: Activity | None) -> float | None:
@@ -238,22 +238,29 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
     Raises:
         BadUsage: one is an MPS daemon or server, whose clients would all lose the GPU with it (``serves_clients``).
     """
+    clients = _clients_among(host, find_daemons(host, gpus), pids)
+    # In another PID namespace NVML's list says nothing.
     blind = host.processes.namespace_is_host() is False
-    listed = blind or any(process.mps and process.pid in pids for gpu in gpus for process in gpu.processes or ())
-    clients: list[Client] = []
-    # Daemons of other users are asked only if this user's and root's daemons do not have all of the clients.
-    for strangers in (False, True) if listed else (False,):
-        for item in find_daemons(host, gpus, strangers=strangers):
-            serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}
-            for pid in serving.keys() & set(pids):
-                raise serves_clients_error(pid or 0, serving[pid], item.stop_hint)
-            for client in item.daemon.clients:
-                info = host.processes.describe(client.pid) if client.pid in pids else None
-                # A daemon of another user may name any PID: only that user's processes count.
-                if info is not None and (item.trusted or info.uid == item.uid):
-                    clients.append(Client(item, client))
-        if clients:
-            break
+    if clients or not (
+        blind or any(process.mps and process.pid in pids for gpu in gpus for process in gpu.processes or ())
+    ):
+        return clients
+    # Daemons of other users are asked only if none of this user's and root's has one of them as a client.
+    return _clients_among(host, find_daemons(host, gpus, strangers=True), pids)
+
+
+def _clients_among(host: Host, daemons: Sequence[FoundDaemon], pids: Collection[int]) -> list[Client]:
+    """Return those of these processes that are clients of these daemons. Raises BadUsage as `find_clients`."""
+    clients = []
+    for item in daemons:
+        serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}
+        for pid in serving.keys() & set(pids):
+            raise serves_clients_error(pid or 0, serving[pid], item.stop_hint)
+        for client in item.daemon.clients:
+            info = host.processes.describe(client.pid) if client.pid in pids else None
+            # A daemon of another user may name any PID: only that user's processes count.
+            if info is not None and (item.trusted or info.uid == item.uid):
+                clients.append(Client(item, client))
     return clients
 
 
@@ -291,7 +298,10 @@ def read_state(host: Host, client: Client) -> str | None:
 def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
     """Return the meter of the device that a client's daemon serves."""
     daemon = client.daemon
-    index = daemon.gpu_index if daemon.gpu_index is not None else (daemon.gpu_indexes or (0,))[0]
+    index = daemon.gpu_index
+    if index is None:
+        # Of a daemon of several GPUs, the first.
+        index = (daemon.gpu_indexes or (0,))[0]
     instance = next(
         (mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None
     )

@@ -41,24 +41,33 @@ def client_memory(job_bytes: int) -> int:
 
 # From this compute capability on, MPS has limits and takes more clients.
 VOLTA: Final = (7, 0)
+# CUDA 13.1.
+_VERSION_WITH_60_CLIENTS: Final = 13010
 
 
 def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
     """Return how many client contexts one server accepts on a device, or None when unknown.
 
-    16 before Volta, then 48, and 60 from CUDA 13.1 (binary 13010) on; a MIG instance has its fraction of that (NVIDIA's
-    MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
+    ``version`` is the program's binary version (`probe_version`). A MIG instance has its fraction of the number
+    (NVIDIA's MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
     """
     if compute_capability is None:
         return None
-    whole = 16 if compute_capability < VOLTA else 60 if version is not None and version >= 13010 else 48
-    return max(1, int(whole * fraction))
+    if compute_capability < VOLTA:
+        of_whole_gpu = 16
+    elif version is not None and version >= _VERSION_WITH_60_CLIENTS:
+        of_whole_gpu = 60
+    else:
+        of_whole_gpu = 48
+    return max(1, int(of_whole_gpu * fraction))
 
 
 def share_of_slices(profile: str | None, slices: int | None) -> float | None:
     """Return the share of a GPU's compute slices that an instance of ``3g.71gb`` (or ``1c.3g.71gb``) has; None: unknown."""
     match = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
-    return int(match.group(1) or match.group(2)) / slices if match and slices else None
+    if match is None or not slices:
+        return None
+    return int(match.group(1) or match.group(2)) / slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,23 +168,33 @@ class Limits:
     @property
     def words(self) -> list[str]:
         """Return the limits that are set, for people: ``threads 30 %``, ``memory 8.0 GiB``, ``priority low``."""
-        words = [] if self.threads_percent is None else [f"threads {format_percent(self.threads_percent)}"]
-        words += [] if self.memory_limit_bytes is None else [f"memory {format_bytes(self.memory_limit_bytes)}"]
-        return words + ([] if self.priority is None else [f"priority {self.priority.title}"])
+        words = []
+        if self.threads_percent is not None:
+            words.append(f"threads {format_percent(self.threads_percent)}")
+        if self.memory_limit_bytes is not None:
+            words.append(f"memory {format_bytes(self.memory_limit_bytes)}")
+        if self.priority is not None:
+            words.append(f"priority {self.priority.title}")
+        return words
 
     def options(self) -> list[str]:
         """Return the options of ``mps start``, ``mps set`` and ``run`` that give these limits."""
-        words = [] if self.threads_percent is None else ["--threads", f"{self.threads_percent:g}"]
+        words = []
+        if self.threads_percent is not None:
+            words += ["--threads", f"{self.threads_percent:g}"]
         if self.no_memory_limit:
             words += ["--memory", "none"]
         elif self.memory_limit_bytes is not None:
             words += ["--memory", size_option(self.memory_limit_bytes)]
-        return words if self.priority is None else [*words, "--priority", self.priority.title]
+        if self.priority is not None:
+            words += ["--priority", self.priority.title]
+        return words
 
 
 def in_force_title(device: Device, limits: Limits) -> str:
     """Return what a daemon with these limits puts in force: ``MPS on GPU 0: threads 30 % per client``."""
-    return f"MPS on {device.title}: " + (f"{', '.join(limits.words)} per client" if limits.words else "no limits")
+    words = f"{', '.join(limits.words)} per client" if limits.words else "no limits"
+    return f"MPS on {device.title}: {words}"
 
 
 def check_memory(device: Device, limit: int | None, *, job: bool = False) -> None:
@@ -197,7 +216,7 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
 
 
 # --memory none: the limit is to be removed, where None leaves it as it is.
-_NONE: Final = object()
+_REMOVED: Final = object()
 
 
 class LimitOptions:
@@ -221,11 +240,12 @@ class LimitOptions:
         """
         threads = _values_by_uuid(self._threads, devices)
         memory = _values_by_uuid(self._memory, devices)
+        removed = {uuid for uuid, value in memory.items() if value is _REMOVED}
         return {
             device.uuid: Limits(
                 threads_percent=threads.get(device.uuid),
-                memory_limit_bytes=None if memory.get(device.uuid) is _NONE else memory.get(device.uuid),
-                no_memory_limit=memory.get(device.uuid) is _NONE,
+                memory_limit_bytes=None if device.uuid in removed else memory.get(device.uuid),
+                no_memory_limit=device.uuid in removed,
                 priority=self._priority,
             )
             for device in devices
@@ -233,9 +253,9 @@ class LimitOptions:
 
 
 def _parse_memory_or_none(text: str) -> object:
-    """Return a typed limit in bytes, or `_NONE` for ``none``: it is to be removed."""
+    """Return a typed limit in bytes, or `_REMOVED` for ``none``."""
     if text.strip().lower() == "none":
-        return _NONE
+        return _REMOVED
     try:
         return parse_memory_limit(text)
     except BadUsage as error:

@@ -77,8 +77,11 @@ def plan_start(
         notes.append(
             f"a dead daemon had changed the compute mode of {device.title}; mps stop restores {start.previous.title}"
         )
+    title = in_force_title(device, limits) + _users_text(users)
+    if exclusive:
+        title += ", no programs outside it"
     return Plan(
-        title=in_force_title(device, limits) + _users_text(users) + (", no programs outside it" if exclusive else ""),
+        title=title,
         steps=tuple(start.steps(exclusive=exclusive)),
         undo=f"gpushare mps stop -g {device.selector}",
         notes=tuple(notes),
@@ -109,9 +112,13 @@ class _Start:
 
     def steps(self, *, exclusive: bool) -> list[Step]:
         """Return the steps in order."""
-        home, before = self._home, self._before
-        pipe, log, path = (shlex.quote(str(path)) for path in (home.pipe, home.log, home.directory / "daemon.json"))
-        modes = self._exclusive_steps() if exclusive else []
+        home = self._home
+        before = self._before
+        pipe = shlex.quote(str(home.pipe))
+        log = shlex.quote(str(home.log))
+        record = shlex.quote(str(home.directory / "daemon.json"))
+        mode_steps = self._exclusive_steps() if exclusive else []
+
         # The record before the first change: a start that is killed leaves what to restore, and whose daemon it is.
         steps = [
             Step(
@@ -123,8 +130,8 @@ class _Start:
             ),
             Step(
                 what="record the current state, which a stop restores",
-                command=f"write {path}",
-                undo=f"rm {path}",
+                command=f"write {record}",
+                undo=f"rm {record}",
                 do=lambda: self._write_record(STARTING),
                 revert=self._restore_home,
             ),
@@ -137,21 +144,23 @@ class _Start:
                     do=lambda: self._end_interrupted(before),
                 )
             )
-        start = f"CUDA_VISIBLE_DEVICES={self._device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log}"
+
+        # Who may connect, before a client can.
         users = _users_text(self._users)
         if self._users is not None:
             steps.append(
                 Step(
                     what=f"open the pipe directory of {self._device.title}{users}",
                     command=_access_command(pipe, self._users),
-                    # Before a client can connect.
                     do=self._open_pipe,
                     revert=self._restore_pipe_users,
                 )
             )
+
+        start = f"CUDA_VISIBLE_DEVICES={self._device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log}"
         return [
             *steps,
-            *modes,
+            *mode_steps,
             Step(
                 what=f"start the MPS control daemon of {self._device.title}{users}",
                 command=" ".join([start, *self._argv]),
@@ -161,12 +170,12 @@ class _Start:
             ),
             *self._control.limit_steps(self._limits),
             # Undone by the first record step, after everything that it names.
-            Step(what="record that the daemon is running", command=f"write {path}", do=self._write_running),
+            Step(what="record that the daemon is running", command=f"write {record}", do=self._write_running),
         ]
 
     @property
     def _argv(self) -> list[str]:
-        return [PROGRAM, "-d", *([] if self._users is None else ["-M"])]
+        return [PROGRAM, "-d"] if self._users is None else [PROGRAM, "-d", "-M"]
 
     def _open_pipe(self) -> None:
         self._users_before = pipe_users(self._home.pipe)
@@ -222,7 +231,7 @@ class _Start:
         self._write_record(RUNNING, pid, start_of(self._host.processes.identity(pid)))
 
     def _restore_home(self) -> None:
-        """Restore the home as it was found."""
+        """Restore the home as it was before the start."""
         if self._before is not None:
             # Replaced, not removed and written: a kill in between would lose what is to be restored.
             self._home.write(self._before)
@@ -282,10 +291,11 @@ class _Start:
         misses = 0
         printed = done.text or "it printed nothing"
         while not self._answers(deadline):
-            # A single miss may fall between the daemon's fork and exec; two mean that its process has ended.
-            misses = 0 if self._daemon_pid() is not None else misses + 1
-            if misses > 1 or time.monotonic() > deadline:
-                failure = "ended right after its start" if misses > 1 else "was started but does not answer"
+            # A single miss may fall between the daemon's fork and exec; two in a row mean that its process has ended.
+            misses = misses + 1 if self._daemon_pid() is None else 0
+            has_ended = misses > 1
+            if has_ended or time.monotonic() > deadline:
+                failure = "ended right after its start" if has_ended else "was started but does not answer"
                 raise OperationFailed(
                     f"the MPS daemon of {device.title} {failure}: {printed}",
                     f"see its log: {shlex.quote(f'{home.log}/control.log')}",

@@ -42,6 +42,11 @@ from gpushare.plan import Loss, Plan, Step, carry_out
 
 # How long a daemon and its servers may take to end (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0
+# How long to wait after each quit: a quit may be lost, and the last one has the full time.
+_WAITS_AFTER_QUIT: Final = (1.0, 2.0, _GONE_SECONDS)
+# How long a daemon may take to end by a signal, and then its servers by themselves.
+_SIGNAL_SECONDS: Final = 3.0
+_SERVER_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.5
 # A daemon that does not answer for this long hangs (2 ms is usual on an H200).
 _PROBE_SECONDS: Final = 2.0
@@ -61,11 +66,13 @@ def daemons_to_stop(
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     daemons = find_daemons(host, gpus, deep=False)
-    chosen = (
-        _daemons_on(daemons, gpu, gpus) if pipe_directory is None else [_daemon_at_pipe(host, daemons, pipe_directory)]
-    )
-    whole = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
-    return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
+    if pipe_directory is None:
+        chosen = _daemons_on(daemons, gpu, gpus)
+    else:
+        chosen = [_daemon_at_pipe(host, daemons, pipe_directory)]
+    # A MIG device has no compute mode.
+    whole_gpus = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
+    return [(item, whole_gpus.get(item.daemon.device_uuid or "")) for item in chosen]
 
 
 def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
@@ -118,7 +125,7 @@ def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) 
 def _daemon_at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     """Return the daemon of a pipe directory. Raises NoDaemon, or NoPermission if it is another user's."""
     wanted = os.path.abspath(pipe_directory)
-    item = _listening_daemon(host, [each for each in daemons if each.daemon.pipe_directory == wanted], wanted)
+    item = _listening_daemon(host, [item for item in daemons if item.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
     if not item.trusted:
@@ -130,22 +137,24 @@ def _daemon_at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: 
     return item
 
 
-def _listening_daemon(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
-    """Return the daemon of a pipe directory, which any user's process can name.
+def _listening_daemon(host: Host, daemons: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
+    """Return the daemon of a pipe directory, of all those that name it; None: none does.
 
-    Of several, root's or our own is taken if it is the one that listens there.
+    Any user's process can name it. Of several, root's or our own is taken if it is the one that listens there.
     """
-    ours = next((item for item in same if item.daemon.ours), None)
-    if ours is not None or len(same) < 2:
-        return ours or next(iter(same), None)
+    ours = next((item for item in daemons if item.daemon.ours), None)
+    if ours is not None:
+        return ours
+    if len(daemons) < 2:
+        return daemons[0] if daemons else None
     listener = host.programs.listener(directory)
-    chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
+    chosen = next((item for item in daemons if listener == (item.daemon.pid, item.uid)), None)
     if chosen is None or not chosen.trusted:
-        names = first_few(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same)
+        names = first_few(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in daemons)
         who = "its listener could not be identified" if listener is None else f"process {listener.pid} listens there"
         raise InUse(
-            f"{len(same)} processes name the pipe directory {directory}: {names}; {who}",
-            f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in same[:8])}",
+            f"{len(daemons)} processes name the pipe directory {directory}: {names}; {who}",
+            f"look at them, and end the right one: ps -fp {','.join(str(item.daemon.pid) for item in daemons[:8])}",
             code="several_daemons",
         )
     return chosen
@@ -186,11 +195,12 @@ class Stop:
         self._agreed: frozenset[int] | None = None
 
     def losses(self, job_names: Callable[[Sequence[int]], Mapping[int, str]]) -> tuple[Loss, ...]:
-        """Return what the stop takes that is not ours or in use; a client that comes later makes it fail.
+        """Return what the stop takes that is not ours or in use, and note the clients: one that comes later makes it fail.
 
         ``job_names`` returns the names of the jobs that processes belong to.
         """
-        item, daemon = self._found, self._found.daemon
+        item = self._found
+        daemon = item.daemon
         # What may not be stopped is refused without a question.
         try:
             _check_permission(self._host, item)
@@ -200,30 +210,41 @@ class Stop:
             return ()
         user = daemon.user or "unknown user"
         owner = item.uid if item.record is None else item.record.uid
-        reasons = [] if daemon.ours else [f"not started by gpushare, of {user}"]
-        reasons += [f"started by {user}"] if daemon.ours and owner not in {None, self._host.uid} else []
+        reasons = []
+        if not daemon.ours:
+            reasons.append(f"not started by gpushare, of {user}")
+        elif owner not in {None, self._host.uid}:
+            reasons.append(f"started by {user}")
         if self._force:
             clients = self._clients_now()
             self._agreed = None if clients is None else frozenset(clients)
-            home = item.home
-            leases = [] if home is None else or_none(home.live_leases)
-            # A lease is of a `gpushare run`; what is lost is its program, even before its first context.
-            families = [
-                pids
-                for pids in self._host.processes.families(leases or ()).values()
-                if not set(pids) & set(clients or ())
-            ]
-            names = job_names([*(clients or ()), *(pid for pids in families for pid in pids)])
-            programs = [pid for pids in families for pid in [pid for pid in pids if pid in names][:1]]
-            used = sorted({*(clients or ()), *programs})
-            reasons += [] if clients is not None else ["it does not tell whether it has clients"]
-            reasons += (
-                [f"{counted(len(used), 'program')} on it: {processes_text(self._host.processes, used, jobs=names)}"]
-                if used
-                else []
-            )
+            if clients is None:
+                reasons.append("it does not tell whether it has clients")
+            programs = self._programs_text(clients or [], job_names)
+            if programs:
+                reasons.append(programs)
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
+
+    def _programs_text(
+        self, clients: Sequence[int], job_names: Callable[[Sequence[int]], Mapping[int, str]]
+    ) -> str | None:
+        """Return the programs that lose the daemon, in words: clients, and programs that are no client yet; None: none."""
+        home = self._found.home
+        leases = None if home is None else or_none(home.live_leases)
+        # A lease is of a `gpushare run`; what is lost is its program, even before its first context.
+        families = [
+            pids for pids in self._host.processes.families(leases or ()).values() if not set(pids) & set(clients)
+        ]
+        names = job_names([*clients, *(pid for pids in families for pid in pids)])
+        programs = set(clients)
+        for pids in families:
+            # The program of the job: of its processes the first with a name.
+            programs.update([pid for pid in pids if pid in names][:1])
+        if not programs:
+            return None
+        described = processes_text(self._host.processes, sorted(programs), jobs=names)
+        return f"{counted(len(programs), 'program')} on it: {described}"
 
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""
@@ -269,24 +290,24 @@ class Stop:
         daemon = self._found.daemon
         if daemon.pid is None:
             return []
-        return [
-            Step(
-                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}"
-                + ("" if self._force else f"; if any is left, change nothing (exit code {ExitCode.IN_USE.value})"),
-                command=control_command(daemon.pipe_directory or "", "ps"),
-                do=self._wait,
-            )
-        ]
+        what = f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}"
+        if not self._force:
+            what += f"; if any is left, change nothing (exit code {ExitCode.IN_USE.value})"
+        return [Step(what=what, command=control_command(daemon.pipe_directory or "", "ps"), do=self._wait)]
 
     def _ending_steps(self) -> list[Step]:
         """Return the steps that end the daemon, restore the compute mode, and remove its files."""
-        daemon, record, home = self._found.daemon, self._found.record, self._found.home
+        daemon = self._found.daemon
+        record = self._found.record
+        home = self._found.home
         dead = daemon.pid is None
         where = self._place_text()
-        end = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
+        what = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
+        if dead:
+            what = f"end what an interrupted start of the MPS daemon{where} may have left"
         steps = [
             Step(
-                what=f"end what an interrupted start of the MPS daemon{where} may have left" if dead else end,
+                what=what,
                 command=self.command or control_command(daemon.pipe_directory or "", "quit"),
                 undo=self.undo,
                 do=self._end,
@@ -344,7 +365,8 @@ class Stop:
         Raises:
             InUse: some are left and ``force`` is False.
         """
-        started, daemon = time.monotonic(), self._found.daemon
+        started = time.monotonic()
+        daemon = self._found.daemon
         control = self._found.control(self._host)
         if self._force:
             try:
@@ -371,11 +393,13 @@ class Stop:
 
     def _end(self) -> None:
         """End the daemon, after another look at its clients: with ``force`` only those that the user agreed to lose."""
-        host, item = self._host, self._found
+        host = self._host
+        item = self._found
         started = item.started
         if self._pid is None and item.home is not None and item.record is not None:
             # A start that was killed meanwhile may have left one.
-            self._pid, started = live_pid(host, item.home, item.record), None
+            self._pid = live_pid(host, item.home, item.record)
+            started = None
         if self._pid is None:
             return
         # Another process may listen there now.
@@ -392,8 +416,8 @@ class Stop:
                 gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
                 code="clients_left",
             )
-        ended = end_daemon(host, control, self._pid, started=started, force=self._force)
-        self._forced = bool(clients) or ended
+        signaled = end_daemon(host, control, self._pid, started=started, force=self._force)
+        self._forced = bool(clients) or signaled
 
     def _restore(self) -> None:
         if self._found.record is not None:
@@ -422,10 +446,12 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False
-    answers, woken = _wake(host, control, pid, started) if force else (True, False)
-    tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
-    for patience in tries:
-        # A "quit" that collides with another conversation is silently dropped, so it is repeated.
+    answers = True
+    woken = False
+    if force:
+        answers, woken = _wake(host, control, pid, started)
+    # A "quit" that collides with another conversation is silently dropped, so it is repeated.
+    for seconds in _WAITS_AFTER_QUIT if answers else ():
         try:
             control.quit(force=force)
         except NotFound:
@@ -435,7 +461,7 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
             if not force:
                 raise
             break
-        if not wait_gone(host.processes, {pid: started}, patience):
+        if not wait_gone(host.processes, {pid: started}, seconds):
             return woken
     if force and _end_by_signals(host, pid, started):
         return True
@@ -471,9 +497,9 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
             # The PID is now a program of another user.
             return False
         signal_if_same(host.processes, pid, started, number)
-        if not wait_gone(host.processes, {pid: started}, 3.0):
+        if not wait_gone(host.processes, {pid: started}, _SIGNAL_SECONDS):
             # No daemon is left to end them.
-            for server in wait_gone(host.processes, servers, 1.0):
+            for server in wait_gone(host.processes, servers, _SERVER_SECONDS):
                 signal_if_same(host.processes, server, servers[server], signal.SIGKILL)
             return True
     return False

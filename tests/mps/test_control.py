@@ -359,14 +359,14 @@ def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.Monk
     for at in range(0, 18_000_000, 1000):
         told = SimpleNamespace(sleep=waited.append, monotonic_ns=lambda at=at: at)
         monkeypatch.setattr(mps_control, "time", told)
-        mps_control._step_aside()
+        mps_control._wait_to_retry()
     assert len(set(waited)) == 18
     assert (min(waited), max(waited)) == (pytest.approx(0.002), pytest.approx(0.019))
 
 
 def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     aside: list[int] = []
-    monkeypatch.setattr(mps_control, "_step_aside", lambda: aside.append(1))
+    monkeypatch.setattr(mps_control, "_wait_to_retry", lambda: aside.append(1))
     daemon = Daemon({"start_server": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
     control(daemon).tell("start_server")
     assert aside == [1, 1, 1]
