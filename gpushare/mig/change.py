@@ -469,10 +469,7 @@ def _switches(change: GpuChange) -> bool:
 
 
 def _lost_uuids(change: GpuChange) -> set[str]:
-    """Return the UUIDs of the devices that a change takes from the MPS daemons on them.
-
-    These are the MIG devices that it destroys, and the GPU itself when it switches MIG on.
-    """
+    """Return the UUIDs of the devices that MPS daemons lose: those destroyed, and the GPU itself when MIG comes on."""
     uuids = {part.uuid for removed in change.plan.destroyed for part in removed.compute if part.uuid}
     if change.enable and change.gpu.uuid:
         uuids.add(change.gpu.uuid)

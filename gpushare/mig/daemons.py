@@ -177,13 +177,15 @@ def _own_daemons_on(host: Host, gpu: Gpu, uuids: Collection[str]) -> list[OwnDae
 
 def daemons_of_others(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> tuple[Loss, ...]:
     """Return the losses of other users, who started a daemon of gpushare on a lost device; only root may stop it."""
-    return tuple(daemon_loss(own) for own in _own_daemons_on(host, gpu, lost_uuids) if own.record.uid != host.uid)
-
-
-def daemon_loss(own: OwnDaemon) -> Loss:
-    """Return what the stop of another user's daemon takes."""
-    daemon = f"the MPS daemon {own.found.daemon.pid} of {own.device.title}"
-    return Loss(action="stops", what=daemon, why=(f"started by {user_name(own.record.uid)}",))
+    return tuple(
+        Loss(
+            action="stops",
+            what=f"the MPS daemon {own.found.daemon.pid} of {own.device.title}",
+            why=(f"started by {user_name(own.record.uid)}",),
+        )
+        for own in _own_daemons_on(host, gpu, lost_uuids)
+        if own.record.uid != host.uid
+    )
 
 
 def daemon_steps_after(host: Host, stayed: Collection[Device]) -> tuple[Step, ...]:
@@ -201,7 +203,7 @@ def stopped_records(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> tuple[
     for own in _own_daemons_on(host, gpu, lost_uuids):
         if own.record.uid == host.uid and not own.record.transient:
             profile = None if own.device.mig is None else own.device.mig.profile
-            # The clients of now end with the daemon.
+            # Its clients end with it.
             records.append(replace(own.record, state=RUNNING, attached=(), profile=profile))
     return tuple(records)
 

@@ -34,12 +34,19 @@ _RUNNING: Final = "programs already in the instance stay in it"
 
 @dataclass(frozen=True)
 class _Node:
-    """One node of an instance; ``title`` names the instance in messages."""
+    """One node of a named instance; ``place`` has the ids of the GPU instance, and of a compute instance or None."""
 
-    title: str
+    name: str
     minor: int
     place: tuple[int, int | None]
     capability: Capability
+
+    @property
+    def title(self) -> str:
+        """Return the instance in words."""
+        instance, compute = self.place
+        part = "" if compute is None else f", compute instance {compute}"
+        return f"{self.name} (GPU instance {instance}{part})"
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
@@ -167,11 +174,7 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
             gpu=gpu.index,
             code="no_capabilities",
         )
-    return [_Node(_node_title(named.name, place), minor, place, capabilities[place]) for place in places]
-
-
-def _node_title(name: str, place: tuple[int, int | None]) -> str:
-    return f"{name} (GPU instance {place[0]}" + (")" if place[1] is None else f", compute instance {place[1]})")
+    return [_Node(named.name, minor, place, capabilities[place]) for place in places]
 
 
 def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> list[Step]:

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
@@ -273,15 +274,14 @@ def with_names(host: Host, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
     """Return GPUs with the names of their instances, as far as this user sees them."""
     if not any(gpu.mig_instances for gpu in gpus) or not names_of(host):
         return gpus
-    return [_with_names(host, gpu) for gpu in gpus]
-
-
-def _with_names(host: Host, gpu: Gpu) -> Gpu:
-    """Return a GPU with the names of its instances, as `with_names`."""
-    # A GPU whose layout cannot be read keeps its instances, without names.
-    places = or_none(lambda: places_on(host, gpu)) or ()
-    names = {place.mig.uuid: place.name for place in places}
-    return replace(gpu, mig_instances=tuple(replace(mig, name=names.get(mig.uuid)) for mig in gpu.mig_instances))
+    named_gpus = []
+    for gpu in gpus:
+        # A GPU whose layout cannot be read keeps its instances, without names.
+        places = or_none(partial(places_on, host, gpu)) or ()
+        names = {place.mig.uuid: place.name for place in places}
+        instances = tuple(replace(mig, name=names.get(mig.uuid)) for mig in gpu.mig_instances)
+        named_gpus.append(replace(gpu, mig_instances=instances))
+    return named_gpus
 
 
 def places_on(host: Host, gpu: Gpu) -> list[Place]:

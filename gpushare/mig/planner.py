@@ -91,9 +91,8 @@ class Existing:
     weight: int
     # It may not be destroyed.
     pinned: bool
-    # Without a name; without processes; held as a whole.
     nameless: bool
-    idle: bool
+    # A process holds it as a whole.
     held: bool
 
 
@@ -201,7 +200,6 @@ class Site:
             weight=weigh(cost_of(whole(instance))),
             pinned=not may_go,
             nameless=instance.name is None,
-            idle=not instance.busy,
             held=instance.held,
         )
 
@@ -448,17 +446,12 @@ def ends_only_allowed(gpu: int, change: InstanceChange, targets: Collection[Targ
     return not owner.held and all(Target(gpu, owner.id, part.id) in targets for part in change.compute if part.busy)
 
 
-def lost_after(layout: Layout, plan: GpuPlan) -> int:
-    """Return `capacity_lost` of a GPU after its plan."""
-    return capacity_lost(replace(layout, instances=plan.after))
-
-
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     """Return the plan of several GPUs, with its cost."""
     costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
         created = sum(new.created for new in plan.created)
-        costs.append(Cost(created=created, capacity_lost=lost_after(layout, plan)))
+        costs.append(Cost(created=created, capacity_lost=capacity_lost(replace(layout, instances=plan.after))))
     return MigPlan(
         gpus=tuple(plans), cost=Cost(*(sum(field) for field in zip(*costs, strict=True))) if costs else Cost()
     )
@@ -705,7 +698,10 @@ def plan_exact(
             plans.append(untouched(layout))
             continue
         wish = wishes[layout.gpu]
-        plan = exact_change(layout, wish, evict=_evictable_ids(layout, evictable))
+        evictable_ids = frozenset(
+            instance.id for instance in layout.instances if ends_only_allowed(layout.gpu, whole(instance), evictable)
+        )
+        plan = exact_change(layout, wish, evict=evictable_ids)
         if plan is None:
             # What it would take if every busy instance could be evicted.
             blocked = True
@@ -851,13 +847,6 @@ def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> lis
 
 
 # -- what is named exists --------------------------------------------------------------------------
-
-
-def _evictable_ids(layout: Layout, targets: Collection[Target]) -> frozenset[int]:
-    """Return the ids of the GPU instances that may be evicted: all that is busy in them is named."""
-    return frozenset(
-        instance.id for instance in layout.instances if ends_only_allowed(layout.gpu, whole(instance), targets)
-    )
 
 
 def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:

@@ -77,12 +77,8 @@ class GpuShape:
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
     """Return the shape of what exists, or of other instances on the same GPU."""
     ordered = sorted(layout.instances if instances is None else instances, key=lambda instance: instance.start)
-    return GpuShape(
-        uuid=layout.uuid or "",
-        index=layout.gpu,
-        mig_enabled=mig_enabled,
-        instances=tuple(map(_instance_shape, ordered)),
-    )
+    shapes = tuple(map(_instance_shape, ordered))
+    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=shapes)
 
 
 def _instance_shape(instance: GpuInstance) -> InstanceShape:
@@ -295,10 +291,7 @@ def _placement_of(part: ComputeShape) -> Placement | None:
 
 
 def _offered_parts(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
-    """Return these compute instances, to be created in a GPU instance of a profile, as far as it still offers them.
-
-    ``lost`` gets the others, in words.
-    """
+    """Return the compute instances to create that a profile still offers; ``lost`` gets the others, in words."""
     offers = []
     for part in sorted(parts, key=lambda part: part.rank):
         offered = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)

@@ -180,7 +180,11 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         profile = resolve(request, layout.profiles)
         for slices in request.compute or (profile.slices,):
             wanted[_one_device(profile, slices, request.start)] += request.count
-    present = devices_present(layout)
+    present = Counter(
+        _one_device(instance.profile, slices, instance.start)
+        for instance in layout.instances
+        for slices in [part.profile.slices for part in instance.compute] or [0]
+    )
     # Wishes with a place first; the other devices may serve those without.
     at_wanted_place = wanted & present
     wanted -= at_wanted_place
@@ -196,15 +200,6 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         if still_wanted:
             missing[kind] = still_wanted
     return Difference(missing=_device_counts(missing), extra=_device_counts(+unused))
-
-
-def devices_present(layout: Layout) -> Counter[DeviceCount]:
-    """Return the MIG devices that exist, with their places."""
-    return Counter(
-        _one_device(instance.profile, slices, instance.start)
-        for instance in layout.instances
-        for slices in [part.profile.slices for part in instance.compute] or [0]
-    )
 
 
 def _one_device(profile: Profile, slices: int, start: int | None) -> DeviceCount:

@@ -142,13 +142,7 @@ def _words_with_counts(text: str) -> list[tuple[str, int]]:
 
 
 def _pack(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the compute instances of each GPU instance that together hold all ``devices``, given by their slices.
-
-    First fit, the largest first, as in mig-parted.
-
-    Raises:
-        BadUsage: a device is larger than the profile, or the profile is given by id.
-    """
+    """Return the compute instances of each GPU instance (slices of each): first fit, largest first, as in mig-parted."""
     size = _SIZE.fullmatch(profile)
     if size is None:
         raise BadUsage(
@@ -218,13 +212,11 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        serving = []
-        for instance in unused:
-            at_place = instance.start == request.start
-            if request.start is None:
-                at_place = instance.start not in named_starts
-            if at_place and instance.profile.name == profile and _has_compute_of(instance, request):
-                serving.append(instance)
+        alike = [each for each in unused if each.profile.name == profile and _has_compute_of(each, request)]
+        if request.start is None:
+            serving = [each for each in alike if each.start not in named_starts]
+        else:
+            serving = [each for each in alike if each.start == request.start]
         chosen += serving[: request.count]
         unused = [instance for instance in unused if instance not in chosen]
     return (*chosen, *unused)

@@ -314,7 +314,11 @@ class _Process:
 
     @property
     def pipe(self) -> str | None:
-        return _pipe_directory(self.environment)
+        """Return where it listens; None: its environment is unknown."""
+        if self.environment is None:
+            return None
+        # The program appends "/control" to an empty one (seen with 535).
+        return self.environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) or "/"
 
     @property
     def device(self) -> str | None:
@@ -333,17 +337,14 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     directories = host.run_directories
     running = _daemon_processes(host)
     ours = [_daemon_of_home(host, home, gpus, running) for home in homes_in(directories)]
-    daemons = sorted((item for item in ours if item is not None), key=_order_by_gpu)
+    daemons = [item for item in ours if item is not None]
+    # By GPU; those of several or unknown GPUs come last.
+    daemons.sort(key=lambda item: (item.daemon.gpu_index is None, item.daemon.gpu_index or 0))
     pids = {item.daemon.pid for item in daemons}
     for process in running:
         if process.pid not in pids:
             daemons.append(_adopted_daemon(process, gpus, directories) or _foreign_daemon(process, gpus))
     return with_answers(host, daemons, strangers=strangers) if deep else daemons
-
-
-def _order_by_gpu(found: FoundDaemon) -> tuple[bool, int]:
-    index = found.daemon.gpu_index
-    return (index is None, index or 0)
 
 
 def _daemon_processes(host: Host) -> list[_Process]:
@@ -373,14 +374,6 @@ def _is_daemon(command_line: Sequence[str] | None) -> bool:
     if not command_line:
         return True
     return any(re.match(r"-[MSdfq]*[df][MSdfq]*$|--(daemon|fore?ground)$", word) for word in command_line[1:])
-
-
-def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
-    """Return where a daemon with this environment listens; None: the environment is unknown."""
-    if environment is None:
-        return None
-    # The program appends "/control" to an empty one (seen with 535).
-    return environment.get("CUDA_MPS_PIPE_DIRECTORY", DEFAULT_PIPE_DIRECTORY) or "/"
 
 
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:

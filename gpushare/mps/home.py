@@ -334,7 +334,9 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o001:
             return ()
-        return tuple(sorted(map(user_name, listed_users(directory, 0o1)))) or _owner(directory)
+        users = tuple(sorted(map(user_name, listed_users(directory, 0o1))))
+        # Without a list only the owner may.
+        return users or (user_name(directory.stat().st_uid),)
     except OSError:
         return None
 
@@ -347,11 +349,6 @@ def anybody_changes(directory: Path, driver: str | None) -> bool:
     """Return whether every user may change the limits of the daemon at a pipe directory, which need not exist yet."""
     branch = re.match(r"\d{1,6}", driver or "", re.ASCII)
     return branch is not None and int(branch.group()) < _REFUSING_DRIVER and not pipe_users(directory)
-
-
-def _owner(directory: Path) -> tuple[str, ...]:
-    """Return the owner of a directory, as the only user who may enter it."""
-    return (user_name(directory.stat().st_uid),)
 
 
 def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
