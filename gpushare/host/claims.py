@@ -26,7 +26,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
-from gpushare.host.records import kept_mode, unwritable_error
+from gpushare.host.records import kept_mode, unwritable_error, writing
 from gpushare.host.users import SHARED_DIRECTORIES
 
 # Claims of one device by one job at a time.
@@ -164,15 +164,49 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
 
 
 def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
-    """Make a claim that is choosing: others wait for its ticket for a moment.
+    """Make a claim of this process that is choosing: others wait for its ticket for a moment.
 
     Raises:
-        NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
+        NoPermission, OperationFailed: no claim can be made here, or it would not count (code ``lease_unusable``).
+    """
+    me = identity_of(os.getpid())
+    if me is None or real_uid(os.getpid()) != os.geteuid():
+        raise OperationFailed(
+            "gpushare runs as another user than the one who started it, so its claim would not count",
+            "run it as one user: sudo gpushare ..., or without sudo",
+            code=_CODE,
+        )
+    text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {pid_space()}\nkey {key}\n{_process_line(me)}"
+    if not _TEXT.fullmatch(text.encode()):
+        raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
+    return HeldClaim(write_shared_file(host, prefix, text, "the claim of a job"))
+
+
+def write_shared_file(host: Host, prefix: str, text: str, purpose: str) -> Path:
+    """Write a new file of this user into the directory of the claims, for all users to read; return its path.
+
+    ``purpose`` says in messages what it is.
+
+    Raises:
+        NoPermission, OperationFailed: it cannot be written (code ``lease_unusable``).
     """
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):
         make_private_directory(directory)
-    return _write_new(directory, key, prefix)
+    # Random, so that no other user can create it in advance.
+    path = directory / f"{prefix}{os.urandom(8).hex()}"
+    with writing(path, purpose, code=_CODE):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
+        try:
+            # Others must be able to read it, whatever the umask.
+            os.fchmod(descriptor, kept_mode(path, 0o644))
+            _write_whole(descriptor, text)
+        except OSError:
+            _remove(path)
+            raise
+        finally:
+            os.close(descriptor)
+    return path
 
 
 def all_claims(host: Host, prefix: str = EXCLUSIVE) -> list[Claim] | None:
@@ -341,36 +375,6 @@ def _parse_lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tu
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         os.unlink(path)
-
-
-def _write_new(directory: Path, key: str, prefix: str) -> HeldClaim:
-    """Write a new claim, which this process holds. Raises OperationFailed: it would not count."""
-    me = identity_of(os.getpid())
-    if me is None or real_uid(os.getpid()) != os.geteuid():
-        raise OperationFailed(
-            "gpushare runs as another user than the one who started it, so its claim would not count",
-            "run it as one user: sudo gpushare ..., or without sudo",
-            code=_CODE,
-        )
-    text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {pid_space()}\nkey {key}\n{_process_line(me)}"
-    if not _TEXT.fullmatch(text.encode()):
-        raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
-    # Random, so that no other user can create it in advance.
-    path = directory / f"{prefix}{os.urandom(8).hex()}"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
-    except OSError as error:
-        raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
-    try:
-        # Others must be able to read it, whatever the umask.
-        os.fchmod(descriptor, kept_mode(path, 0o644))
-        _write_whole(descriptor, text)
-    except OSError as error:
-        _remove(path)
-        raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
-    finally:
-        os.close(descriptor)
-    return HeldClaim(path)
 
 
 def _append(path: Path, line: str) -> None:

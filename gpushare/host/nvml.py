@@ -674,5 +674,4 @@ def cores_per_multiprocessor(compute_capability: tuple[int, int]) -> int | None:
     """Return the FP32 cores of one SM (CUDA Programming Guide, arithmetic throughput), or None before Pascal."""
     if compute_capability < (6, 0):
         return None
-    narrow = compute_capability in {(6, 0), (8, 0)} or compute_capability[0] == 7
-    return 64 if narrow else 128
+    return 64 if compute_capability in {(6, 0), (8, 0)} or compute_capability[0] == 7 else 128

@@ -159,8 +159,9 @@ class _UserCheck:
         if getattr(value, "uid", self._uid) != self._uid:
             return f"it says that it is of user {value.uid}"
         named = named_processes(value)
-        for process in named & self._named:
-            return f"it names process {process.pid}, which another record names, too"
+        named_again = named & self._named
+        if named_again:
+            return f"it names process {min(named_again).pid}, which another record names, too"
         if len(self._named) + len(named) > _MOST_NAMED:
             return f"with those before it names more than {_MOST_NAMED} processes"
         self._named |= named

@@ -23,8 +23,8 @@ from gpushare.base.errors import InUse, OperationFailed
 from gpushare.base.model import GpuLease
 from gpushare.base.units import format_duration
 from gpushare.host.capabilities import user_name
-from gpushare.host.claims import claim_directory, read_shared_file
-from gpushare.host.host import Host, make_private_directory
+from gpushare.host.claims import claim_directory, read_shared_file, write_shared_file
+from gpushare.host.host import Host
 from gpushare.host.identity import boot_id, uptime
 from gpushare.host.records import writing
 from gpushare.memory.admission import UserLimits
@@ -96,17 +96,13 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
         InUse: another user was first.
         NoPermission, OperationFailed: the lease cannot be written (code ``lease_unusable``).
     """
-    directory = claim_directory(host)
-    if directory.is_relative_to(host.run_directory):
-        make_private_directory(directory)
     earlier = [file for file in _lease_files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
     since = min((file.since for file in earlier if file.since <= now < file.until), default=now)
-    path = directory / f"{PREFIX}{os.urandom(8).hex()}"
     text = (
         f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
     )
-    _write_lease_file(path, text)
+    path = write_shared_file(host, PREFIX, text, "the lease")
     for file in earlier:
         _remove_file(file.path)
     # Read again: another user may have been faster.
@@ -118,20 +114,6 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
                 "the lease was written but does not count", "see: gpushare doctor", code="lease_unusable"
             )
         raise InUse(f"the GPU {reserved_words(lease)}", "see all leases: gpushare reserve", code="reserved")
-
-
-def _write_lease_file(path: Path, text: str) -> None:
-    """Write a new file that all users may read. Raises NoPermission, OperationFailed (code ``lease_unusable``)."""
-    with writing(path, "the lease", code="lease_unusable"):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        try:
-            os.fchmod(descriptor, 0o644)
-            os.write(descriptor, text.encode())
-        except OSError:
-            _remove_file(path)
-            raise
-        finally:
-            os.close(descriptor)
 
 
 def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:

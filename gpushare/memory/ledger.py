@@ -2,8 +2,9 @@
 
 One claim per job (`host/claims.py`): a file that only its owner writes, in a directory that all users share. There is no
 daemon and no lock: every waiting job reads all claims and NVML, and works out by itself who is next (`admission.py`).
-To take a place a job writes that it holds it, reads all claims again, and confirms; of two that did so at the same time,
-the one that came later steps back, unless it has read before the other one wrote: then that one waits for its word.
+To take a place a job writes that it holds it, reads all claims again, and writes that it is sure. Of two jobs that do so at
+the same time for the same memory, the one that came later steps back. It may have read the claims before the other one
+wrote: so the earlier one waits until the later one has written that it is sure, or that it has stepped back.
 """
 
 from __future__ import annotations
@@ -516,7 +517,8 @@ class Patience:
 class Place:
     """A job's own entry in the ledger. Released by `leave`, or by the end of all its processes.
 
-    Others may say in their claims that they came first: those are before this job that it saw when it came.
+    A claim is its owner's word, who may write an earlier ticket later: so only those jobs are before this one whose earlier
+    tickets it saw when it came.
     """
 
     def __init__(self, host: Host, request: Request, patience: Patience | None = None) -> None:

@@ -125,12 +125,14 @@ class JobMemory(Part):
         self._over_bytes = 0
         # Whether the user has asked for the end.
         self.asked_to_end = False
+        # The program's first process; 0: it has not started.
         self._root, self._began = 0, self._clock()
         self.mark = mark or os.urandom(8).hex()
-        # Of the family, with start times; and strangers, which are not asked about again.
+        # The PIDs of the job with their starts; those on the GPU that are not the job's; those that this watch has stopped.
         self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
         self._stopped: dict[int, int] = {}
+        # Whether it was said that the job is above its limit, and that it was continued there.
         self._told = self._told_again = False
         # Why the sum is not known, since when, and whether that was said.
         self._unknown: str | None = None

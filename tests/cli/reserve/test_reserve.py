@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,15 @@ def of_alice(two: World, monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
     monkeypatch.setattr("gpushare.memory.room.leases", lambda *_: {lease.gpu_uuid: lease})
     return two
+
+
+def test_where_old_files_are_removed_a_lease_stays(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles leaves files with the sticky bit, and a lease of root may be longer than its 10 days."""
+    directory = claim_directory(two.host)
+    monkeypatch.setattr("gpushare.host.records._AGED", (str(directory),))
+    take_lease(two.host, two.uuid(0), 20 * 86400.0, UserLimits())
+    (file,) = directory.glob(f"{PREFIX}*")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o1644
 
 
 def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
