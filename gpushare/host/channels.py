@@ -610,10 +610,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
 
 
 def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
-    """Return duplicates of the control files that a process has opened itself, by its descriptors; ``stack`` closes them.
-
-    Raises Refused if there is none.
-    """
+    """Return duplicates, by number, of the control files that a process itself has opened; ``stack`` closes them."""
     numbers = process.control_descriptors()
     if not numbers:
         raise Refused("no_context")
@@ -848,10 +845,7 @@ def _slice_or_none(file: _File, client: int, group: int) -> int | None:
 
 
 def _probe(file: _File, group: Group) -> None:
-    """Check that the driver takes slices: write another one, read it back, restore the old one, and read that back.
-
-    Raises Refused: it does not.
-    """
+    """Write another slice, read it back, restore the old one, and read that back. Raises Refused: the driver keeps none."""
     before = file.slice_of(group.client, group.handle)
     # A microsecond up from a small one, down from a large one: so it stays within the range of the driver.
     wanted = before + 1 if before < 1000 else before - 1

@@ -37,10 +37,7 @@ RUNTIME = "/run/user"
 
 
 def late(path: str, *arguments: Any) -> Callable[..., Any]:
-    """Return a function that calls what is at ``path`` (``host.machine:Machine``), with these arguments first.
-
-    The file is loaded only at the first call.
-    """
+    """Return a function that calls ``FILE:NAME``, with these arguments first; the file is loaded only at a call."""
 
     def call(*more: Any, **named: Any) -> Any:
         module, _, name = path.partition(":")
@@ -275,10 +272,9 @@ def _uncreatable_error(path: Path, error: OSError, variable: str) -> NoPermissio
     """Return the error about a directory that cannot be created; ``variable`` is the one that moves it."""
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
         hint = f"make room: df -h; or set {variable} to a directory elsewhere"
-    elif variable == "GPUSHARE_RUN_DIR":
-        hint = f"set {variable} to a short directory that you may write"
     else:
-        hint = f"set {variable} to a directory that you may write"
+        short = "short " if variable == "GPUSHARE_RUN_DIR" else ""
+        hint = f"set {variable} to a {short}directory that you may write"
     return NoPermission(f"cannot create the directory {path}: {error.strerror}", hint, code="directory_unwritable")
 
 

@@ -127,10 +127,7 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | N
 
 
 def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
-    """Return the rows, of the C structure ``kind``, that a call writes to an array with ``room`` for so many.
-
-    If there are more, it is called again with a larger array.
-    """
+    """Return the rows (C structures ``kind``) that a call writes to an array with ``room`` for so many, else a larger one."""
     while True:
         count, rows = c_uint(room), (kind * room)()
         code = call(byref(count), rows)

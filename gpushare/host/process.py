@@ -67,13 +67,11 @@ def container_of(cgroup: str) -> str | None:
 
 
 def _outermost_container(names: list[str]) -> str | None:
-    """Return the outermost container that the directories of one cgroup name, or None.
-
-    The first of ``names`` is no directory, but the number and controllers of the hierarchy.
-    """
+    """Return the outermost container that the directories of one cgroup name, or None."""
     last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
     last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
     for at, name in enumerate(names):
+        # The first is no directory: the number and controllers of the hierarchy.
         if at > 0:
             # Docker, Kubernetes and others with cgroupfs: the directory of a container is anywhere below this one.
             is_parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
@@ -431,10 +429,7 @@ def _waits_for(thread: str, signal: int) -> bool:
 
 
 def _is_in_mask(field: str, task: str, signal: int) -> bool | None:
-    """Return whether a signal is in a mask of ``/proc/TASK/status``, where a task is ``PID`` or ``PID/task/TID``.
-
-    None: unknown.
-    """
+    """Return whether a signal is in a mask of ``/proc/TASK/status`` (a task: ``PID`` or ``PID/task/TID``); None: unknown."""
     match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read_text(f"/proc/{task}/status") or "", re.MULTILINE)
     return bool(int(match[1], 16) >> (signal - 1) & 1) if match else None
 

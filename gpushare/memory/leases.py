@@ -125,10 +125,7 @@ def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
 
 
 def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
-    """Return the leases that are written, in the order in which they count.
-
-    Also those that a shorter limit of root has cut short: a longer one brings them back.
-    """
+    """Return the leases that are written, earliest first, also those that a limit has cut short: a longer one revives them."""
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]

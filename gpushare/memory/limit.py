@@ -162,7 +162,9 @@ class JobMemory(Part):
         """Begin to watch the program with this PID."""
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
-        self._tell_limit()
+        if self.place is not None and self.limit_bytes is not None:
+            with contextlib.suppress(GpushareError):
+                self.place.tell_limit(self.limit_bytes, self._action)
         if self.place is not None:
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
@@ -179,12 +181,6 @@ class JobMemory(Part):
             place.add(self._root)
         if earlier is not None:
             earlier.leave()
-
-    def _tell_limit(self) -> None:
-        """Say in the ledger what the job's limit is, and what happens above it."""
-        if self.place is not None and self.limit_bytes is not None:
-            with contextlib.suppress(GpushareError):
-                self.place.tell_limit(self.limit_bytes, self._action)
 
     def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""

@@ -44,10 +44,7 @@ def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile 
 
 
 def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> tuple[int, bool] | None:
-    """Return the most memory in bytes that one of these commands has used on such GPUs, and whether it needs more.
-
-    None: unknown.
-    """
+    """Return the most bytes that one of these commands has used on such GPUs, and whether it needs more; None: unknown."""
     profiles = [find_profile(host, device, command) for device in devices for command in commands]
     peaks = [
         (profile.memory_bytes, profile.short)
