@@ -206,7 +206,9 @@ def identified(pid: int) -> Identity:
 
 
 def _child_of(pid: int) -> Identity:
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    # A shell is on the GPU of the simulated host before it has started its program.
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    (child,) = until(lambda: children.read_text().split(), "a child of the shell")
     return identified(int(child))
 
 
