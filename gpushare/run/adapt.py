@@ -121,10 +121,12 @@ class Controller:
         self._goal = keep + _GOAL_PART * (1 - keep)
         self._slice = float(_FIRST_US)
         self._printed = _Printed()
-        self._held = True
+        # When the slice changed. Whether the other job is held back, since when, and until when at least.
         self._changed_at = -math.inf
+        self._held = True
         self._held_at: float | None = None
         self._hold_until = -math.inf
+        # Production's speed alone, when it was measured, and after how many seconds it is measured again.
         self.baseline: float | None = None
         self._baseline_at = -math.inf
         self._refresh = _REFRESH_SECONDS
@@ -146,6 +148,7 @@ class Controller:
         # The speed changed while the other was held back.
         self._moved_while_held = False
         self._last_step: float | None = None
+        # When production last printed a number.
         self._heard_at: float | None = None
         # Seconds between two numbers; when a silence is examined; its start while it is examined.
         self._interval = 0.0
@@ -287,6 +290,7 @@ class Controller:
         """
         for index, loss in enumerate(self._ledger):
             if loss.at >= self._jumped_at and loss.part is not None:
+                # The part that was kept is the speed over the baseline.
                 self._ledger[index] = loss._replace(part=1 - (1 - loss.part) * factor)
 
     # -- the slice ---------------------------------------------------------------------------------------------

@@ -1235,17 +1235,18 @@ class Farm:
         Raises:
             GpushareError: one cannot be ended.
         """
-        ends: list[Callable[..., Any]] = []
+        calls: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
             on_gpu = [running for running in ending if running.gpu is gpu]
             if on_gpu and gpu.group is not None:
+                # Processes that have left the trees of their programs: their memory counts, and they end too.
                 strays = [pid for running in on_gpu for memory in running.memories for pid in memory.release()]
                 programs = [running.program for running in on_gpu]
-                ends.append(functools.partial(gpu.group.end, programs, strays=strays))
-        if len(ends) == 1:
-            ends[0](hurry=hurry)
-        elif ends:
-            _end_at_once(ends, hurry)
+                calls.append(functools.partial(gpu.group.end, programs, strays=strays))
+        if len(calls) == 1:
+            calls[0](hurry=hurry)
+        elif calls:
+            _call_at_once(calls, hurry)
 
     def _collect_ended(self) -> None:
         """Note the copies that have ended, and end those that print nothing for too long."""
@@ -1382,20 +1383,20 @@ def _step_of_farm(text: str) -> Step:
     return step_of_run(text, "# by gpushare farm itself")
 
 
-def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
-    """Call all ``ends`` in threads, because each waits for its programs. Signals reach this thread only.
+def _call_at_once(calls: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
+    """Make these calls of `Group.end` in threads, because each waits for its programs. Signals reach this thread only.
 
     Raises:
         GpushareError: the first that failed.
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    hurried = threading.Event()
-    with ThreadPoolExecutor(len(ends)) as pool:
-        running = [pool.submit(act, hurry=hurried.is_set) for act in ends]
-        while not all(end.done() for end in running):
+    is_hurried = threading.Event()
+    with ThreadPoolExecutor(len(calls)) as pool:
+        futures = [pool.submit(call, hurry=is_hurried.is_set) for call in calls]
+        while not all(future.done() for future in futures):
             if hurry():
-                hurried.set()
+                is_hurried.set()
             time.sleep(_STEP_SECONDS)
-    for end in running:
-        end.result()
+    for future in futures:
+        future.result()

@@ -231,7 +231,7 @@ class _Present:
         ]
         if record.memory_bytes is not None or not places:
             return record.memory_bytes
-        # Each copy of a farm has a place, on GPUs that its record does not name.
+        # Each copy of a farm has a place, on GPUs that its record does not name: their sum, shared out to those that it names.
         if len(places) > 1:
             return sum(limit * count for limit, count in places) // max(1, len(record.devices))
         limit, _ = places[0]

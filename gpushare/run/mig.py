@@ -94,11 +94,9 @@ class InstanceWish:
         """
         places = self._checked_places()
         place_and_claim, held = _take_first(self.host, places)
-        if place_and_claim is None:
-            _check_claims_readable(self.host)
-            if self.creator is not None:
-                self.creator.make()
-                place_and_claim, held = _take_first(self.host, self._existing_places())
+        if place_and_claim is None and self.creator is not None:
+            self.creator.make()
+            place_and_claim, held = _take_first(self.host, self._existing_places())
         if place_and_claim is None:
             raise _in_use_error(self.host, held)
         if not places:
@@ -162,7 +160,9 @@ class InstanceWish:
                     if not free and is_first and self.creator is not None and self.creator.make_if_room():
                         places = self.places()
                         continue
-                    reason = _waiting_reason(places, held)
+                    reason = in_use_text(held) if held else "others were first"
+                    if not places:
+                        reason = "none is there"
                     if seconds is not None and now - began >= seconds:
                         raise _none_in_time_error(self.text, reason, seconds)
                     line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
@@ -253,15 +253,10 @@ class InstanceWish:
 
 
 def _free_and_held(host: Host, places: Sequence[Place]) -> tuple[list[Place], HeldPlaces]:
-    """Return which instances are free, and who holds the others. Raises as `_check_claims_readable` if none is free."""
-    free, held = _sorted_places(host, places)
-    if not free:
-        _check_claims_readable(host)
-    return free, held
+    """Return which instances are free, and who holds the others: programs in them, else the job that claims them.
 
-
-def _sorted_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], HeldPlaces]:
-    """Return which instances are free, and who holds the others: programs in them, else the job that claims them."""
+    Raises as `_check_claims_readable` if none is free.
+    """
     # None: unknown.
     claims = claimed_instances(host)
     daemons = _daemons_by_instance(host, places)
@@ -278,14 +273,9 @@ def _sorted_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], He
             free.append(place)
         else:
             held.append((place, holders))
+    if not free:
+        _check_claims_readable(host)
     return free, held
-
-
-def _waiting_reason(places: Sequence[Place], held: HeldPlaces) -> str:
-    """Return in words why a job has got none of these instances."""
-    if held:
-        return in_use_text(held)
-    return "others were first" if places else "none is there"
 
 
 def _check_claims_readable(host: Host) -> None:
@@ -305,7 +295,7 @@ def _check_claims_readable(host: Host) -> None:
 
 def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, HeldPlaces]:
     """Take the first of some instances that is free; return it (None: none is), and who holds the others."""
-    free, held = _sorted_places(host, places)
+    free, held = _free_and_held(host, places)
     for place in free:
         claim = take_claim(host, place.mig.uuid)
         if isinstance(claim, Claim):

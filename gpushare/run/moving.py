@@ -122,8 +122,8 @@ class Mover:
                 )
         else:
             candidates = [self._whole_gpu(device) for device in devices]
+            # `LEAVING`: it is on its GPU, and the move would begin with its way out.
             if swap.state == LEAVING and any(gpu.uuid == source.uuid for gpu in candidates):
-                # It is there.
                 return self._plan_of([])
             for gpu in candidates:
                 move.check_target(source, gpu)
@@ -210,13 +210,13 @@ class Mover:
         return leaving_record(self._host, job, source.uuid or "", processes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
-        """Raise InUse if only a part of a job is swapped out, by its own PID: the rest would stay (``already_out``)."""
+        """Raise InUse if only a part of a job was swapped out, by its PID: the rest would stay (``already_out``)."""
         swapped_pids = {image.pid for image in swap.images}
         on_gpu = or_none(lambda: gpu_processes(self._host, job)) or ()
-        rest = [process.pid for process in on_gpu if process.pid not in swapped_pids]
-        if rest:
+        staying = next((process.pid for process in on_gpu if process.pid not in swapped_pids), None)
+        if staying is not None:
             raise InUse(
-                f"{swap.title}, a part of {job.title}, is swapped out (state {swap.state}), but process {rest[0]} is on the GPU",
+                f"{swap.title}, a part of {job.title}, is swapped out (state {swap.state}), but process {staying} is on the GPU",
                 f"bring it back first: gpushare swap in {swap.selector}; or move it alone: gpushare move {swap.selector}",
                 code="already_out",
             )

@@ -124,7 +124,7 @@ def _foreground_group(descriptor: int) -> int | None:
 
 def _give_terminal(descriptor: int, group: int) -> bool:
     """Let a process group have the terminal; return whether it has it."""
-    # It would stop a background process that moves the terminal.
+    # Otherwise the kernel stops us if we are in the background.
     with handled((signal.SIGTTOU,), signal.SIG_IGN):
         try:
             os.tcsetpgrp(descriptor, group)

@@ -152,7 +152,7 @@ class Job:
         work.run()
 
     def _target(self) -> Target:
-        """Return what `stop` ends; a job that `start` returned is waited for between the line and its record."""
+        """Return what `stop` ends. A job that `start` returned has neither a place nor a record for a moment: wait for it."""
         from gpushare.run.stop import find_target
 
         began = time.monotonic()

@@ -374,7 +374,7 @@ def check_program(program: str) -> None:
 
 
 def _check_inherited_threads(limits: Limits) -> None:
-    """Raise BadUsage if the caller's own percentage is none, and no other is given."""
+    """Raise BadUsage if the percentage in the caller's environment is invalid, and no other one replaces it."""
     inherited = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if inherited and limits.threads_percent is None:
         try:

@@ -402,7 +402,9 @@ class JobStart:
         return None if self.budget is None else self.budget.on(devices)
 
     def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
-        """Return the production job of ``--for``, which need not run yet, for people, and say what it means; None: none was named.
+        """Return the production job that ``--for`` names, for people, and say that this job leaves for it; None: none was named.
+
+        It need not run yet.
 
         Raises:
             NotFound: no such job is known.

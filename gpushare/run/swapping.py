@@ -344,7 +344,7 @@ class IdleInTurns(Policy):
 
 
 def short_turns(seconds: float, switch_seconds: float) -> str | None:
-    """Return what turns lose that are short for their switches; None: they are long enough."""
+    """Return a warning about turns that are too short for their switches, with what is lost; None: they are long enough."""
     if seconds >= TURN_FACTOR * switch_seconds:
         return None
     loss = 100 * (1 - kept_share(seconds, switch_seconds))
@@ -414,6 +414,7 @@ class ForProduction(Policy):
             round_trip_seconds = (
                 swap_times(sample.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(sample.held_bytes)
             )
+            # Twice: with less than one margin left, it would leave again at once.
             margin = 2 * self.margin_bytes + self._bytes_lost_per_second() * round_trip_seconds
         if sample.production_waits or sample.free_bytes < sample.held_bytes + margin:
             self._free_since = None
@@ -605,7 +606,7 @@ class Swapping(Part):
         swap = leaving_record(self._host, job, self._device.uuid, processes)
         place = Place(self._host, replace(self._request_of_return(swap), keys=(target.uuid,)), self._patience)
         try:
-            # Not in the line: it leaves as much room as it takes, and to a job before it.
+            # It passes the line there: it gives up as much room here, to a job that waits.
             place.take(target.uuid)
             with self._swapping():
                 move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
