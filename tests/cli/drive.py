@@ -15,7 +15,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,11 +31,13 @@ from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, boot_id, uptime
 from gpushare.memory.leases import PREFIX
+from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import names_of
-from gpushare.run.jobs import JobRecord
+from gpushare.run.jobs import JobRecord, find_record, write_record
 from gpushare.show.schema import schema_of
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_compute
+from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -303,6 +305,33 @@ class World:
         """Send a signal, not by gpushare."""
         self.host.processes.send(pid, number)
 
+    def set(self, **values: object) -> None:
+        """Set fields of the state."""
+        with changing(self.file) as (state, _):
+            vars(state).update(values)
+
+    def alter(self, pid: int, **values: object) -> None:
+        """Set fields of a process."""
+        with changing(self.file) as (state, _):
+            vars(next(process for process in state.processes if process.pid == pid)).update(values)
+
+    def hold(self, size: int | None, gpu: int = 0, **more: Any) -> Place:
+        """Let a job that is not here reserve memory of a GPU."""
+        place = Place(self.host, Request(memory_bytes=size, keys=(self.uuid(gpu),), client=False, **more))
+        place.take(self.uuid(gpu))
+        return place
+
+    def record(self, name: str, pid: int, role: str = "plain", gpu: int = 0, **changes: Any) -> JobRecord:
+        """Write and return the record of a job that runs now; it has no gpushare, unless a ``supervisor`` is given."""
+        device = Device(gpu=self.host.nvml.gpu(gpu))
+        job = replace(record_of(self.host, device, name, pid, role), **changes)
+        write_record(self.host, job)
+        return job
+
+    def wait_for_a_job(self) -> None:
+        """Wait until a job is on a GPU."""
+        until(lambda: (state := self.file.read()) is not None and state.processes, "the job is on the GPU")
+
     def lease(self, gpu: int, uid: int) -> Path:
         """Reserve a GPU as another user; return the file of the lease. The test is root."""
         path = claim_directory(self.host) / f"{PREFIX}{uid:016x}"
@@ -346,6 +375,16 @@ def until(holds: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any
         assert time.monotonic() < deadline, f"never: {what}"
         time.sleep(0.02)
     return value
+
+
+def until_it_runs(world: World, started: Started, name: str) -> JobRecord:
+    """Wait until the record of a job names its program, which is on the GPU by then, and return the record."""
+
+    def named() -> JobRecord | None:
+        record = find_record(world.host, name) if world.begun else None
+        return record if record and record.pid != started.pid and record.pid in world.pids() else None
+
+    return until(named, f"{name} runs")
 
 
 def until_one_run_is_over(world: World, copies: int = 2) -> None:

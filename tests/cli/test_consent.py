@@ -88,11 +88,7 @@ def test_a_named_and_granted_instance_is_asked_for(host: World, words: tuple[str
     host.asked("mig", "name", "train", "3g.40gb:4").ok()
     host.asked("mig", "grant", "train", "daemon").ok()
     (lost,) = wants(host, "mig", *words)
-    assert lost == {
-        "action": "destroys",
-        "what": "3g.40gb:4 on GPU 0",
-        "why": ["named 'train'", "granted to daemon"],
-    }
+    assert lost == {"action": "destroys", "what": "3g.40gb:4 on GPU 0", "why": ["named 'train'", "granted to daemon"]}
 
 
 def test_what_gpushare_did_not_make_is_asked_for() -> None:
@@ -117,18 +113,14 @@ def test_the_undo_of_a_named_creation_asks_nothing(host: World) -> None:
     assert "new" not in host.names()
 
 
-def test_a_grant_is_asked_for(host: World) -> None:
-    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+def test_a_grant_is_asked_for_and_a_name_alone_is_not(host: World) -> None:
+    for words in (("train", "3g.40gb:4"), ("--forget", "train"), ("train", "3g.40gb:4")):
+        host.asked("mig", "name", *words).ok()
     host.asked("mig", "grant", "train", "daemon").ok()
     (lost,) = wants(host, "mig", "revoke", "train")
     assert lost["why"] == ["every local user may then use 'train'"]
     host.asked("mig", "grant", "train", "daemon").ok()
     assert wants(host, "mig", "name", "--forget", "train")[0]["why"] == ["granted to daemon"]
-
-
-def test_a_name_alone_is_forgotten_without_a_question(host: World) -> None:
-    host.asked("mig", "name", "train", "3g.40gb:4").ok()
-    host.asked("mig", "name", "--forget", "train").ok()
 
 
 @pytest.mark.parametrize("how", ["--force", "--drain=0.1s"])
@@ -146,12 +138,8 @@ def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
 ) -> None:
     world = World.new("sim:h200")
     world.asked("mps", "start").ok()
-    words = (
-        "sh",
-        "-c",
-        "true 'a word that is so long that its second quote would be cut off after eighty characters'; sleep 600",
-    )
-    world.asked("run", "-d", "--name", "trainer", "--threads", "20", "--", *words).ok()
+    script = "true 'a word that is so long that its second quote would be cut off after eighty characters'; sleep 600"
+    world.asked("run", "-d", "--name", "trainer", "--threads", "20", "--", "sh", "-c", script).ok()
     try:
         pid = until(lambda: [client.pid for client in world.attached()], "it is a client")[0]
         plans = [
@@ -198,11 +186,7 @@ def test_a_file_that_takes_names_grants_and_instances_asks(host: World, tmp_path
     file = tmp_path / "gpushare.yaml"
     file.write_text("version: 1\ngpus:\n- match: {index: 0}\n  mig:\n  - 3g.40gb:4\n")
     (lost,) = wants(host, "apply", "-f", str(file))
-    assert lost == {
-        "action": "forgets",
-        "what": "the name 'train' of 3g.40gb:4 on GPU 0",
-        "why": ["granted to daemon"],
-    }
+    assert lost == {"action": "forgets", "what": "the name 'train' of 3g.40gb:4 on GPU 0", "why": ["granted to daemon"]}
     # What a file has made is ours.
     file.write_text("version: 1\ngpus:\n- match: {index: 0}\n  timeslice: default\n")
     host.asked("apply", "-f", str(file)).ok()
@@ -236,30 +220,6 @@ def test_a_client_that_comes_after_the_answer_is_not_ended() -> None:
     assert code == 19
     assert "new client" in said
     assert len(world.attached()) == 2
-
-
-@pytest.mark.parametrize("verb", ["mig create", "mig grant", "mig recover", "mps start", "mps set", "run"])
-def test_yes_is_accepted_and_not_shown_where_nothing_is_asked(verb: str) -> None:
-    world = World("sim:h200")
-    assert "--yes" not in world_help(world, verb)
-
-
-@pytest.mark.parametrize(
-    "verb", ["apply", "mig apply", "mig destroy", "mig revoke", "mps stop", "stop", "timeslice set"]
-)
-def test_yes_is_shown_where_something_is_asked(verb: str) -> None:
-    assert "--yes" in world_help(World("sim:h200"), verb)
-
-
-def world_help(world: World, verb: str) -> str:
-    """Return the help of a command."""
-    return subprocess.run(
-        [sys.executable, "-m", "gpushare", *verb.split(), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=environment(),
-    ).stdout
 
 
 def test_units_that_gpushare_writes_never_ask(host: World) -> None:

@@ -17,34 +17,21 @@ import pytest
 
 from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import user_name
-from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past, write_record
+from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until, until_it_runs
 
-KEYS = {
-    *(
-        "name",
-        "pid",
-        "state",
-        "user",
-        "role",
-        "device",
-        "gpu_indexes",
-        "device_uuids",
-        "way",
-        "mig_profile",
-        "mig_name",
-    ),
-    *("threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent"),
-    *("since_seconds", "command", "container", "processes", "line", "exit_code", "started", "ran_seconds"),
-    "memory_peak_bytes",
-}
+KEYS = (
+    "name pid state user role device gpu_indexes device_uuids way mig_profile mig_name threads_percent slice_us"
+    " memory_used_bytes memory_limit_bytes swapped_bytes sm_percent since_seconds command container processes line"
+    " exit_code started ran_seconds memory_peak_bytes"
+)
 
 
 def listed(cli: Cli, *words: str) -> list[dict[str, Any]]:
     answer = cli("jobs", *words, output="json").ok()
     jobs = answer.data["jobs"]
-    assert all(job.keys() == KEYS for job in jobs)
+    assert all(job.keys() == set(KEYS.split()) for job in jobs)
     return list(jobs)
 
 
@@ -58,12 +45,7 @@ def test_the_peak_memory_of_a_job_that_has_ended(cli: Cli, options: tuple[str, .
 
 def runs(real: Real, world: World, *options: str) -> Started:
     started = real("run", *options, "--name", "train", "--", "sleep", "300")
-
-    def named() -> bool:
-        record = find_record(world.host, "train") if world.begun else None
-        return record is not None and record.pid != started.pid and record.pid in world.pids()
-
-    until(named, "the job runs")
+    until_it_runs(world, started, "train")
     return started
 
 
@@ -89,12 +71,8 @@ def test_a_job_that_runs(
     rows = {process["pid"]: process for process in cli("status", output="json").ok().data["gpus"][0]["processes"]}
     same = ("role", "way", "threads_percent", "slice_us")
     assert (rows[job["pid"]]["job"], *(rows[job["pid"]][key] for key in same)) == ("train", *(job[key] for key in same))
-    assert (job["name"], job["state"], job["command"], job["user"]) == (
-        "train",
-        "running",
-        "sleep 300",
-        user_name(os.geteuid()),
-    )
+    told = (job["name"], job["state"], job["command"], job["user"])
+    assert told == ("train", "running", "sleep 300", user_name(os.geteuid()))
     assert (job["processes"], 0 <= job["since_seconds"] < 120) == ([job["pid"]], True)
     # Gone from the running ones, it is among those that ended.
     started.signal(signal.SIGTERM)
@@ -105,12 +83,7 @@ def test_a_job_that_runs(
 
 def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
-
-    def runs_now() -> bool:
-        record = find_record(world.host, "web") if world.begun else None
-        return record is not None and record.pid != started.pid and record.pid in world.pids()
-
-    until(runs_now, "production runs")
+    until_it_runs(world, started, "web")
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["sharing"] == "timeslice"
     cli("mps", "start", "--threads", "30").ok()
@@ -137,10 +110,7 @@ def test_a_job_without_a_name_gets_one(real: Real, cli: Cli, world: World) -> No
 
 def test_jobs_are_listed_by_the_numbers_in_their_names(cli: Cli, world: World) -> None:
     for name in ("s10", "s2", "s1"):
-        pid = admin.add_process(world.spec)
-        info = world.host.processes.describe(pid)
-        assert info is not None
-        write_record(world.host, JobRecord(name=name, pid=pid, started=info.started, devices=()))
+        world.record(name, admin.add_process(world.spec))
     other = admin.add_process(world.spec)
     assert [job["name"] or job["pid"] for job in listed(cli, "-a")] == ["s1", "s2", "s10", other]
 
@@ -239,12 +209,7 @@ def test_a_job_whose_gpushare_and_guard_were_killed(
 ) -> None:
     words = options or ("--name", "train")
     started = real("run", "--slice", "2ms", *words, "--", "sleep", "300")
-
-    def program() -> int | None:
-        record = find_record(world.host, "train") if world.begun else None
-        return record.pid if record is not None and record.pid != started.pid else None
-
-    pid = until(program, "the job runs")
+    pid = until_it_runs(world, started, "train").pid
     # The guard ends the program if only gpushare is killed.
     for process in psutil.Process(started.pid).children():
         if process.pid != pid:

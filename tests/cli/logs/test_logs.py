@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.selection import select
-from gpushare.run.jobs import PAST, PastJob, output_path, write_record
+from gpushare.run.jobs import PAST, PastJob, output_path
 from gpushare.run.output import seek_lines
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, World, environment, record_of, until
+from tests.cli.drive import Cli, Real, Refused, World, environment, until
 
 TEXT = b"one\ntwo\n\x1b[31mthree\xff\n"
 
@@ -110,10 +109,7 @@ def test_a_document_is_complete_only_with_the_last_byte(
 def running(world: World, written: Path) -> int:
     """A job with this output that runs: a simulated process stands for it and its gpushare."""
     pid = admin.add_process(world.spec)
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
-    record = record_of(host, device, "train", pid, "plain")
-    write_record(host, replace(record, supervisor=host.processes.identity(pid)))
+    world.record("train", pid, supervisor=world.host.processes.identity(pid))
     return pid
 
 
@@ -225,10 +221,7 @@ def test_root_is_told_to_ask_as_the_user(refused: Refused, world: World) -> None
     (world.directory / "users" / "65534").mkdir(parents=True)
     pid = admin.add_process(world.spec, user="65534")
     world.fault("user", 65534)
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
-    record = record_of(host, device, "train", pid, "plain")
-    write_record(host, replace(record, supervisor=host.processes.identity(pid)))
+    world.record("train", pid, supervisor=world.host.processes.identity(pid))
     world.fault("user", 0)
     for job in ("train", str(pid)):
         message = refused("logs", job, code="other_user", exit_code=3)

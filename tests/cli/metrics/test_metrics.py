@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import urllib.request
@@ -22,13 +23,13 @@ from prometheus_client.metrics_core import Metric
 
 from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot, Way
 from gpushare.host.capabilities import user_name
+from gpushare.host.claims import HeldClaim, take_claim
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.run.jobs import find_record
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until_it_runs
 
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
@@ -85,15 +86,7 @@ def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
 def runs(real: Real, world: World, *share: str) -> tuple[Started, dict[str, str]]:
     """Start the job web; return it with the labels that its metrics have."""
     started = real("run", *share, "--", "sleep", "300")
-
-    def is_there() -> bool:
-        record = find_record(world.host, "web") if world.begun else None
-        return record is not None and record.pid != started.pid and record.pid in world.pids()
-
-    until(is_there, "the job runs")
-    record = find_record(world.host, "web")
-    assert record is not None
-    return started, {"name": "web", "pid": str(record.pid)}
+    return started, {"name": "web", "pid": str(until_it_runs(world, started, "web").pid)}
 
 
 def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli, world: World) -> None:
@@ -111,6 +104,14 @@ def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli
     started.signal(signal.SIGTERM)
     started.result()
     assert not [name for name, _ in samples(cli) if name.startswith("gpushare_job")]
+
+
+def test_a_client_of_mps_has_its_threads(real: Real, cli: Cli, world: World) -> None:
+    _, job = runs(real, world, "--threads", "25", "--name", "web")
+    found = samples(cli)
+    assert value(found, "job_info", **job, role="plain", way="mps") == 1
+    assert value(found, "job_threads_limit_ratio", **job) == 0.25
+    assert value(found, "job_slice_seconds") is None
 
 
 def test_a_job_on_a_named_instance(real: Real, cli: Cli, world: World) -> None:
@@ -171,16 +172,13 @@ def test_mps(cli: Cli, world: World) -> None:
 
 def test_a_dead_daemon_is_down_and_has_no_values(cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
+    # No limit is absent, too.
+    assert value(samples(cli), "mps_memory_limit_bytes") is None
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     found = samples(cli)
     assert value(found, "mps_daemon_up") == 0
     assert value(found, "mps_clients") is None
     assert value(found, "gpu_sharing", way="mps") is None
-
-
-def test_no_limit_is_absent(cli: Cli) -> None:
-    cli("mps", "start").ok()
-    assert value(samples(cli), "mps_memory_limit_bytes") is None
 
 
 def test_several_foreign_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
@@ -211,8 +209,6 @@ def test_mig(cli: Cli, world: World) -> None:
 
 
 def test_leases(cli: Cli, world: World) -> None:
-    from gpushare.host.claims import HeldClaim, take_claim
-
     (uuid,) = world.mig("1g.18gb:0")
     assert value(samples(cli), "mig_instance_leases") == 0
     lease = take_claim(world.host, uuid)
@@ -287,7 +283,9 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
     ],
 )
 def test_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
-    refused("export", "prometheus", *words, code=code, exit_code=exit_code)
+    text = refused("export", "prometheus", *words, code=code, exit_code=exit_code)
+    assert ("No such file" in text) == (code == "not_written")
+    assert not Path("/nowhere").exists()
 
 
 @pytest.mark.parametrize("listen", ["9836", "localhost", "127.0.0.1:port", "127.0.0.1:99999", ":-1"])
@@ -296,8 +294,6 @@ def test_no_address(refused: Refused, listen: str) -> None:
 
 
 def test_address_in_use(refused: Refused) -> None:
-    import socket
-
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -333,8 +329,7 @@ def test_any_label_and_value_come_back(labels: dict[str, str], number: float) ->
 
 
 @given(
-    uuids=st.lists(st.sampled_from(["GPU-1", "GPU-2", None]), max_size=4),
-    taken=st.one_of(st.none(), st.floats(0, 2e9)),
+    uuids=st.lists(st.sampled_from(["GPU-1", "GPU-2", None]), max_size=4), taken=st.one_of(st.none(), st.floats(0, 2e9))
 )
 def test_no_series_comes_twice(uuids: list[str | None], taken: float | None) -> None:
     gpus = tuple(Gpu(index=number, uuid=uuid) for number, uuid in enumerate(uuids))
@@ -372,12 +367,10 @@ def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) 
 
 def test_a_text_file_knows_memory_that_is_held_by_what_does_nothing(cli: Cli, world: World) -> None:
     """A timer starts gpushare again for each file, so there are no earlier looks; without this the alert never fired."""
-    from gpushare.sim.current import changing
-
     admin.add_process(world.spec, memory_bytes=4 << 30, sm_percent=0)
     admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=50)
     assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 0
-    with changing(world.file) as (state, _):
+    with world.file.changed() as state:
         for one in state.processes:
             one.started -= 3600 * 100
     assert value(samples(cli), "gpu_memory_idle_bytes", gpu="0") == 4 << 30
@@ -457,21 +450,12 @@ def test_promtool_tests_the_rules(promtool: str, tmp_path: Path) -> None:
 
 def test_a_panel_that_counts_faults_shows_0_where_there_are_none(promtool: str, tmp_path: Path) -> None:
     panels = json.loads((DATA / "grafana-dashboard.json").read_text())["panels"]
-    counts = [
-        one
-        for one in panels
-        if one["title"] in {"MPS daemons down", "MPS servers in FAULT", "CUDA programs outside MPS"}
-    ]
+    titles = {"MPS daemons down", "MPS servers in FAULT", "CUDA programs outside MPS"}
+    counts = [panel for panel in panels if panel["title"] in titles]
     assert len(counts) == 3
-    expected = [
-        {
-            "expr": target["expr"].replace("$instance", ".*"),
-            "eval_time": "5m",
-            "exp_samples": [{"labels": "{}", "value": 0}],
-        }
-        for panel in counts
-        for target in panel["targets"]
-    ]
+    queries = [target["expr"].replace("$instance", ".*") for panel in counts for target in panel["targets"]]
+    zero = {"eval_time": "5m", "exp_samples": [{"labels": "{}", "value": 0}]}
+    expected = [{"expr": query, **zero} for query in queries]
     series = [{"series": 'gpushare_host_up{instance="a"}', "values": "1x10"}]
     test = {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": expected}]}
     (tmp_path / "test.yaml").write_text(json.dumps(test))
@@ -479,24 +463,3 @@ def test_a_panel_that_counts_faults_shows_0_where_there_are_none(promtool: str, 
         [promtool, "test", "rules", "test.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_jobs_are_told_by_their_name_role_and_way(real: Real, cli: Cli, world: World) -> None:
-    real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
-    real("run", "--threads", "25", "--name", "train", "--", "sleep", "300")
-
-    def told() -> dict[str, dict[str, Any]] | None:
-        jobs: dict[str, dict[str, Any]] = {}
-        for (name, labels), value in (samples(cli) if world.begun else {}).items():
-            if name.startswith("gpushare_job_"):
-                facts = dict(labels)
-                jobs.setdefault(facts["name"], {}).update({name: value, **facts})
-        there = all(jobs.get(name, {}).get("gpushare_job_memory_used_bytes") for name in ("web", "train"))
-        return jobs if there else None
-
-    jobs = until(told, "both are on the GPU")
-    web, train = jobs["web"], jobs["train"]
-    assert (web["role"], web["way"], web["gpu"], web["gpushare_job_info"]) == ("production", "timeslice", "0", 1)
-    assert web["gpushare_job_slice_seconds"] == 0.016
-    assert (train["role"], train["way"], train["gpushare_job_threads_limit_ratio"]) == ("plain", "mps", 0.25)
-    assert "gpushare_job_threads_limit_ratio" not in web

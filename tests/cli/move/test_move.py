@@ -18,7 +18,6 @@ from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from gpushare.sim.state import SimulatedProcess
 from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:3xh200"
@@ -33,12 +32,8 @@ def job(gpu: int = 0, size: int = 20 * GIB, **options: object) -> int:
     return admin.add_process(SPEC, str(gpu), memory_bytes=size, name="train", **options)  # type: ignore[arg-type]
 
 
-def process(world: World, pid: int) -> SimulatedProcess:
-    return next(process for process in world.state.processes if process.pid == pid)
-
-
 def gpu_of(world: World, pid: int) -> int:
-    return [gpu.uuid for gpu in world.state.gpus].index(process(world, pid).gpu_uuid)
+    return [gpu.uuid for gpu in world.state.gpus].index(world.process(pid).gpu_uuid)
 
 
 def refuse_pairs(monkeypatch: pytest.MonkeyPatch, *but: int) -> None:
@@ -56,18 +51,10 @@ def refuse_pairs(monkeypatch: pytest.MonkeyPatch, *but: int) -> None:
 def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None:
     pid = job()
     answer = cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok()
-    assert answer.data["jobs"] == [
-        {
-            "pid": pid,
-            "name": None,
-            "user": user_name(os.geteuid()),
-            "memory_bytes": 20 * GIB,
-            "from_gpu": 0,
-            "to_gpu": 1,
-        }
-    ]
+    of_job = {"pid": pid, "name": None, "user": user_name(os.geteuid()), "memory_bytes": 20 * GIB}
+    assert answer.data["jobs"] == [{**of_job, "from_gpu": 0, "to_gpu": 1}]
     assert answer.data["undo"] == f"gpushare move {pid} -g 0"
-    there = process(world, pid)
+    there = world.process(pid)
     assert (gpu_of(world, pid), there.checkpoint, there.memory_bytes) == (1, RUNNING, 20 * GIB)
     assert reservations(world.host) == []
     swap = find_swap(world.host, pid)
@@ -99,7 +86,7 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
     assert cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok().data["undo"] == f"gpushare swap out {pid}"
-    assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
+    assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)
 
 
 def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, cli: Cli, world: World) -> None:
@@ -118,8 +105,7 @@ def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, c
 
 def test_the_only_part_on_a_gpu_moves_for_its_job(cli: Cli, world: World) -> None:
     first = job(0, 0)
-    with changing(world.file) as (state, _):
-        state.processes[0].gpu_uuid = ""
+    world.alter(first, gpu_uuid="")
     child = job(0, 4 * GIB, parent=first)
     cli("swap", "out", str(child), host=SPEC).ok()
     cli("move", str(first), "-g", "1", host=SPEC).ok()
@@ -138,7 +124,7 @@ def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
     refused("swap", "in", str(pid), code="restore_refused", exit_code=1, host=SPEC)
     now = find_swap(world.host, pid)
     assert now is not None
-    assert (now.state, process(world, pid).checkpoint) == (OUT, CHECKPOINTED)
+    assert (now.state, world.process(pid).checkpoint) == (OUT, CHECKPOINTED)
 
 
 @pytest.mark.needs_root
@@ -197,8 +183,7 @@ def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Ref
         state.gpus[2].mig_mode = state.gpus[2].mig_pending = 1
     refused("move", pid, "-g", "2", code="mig_enabled", exit_code=3, host=mixed.spec)
     refused("move", pid, code="other_model", exit_code=3, host=mixed.spec)
-    with changing(mixed.file) as (state, _):
-        state.driver = "575.57.08"
+    mixed.set(driver="575.57.08")
     refused("move", pid, "-g", "2", code="driver_too_old", exit_code=3, host=mixed.spec)
 
 
@@ -211,7 +196,7 @@ def test_a_job_that_the_driver_refuses_is_where_it_was(cli: Cli, world: World, m
         error = cli("move", str(first), "-g", "1", output="json", host=SPEC).error
     assert error["code"] == "move_refused"
     assert {gpu_of(world, pid) for pid in (first, second)} == {0}
-    assert {process(world, pid).checkpoint for pid in (first, second)} == {RUNNING}
+    assert {world.process(pid).checkpoint for pid in (first, second)} == {RUNNING}
 
 
 def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
@@ -229,7 +214,7 @@ def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
     with monkeypatch.context() as patch:
         patch.setattr(Checkpoint, "restore", restore)
         error = cli("move", str(pid), "-g", "1", output="json", host=SPEC).error
-    assert (error["code"], process(world, pid).checkpoint) == ("no_room", CHECKPOINTED)
+    assert (error["code"], world.process(pid).checkpoint) == ("no_room", CHECKPOINTED)
     (swap,) = [swap for swap in swaps(world.host) if swap.state == OUT]
     assert swap.memory_bytes == 20 * GIB
     # The other GPU has room, and takes it now.
@@ -244,7 +229,7 @@ def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: Worl
     assert swap is not None
     SWAPS.write(replace(move.retargeted(swap, world.state.gpus[1].uuid), state=RETURNING))
     repair(world.host, room_kept)
-    assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
+    assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)
 
 
 def test_spread_places_the_largest_first_and_leaves_out_what_has_no_room() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from gpushare.host.records import replace_file
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
-from tests.cli.drive import H200, Cli, Real, Refused, World
+from tests.cli.drive import H200, Cli, Real, Refused, World, until
 
 OFF = sorted(CHANNELS)
 
@@ -28,13 +27,6 @@ def off(world: World, pid: int) -> list[int]:
     return world.process(pid).channels_off
 
 
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def pid(world: World) -> int:
     world.run("status")
@@ -45,7 +37,7 @@ def kill_guard(world: World, pid: int) -> None:
     (job,) = world.run("pause", "list").ok().data["jobs"]
     assert job["pid"] == pid
     os.kill(job["guard"], signal.SIGKILL)
-    eventually(lambda: not world.run("pause", "list").data["jobs"][0]["guarded"])
+    until(lambda: not world.run("pause", "list").data["jobs"][0]["guarded"], "the guard is gone")
 
 
 def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> None:
@@ -88,7 +80,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World, pid: int) -> None:
 
 def test_the_guard_resumes_at_the_timeout(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid), "--timeout", "0.3s").ok()
-    eventually(lambda: not record(world, pid).exists())
+    until(lambda: not record(world, pid).exists(), "it is resumed")
     assert off(world, pid) == []
 
 
@@ -117,18 +109,17 @@ def test_the_record_goes_with_the_job(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
     admin.end_process(H200, pid)
     assert world.run("pause", "list").ok().data["jobs"] == []
-    eventually(lambda: not record(world, pid).exists())
+    until(lambda: not record(world, pid).exists(), "the record is gone")
 
 
 def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
-    with world.file.changed() as state:
-        state.processes[0].channels_off = []
+    world.alter(pid, channels_off=[])
     # As if the recorded channels were others: what the guard finds on the GPU is new.
     text = record(world, pid).read_text()
     # In one go: a guard that finds half a record takes it for a pause that is over.
     replace_file(record(world, pid), text.replace(str(CHANNELS[0]), str(CHANNELS[0] + 0x1000)))
-    eventually(lambda: off(world, pid) == OFF)
+    until(lambda: off(world, pid) == OFF, "the channels are off")
     cli("resume", str(pid)).ok()
     assert off(world, pid) == []
 
@@ -194,31 +185,27 @@ def test_nothing_under_mps_is_paused(refused: Refused, cli: Cli, world: World) -
 
 @pytest.mark.parametrize("fault", ["seccomp", "ptrace_scope", "no_pidfd_getfd", "gvisor", "wsl", "forged"])
 def test_a_probe_that_fails_is_named(refused: Refused, world: World, pid: int, fault: str) -> None:
-    with world.file.changed() as state:
-        state.channel_fault = fault
+    world.set(channel_fault=fault)
     refused("pause", str(pid), code="forged_descriptor" if fault == "forged" else fault, exit_code=3)
 
 
 def test_a_driver_that_refuses_leaves_all_on(refused: Refused, world: World, pid: int) -> None:
-    with world.file.changed() as state:
-        state.channel_statuses = {hex(0x2080110B): 0x1B}
+    world.set(channel_statuses={hex(0x2080110B): 0x1B})
     refused("pause", str(pid), code="driver_refuses", exit_code=3)
     assert not record(world, pid).exists()
 
 
 def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
-    with world.file.changed() as state:
-        state.channel_statuses = {hex(0x2080110B): 0x62}
+    world.set(channel_statuses={hex(0x2080110B): 0x62})
     answer = cli("resume", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (1, "driver_failed")
     assert f"try again: gpushare resume {pid}" in answer.error["hint"]
     assert off(world, pid) == OFF
-    with world.file.changed() as state:
-        state.channel_statuses = {}
+    world.set(channel_statuses={})
     # The guard completes what was begun, unless somebody is faster.
-    eventually(lambda: off(world, pid) == [] or cli("resume", str(pid)))
-    eventually(lambda: off(world, pid) == [] and not record(world, pid).exists())
+    until(lambda: off(world, pid) == [] or cli("resume", str(pid)), "it is resumed")
+    until(lambda: off(world, pid) == [] and not record(world, pid).exists(), "the record is gone")
 
 
 def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: World) -> None:
@@ -233,8 +220,7 @@ def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: Wo
 
 
 def test_a_plain_user_cannot_pause_others(refused: Refused, world: World, pid: int) -> None:
-    with world.file.changed() as state:
-        state.fault_uid = 1234
+    world.fault("user", 1234)
     refused("pause", str(pid), code="other_user", exit_code=4)
 
 
@@ -255,7 +241,7 @@ def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Real) -> None:
     state = world.directory / "state.json"
     started: Any = real("run", "--mig", "1g.18gb", "--", sys.executable, "-c", program, str(state))
     pid = int(started.process.stdout.readline())
-    eventually(lambda: any(process.pid == pid and process.gpu_uuid for process in world.state.processes))
+    until(lambda: any(process.pid == pid and process.gpu_uuid for process in world.state.processes), "it is on the GPU")
     world.run("pause", str(pid)).ok()
     assert off(world, pid) == OFF
     started.process.send_signal(signal.SIGTERM)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,24 +12,19 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.run import stop as module
-from gpushare.run.jobs import JobRecord, find_record, write_record
+from gpushare.run.jobs import JobRecord, find_record
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, alive, environment, record_of, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until, until_it_runs
+from tests.cli.test_consent import typed
 
 
 def runs(real: Real, world: World, *options: str, program: tuple[str, ...] = ("sleep", "300")) -> Started:
     """Start a job and wait until its record names its program."""
     started = real("run", *options, "--name", "train", "--", *program)
-
-    def named() -> bool:
-        record = find_record(world.host, "train") if world.begun else None
-        return record is not None and record.pid != started.pid
-
-    until(named, "the job runs")
+    until_it_runs(world, started, "train")
     return started
 
 
@@ -100,15 +93,9 @@ def test_a_second_try_cuts_its_grace_period_short(
     assert started.result().code == 143
 
 
-def test_a_stopped_gpushare_continues_to_end_its_job(real: Real, cli: Cli, world: World) -> None:
-    started = runs(real, world)
-    started.signal(signal.SIGSTOP)
-    cli("stop", "train", asks=True).ok()
-    assert started.result().code == 143
-
-
-def test_so_does_one_whose_stop_takes_effect_only_after_it_was_asked(
-    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("earliest_look", [1, 2], ids=["stopped", "stopped after it was asked"])
+def test_a_stopped_gpushare_continues_to_end_its_job(
+    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, earliest_look: int
 ) -> None:
     started = runs(real, world)
     started.signal(signal.SIGSTOP)
@@ -116,7 +103,7 @@ def test_so_does_one_whose_stop_takes_effect_only_after_it_was_asked(
 
     def stopped_later(pid: int) -> bool:
         polls.append(pid)
-        return len(polls) > 1 and is_stopped(pid)
+        return len(polls) >= earliest_look and is_stopped(pid)
 
     monkeypatch.setattr(module, "is_stopped", stopped_later)
     cli("stop", "train", asks=True).ok()
@@ -244,23 +231,15 @@ def test_root_is_asked_before_the_record_of_another_user_ends_a_process(
 
 def write_orphan(world: World, pid: int) -> JobRecord:
     """Write and return the record of a job 'train' whose gpushare is gone."""
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
     with subprocess.Popen(["true"]) as dead:
-        record = replace(record_of(host, device, "train", pid, "plain"), supervisor=Identity(dead.pid, 1))
-    write_record(host, record)
-    return record
+        return world.record("train", pid, supervisor=Identity(dead.pid, 1))
 
 
 def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: int) -> None:
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
     with subprocess.Popen(["sleep", "300"]) as supervisor:
-        own = host.processes.identity(supervisor.pid)
-        assert own is not None
+        own = world.host.processes.identity(supervisor.pid)
         for grace, expected in ((5.0, "30 s"), (120.0, "2 min 20 s")):
-            record = record_of(host, device, "train", pid, "plain")
-            write_record(host, replace(record, supervisor=own, grace_seconds=grace))
+            world.record("train", pid, supervisor=own, grace_seconds=grace)
             steps = cli("stop", "train", "-n", output="json").ok().data["steps"]
             assert steps[1]["what"] == f"wait until it is gone, at most {expected}"
         supervisor.kill()
@@ -477,27 +456,12 @@ def test_another_users_process_may_not_be_ended(refused: Refused, world: World, 
     assert world.process(idle).stopped_at is None
 
 
-@pytest.mark.parametrize(("typed", "gone"), [("y\n", True), ("n\n", False), ("\n", False)])
+@pytest.mark.parametrize(("answer", "gone"), [("y\n", True), ("n\n", False), ("\n", False)])
 @pytest.mark.usefixtures("daemon")
-def test_the_question_on_a_terminal(world: World, typed: str, gone: bool) -> None:
+def test_the_question_on_a_terminal(world: World, answer: str, gone: bool) -> None:
     pid = world.client(sm_percent=0, user="nobody")
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gpushare", "--host", world.spec, "stop", str(pid)],
-        stdin=theirs,
-        stderr=theirs,
-        stdout=subprocess.DEVNULL,
-        env=environment(),
-        start_new_session=True,
-    )
-    os.close(theirs)
-    output = b""
-    while b"[y/N]" not in output:
-        output += os.read(ours, 1000)
-    os.write(ours, typed.encode())
-    assert process.wait(timeout=120) == (0 if gone else 19)
-    os.close(ours)
-    assert (pid not in world.pids()) == gone
+    code, _ = typed(world, ["stop", str(pid)], answer)
+    assert (code, pid not in world.pids()) == (0 if gone else 19, gone)
 
 
 def test_root_ends_the_job_of_a_user_after_a_question(refused: Refused, cli: Cli, world: World) -> None:
@@ -508,10 +472,8 @@ def test_root_ends_the_job_of_a_user_after_a_question(refused: Refused, cli: Cli
     for uid in uids:
         pid = admin.add_process(world.spec, name="train", user=str(uid))
         world.fault("user", uid)
-        (device,) = select(None, world.host.nvml.sweep())
         # Its program is its own supervisor, as the copies of a farm have one.
-        record = record_of(world.host, device, "train", pid, "plain")
-        write_record(world.host, replace(record, supervisor=world.host.processes.identity(pid)))
+        world.record("train", pid, supervisor=world.host.processes.identity(pid))
         pids.append(pid)
     world.fault("user", 0)
     error = cli("stop", "train", output="json").error
@@ -532,10 +494,7 @@ def test_a_record_of_a_user_never_ends_what_is_anothers(cli: Cli, world: World) 
     (world.directory / "users" / "65534").mkdir(parents=True)
     mine, theirs = (admin.add_process(world.spec, name="train", user=str(uid)) for uid in (65534, 1))
     world.fault("user", 65534)
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
-    record = record_of(host, device, "train", mine, "plain")
-    write_record(host, replace(record, supervisor=host.processes.identity(theirs)))
+    world.record("train", mine, supervisor=world.host.processes.identity(theirs))
     world.fault("user", 0)
     assert cli("stop", "train", output="json").error["code"] == "no_job"
     assert sorted(world.pids()) == sorted([mine, theirs])

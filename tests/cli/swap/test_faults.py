@@ -20,12 +20,10 @@ from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory import ledger
 from gpushare.memory import swap as module
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Swap, find_swap, repair, swaps
 from gpushare.sim import admin
-from gpushare.sim.current import changing
-from gpushare.sim.state import SimulatedProcess
 from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
@@ -38,10 +36,6 @@ def world() -> World:
 
 def job(size: int = 20 * GIB, **options: Any) -> int:
     return admin.add_process(SPEC, memory_bytes=size, name="train", **options)
-
-
-def process(world: World, pid: int) -> SimulatedProcess:
-    return next(program for program in world.state.processes if program.pid == pid)
 
 
 def family(number: int = 3) -> list[int]:
@@ -132,12 +126,12 @@ def test_a_process_that_ends_on_the_way_is_left_out(
     before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
     answer = cli("swap", "out", str(first), output="json").ok()
     assert answer.data["job"]["state"] == "out"
-    assert [process(world, pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
+    assert [world.process(pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     # What is left of it, which is what coming back needs room for.
     assert row["memory_bytes"] == 24 * GIB
     cli("swap", "in", str(third)).ok()
-    assert [process(world, pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
+    assert [world.process(pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
 
 
 @pytest.mark.parametrize("call", ["restore", "unlock"])
@@ -148,7 +142,7 @@ def test_a_process_that_ends_on_the_way_back_is_left_out(
     cli("swap", "out", str(first)).ok()
     before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
     cli("swap", "in", str(first)).ok()
-    assert [process(world, pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
+    assert [world.process(pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
 
 
 def test_a_job_that_ends_altogether_on_the_way_is_named(
@@ -169,7 +163,7 @@ def test_the_rest_of_a_job_comes_back_after_its_first_process_has_ended(cli: Cli
     for text in (str(first), str(second)):
         assert cli("swap", "in", text, "--dry-run").ok()
     cli("swap", "in", str(first)).ok()
-    assert process(world, second).checkpoint == RUNNING
+    assert world.process(second).checkpoint == RUNNING
 
 
 # -- processes that start ----------------------------------------------------------------------------------------------
@@ -181,14 +175,9 @@ def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, m
     before(monkeypatch, "lock", once(lambda: started.append(job(2 * GIB, parent=first))))
     data = cli("swap", "out", str(first), output="json").ok().data["job"]
     assert [program["pid"] for program in data["processes"]] == [first, *started]
-    assert process(world, started[0]).checkpoint == CHECKPOINTED
+    assert world.process(started[0]).checkpoint == CHECKPOINTED
     cli("swap", "in", str(first)).ok()
-    assert process(world, started[0]).checkpoint == RUNNING
-
-
-def _grow(world: World, pid: int, size: int) -> None:
-    with changing(world.file) as (state, _):
-        next(program for program in state.processes if program.pid == pid).memory_bytes = size
+    assert world.process(started[0]).checkpoint == RUNNING
 
 
 def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
@@ -196,25 +185,24 @@ def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
 ) -> None:
     """Another swap may be waited for before this one, and with too little room the driver would lose the job."""
     pid = job()
-    before(monkeypatch, "lock", once(lambda: _grow(world, pid, 60 * GIB)))
+    before(monkeypatch, "lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
     assert cli("swap", "out", str(pid), output="json").ok().data["job"]["memory_bytes"] == 60 * GIB
     other = job(100 * GIB)
     assert cli("swap", "in", str(pid)).code == 19
     admin.end_process(SPEC, other)
     cli("swap", "in", str(pid)).ok()
-    assert process(world, pid).memory_bytes == 60 * GIB
+    assert world.process(pid).memory_bytes == 60 * GIB
 
 
 def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = job()
-    with changing(world.file) as (state, _):
-        state.host_memory_bytes = 40 * GIB
-    before(monkeypatch, "lock", once(lambda: _grow(world, pid, 60 * GIB)))
+    world.set(host_memory_bytes=40 * GIB)
+    before(monkeypatch, "lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
     answer = cli("swap", "out", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (19, "host_memory")
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert swaps(world.host) == []
 
 
@@ -264,9 +252,9 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
         # It continues, and the lock takes effect.
         hangs[0] = False
     Checkpoint.lock(world.host.open_checkpoint(), pid, 1.0)
-    assert process(world, pid).checkpoint == LOCKED
+    assert world.process(pid).checkpoint == LOCKED
     cli("swap", "in", str(pid))
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert swaps(world.host) == []
 
 
@@ -295,7 +283,7 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
         before(patched, call, interrupt)
         answer = cli("swap", verb, str(first), output="json")
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
-    assert [process(world, pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
+    assert [world.process(pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
@@ -314,7 +302,7 @@ def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cl
     assert [each.state for each in swaps(world.host)] == [RETURNING]
     world.send(pid, signal.SIGCONT)
     cli("swap", "in", str(pid)).ok()
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_ctrl_c_waits_for_a_guard_that_takes_long(
@@ -341,6 +329,9 @@ def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = job()
+    # One that was never restored can be killed as it is.
+    module.checkpoint_before_kill(world.host, [pid])
+    assert world.process(pid).checkpoint == RUNNING
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
     with monkeypatch.context() as patched:
@@ -348,7 +339,7 @@ def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(
         assert cli("swap", "out", str(pid)).code == 1
     assert [swap.state for swap in swaps(world.host)] == [BACK]
     module.checkpoint_before_kill(world.host, [pid])
-    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
 
 
 def _refuse() -> None:
@@ -363,7 +354,7 @@ def test_a_job_on_its_way_back_is_laid_down_too(cli: Cli, world: World) -> None:
     world.host.open_checkpoint().restore(pid, swap.memory_bytes)
     SWAPS.write(replace(swap, state=RETURNING))
     module.checkpoint_before_kill(world.host, [pid])
-    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     assert [each.state for each in swaps(world.host)] == [OUT]
 
 
@@ -374,7 +365,7 @@ def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, mo
     before(monkeypatch, "restore", lambda pid: job(130 * GIB) if pid == second else None)  # type: ignore[arg-type, return-value]
     answer = cli("swap", "in", str(first), output="json")
     assert answer.error["code"] == "job_lost"
-    assert {process(world, pid).memory_bytes for pid in (first, second)} == {0}
+    assert {world.process(pid).memory_bytes for pid in (first, second)} == {0}
 
 
 # -- disks and locks ---------------------------------------------------------------------------------------------------
@@ -406,7 +397,7 @@ def test_a_full_disk_loses_nothing_on_the_way_out(
         answer = cli("swap", "out", str(pid), output="json")
         assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
     repair(world.host, room_kept)
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
@@ -416,7 +407,7 @@ def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytes
     with full_disk(monkeypatch):
         answer = cli("swap", "in", str(pid), output="json")
         assert "is back on the GPU, but" in answer.error["message"]
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     # It may say that the job is out; the next command corrects that.
     cli("swap", "in", str(pid))
     assert [swap.state for swap in swaps(world.host)] == [BACK]
@@ -441,11 +432,11 @@ def test_a_full_directory_of_claims_keeps_no_job_out(
         answer = cli("swap", "in", str(pid))
         assert "comes back without a place in the line" in answer.err
         fits = size == 20 * GIB
-        assert process(world, pid).checkpoint == (RUNNING if fits else CHECKPOINTED)
+        assert world.process(pid).checkpoint == (RUNNING if fits else CHECKPOINTED)
         assert answer.code == (0 if fits else 19)
     admin.end_process(SPEC, other)
     cli("swap", "in", str(pid))
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
@@ -520,7 +511,7 @@ def test_a_process_of_unknown_size_is_refused(refused: Refused, world: World, mo
     monkeypatch.setattr(NvmlReader, "processes", processes)
     text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
     assert f"does not say how much memory process {pid} holds" in text
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Refused, world: World) -> None:
@@ -529,7 +520,7 @@ def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Refused, world:
     assert "does not say how much memory GPU 0 has" in refused(
         "swap", "out", str(pid), code="memory_unknown", exit_code=3
     )
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 # -- a driver that is missing, or does not tell ------------------------------------------------------------------------
@@ -571,7 +562,7 @@ def test_a_record_stays_while_the_driver_is_missing(
             repair(world.host, room_kept)
     assert [each.state for each in swaps(world.host)] == [state]
     repair(world.host, room_kept)
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
@@ -589,7 +580,7 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
     # The repair brings it back, and nothing is left to do.
     answer = cli("swap", "in", str(pid), output="json").ok()
     assert answer.data["job"]["state"] == "back"
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
 
 
@@ -618,7 +609,7 @@ def test_room_that_another_program_took_after_the_reservation_loses_nothing(
     came = _others_come(monkeypatch, 130 * GIB)
     answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
-    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     assert [swap.state for swap in swaps(world.host)] == [OUT]
     came.clear()
     admin.end_process(SPEC, next(program.pid for program in world.state.processes if program.pid != pid))
@@ -637,25 +628,21 @@ def _half_out(cli: Cli, world: World) -> int:
 
 
 def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World) -> None:
-    pid, uuid = _half_out(cli, world), world.state.gpus[0].uuid
-    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
-    place.take(uuid)
+    pid, place = _half_out(cli, world), world.hold(130 * GIB)
     repair(world.host, room_kept)
-    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     assert [each.state for each in swaps(world.host)] == [OUT]
     place.leave()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=RETURNING))
     repair(world.host, room_kept)
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert not reservations(world.host)
 
 
 def test_a_repair_uses_the_room_that_the_job_itself_has_reserved(cli: Cli, world: World) -> None:
     _half_out(cli, world)
-    uuid = world.state.gpus[0].uuid
-    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
-    place.take(uuid)
+    place = world.hold(130 * GIB)
     (swap,) = swaps(world.host)
     with room_kept(world.host, replace(swap, uid=0, images=(Image(os.getpid(), 1, 1),))) as room:
         assert room(20 * GIB)

@@ -9,18 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.base.selection import Device
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
-from gpushare.memory import swap as module
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
-from gpushare.run.jobs import write_record
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from gpushare.sim.state import SimulatedProcess
-from tests.cli.drive import Cli, Refused, World, record_of
+from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
 
@@ -34,33 +30,22 @@ def job(size: int = 20 * GIB, **options: object) -> int:
     return admin.add_process(SPEC, memory_bytes=size, name="train", **options)  # type: ignore[arg-type]
 
 
-def process(world: World, pid: int) -> SimulatedProcess:
-    return next(program for program in world.state.processes if program.pid == pid)
-
-
-def fault(world: World, **values: object) -> None:
-    from gpushare.sim.current import changing
-
-    with changing(world.file) as (state, _):
-        for name, value in values.items():
-            setattr(state, name, value)
-
-
-def test_a_job_goes_out_and_comes_back(cli: Cli, world: World) -> None:
+def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World) -> None:
     pid = str(job())
     answer = cli("swap", "out", pid, output="json").ok()
     assert answer.data["job"]["state"] == "out"
     assert answer.data["job"]["memory_bytes"] == 20 * GIB
-    there = process(world, int(pid))
+    there = world.process(int(pid))
     assert (there.checkpoint, there.memory_bytes, there.image_bytes) == (CHECKPOINTED, 0, 20 * GIB)
     assert world.host.nvml.processes(0) == ()
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert (row["gpu"], row["pid"], row["state"]) == (0, int(pid), "out")
+    refused("swap", "out", pid, code="already_out", exit_code=19)
     error = cli("pause", pid, output="json").error
     assert error["message"] == f"process {pid} is swapped out of the GPU"
     assert error["hint"].endswith(f"gpushare swap in {pid}")
     cli("swap", "in", pid).ok()
-    there = process(world, int(pid))
+    there = world.process(int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
     assert reservations(world.host) == []
@@ -71,7 +56,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     answer = cli("swap", "out", pid, "-n").ok()
     assert "cuda-checkpoint --action lock" in answer.out
     assert f"gpushare swap in {pid}" in answer.out
-    assert process(world, int(pid)).checkpoint == RUNNING
+    assert world.process(int(pid)).checkpoint == RUNNING
     assert swaps(world.host) == []
 
 
@@ -112,12 +97,10 @@ def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Refused,
     host = World.new("sim:h200")
     pid = admin.add_process(host.spec, memory_bytes=GIB)
     cli("swap", "out", str(pid)).ok()
-    from gpushare.sim.current import changing
-
     with changing(host.file) as (state, _):
         state.gpus[0].mig_mode = state.gpus[0].mig_pending = 1
     refused("swap", "in", str(pid), code="mig_enabled", exit_code=3)
-    assert process(host, pid).checkpoint == CHECKPOINTED
+    assert host.process(pid).checkpoint == CHECKPOINTED
 
 
 def test_switching_mig_on_names_the_jobs_that_are_swapped_out(cli: Cli, world: World) -> None:
@@ -133,7 +116,7 @@ def test_another_users_job_needs_consent(cli: Cli, refused: Refused, world: Worl
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
     cli("swap", "out", pid).ok()
-    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    assert world.process(int(pid)).checkpoint == CHECKPOINTED
 
 
 def test_a_paused_job_is_resumed_first(refused: Refused, cli: Cli, world: World) -> None:
@@ -145,31 +128,23 @@ def test_a_paused_job_is_resumed_first(refused: Refused, cli: Cli, world: World)
 
 
 def test_the_hint_for_a_paused_job_has_its_name(refused: Refused, cli: Cli, world: World) -> None:
-    device = Device(gpu=world.host.nvml.sweep()[0])
-    write_record(world.host, record_of(world.host, device, "train", job(), "plain"))
+    world.record("train", job())
     cli("pause", "train").ok()
     for words in (("swap", "out"), ("move",)):
         assert "gpushare resume train" in refused(*words, "train", code="paused", exit_code=19)
 
 
-def test_short_host_memory_is_noticed_before(refused: Refused, world: World) -> None:
-    pid = str(job())
-    fault(world, host_memory_bytes=20 * GIB)
-    refused("swap", "out", pid, code="host_memory", exit_code=19)
-    assert process(world, int(pid)).checkpoint == RUNNING
-
-
-def test_an_old_driver(refused: Refused, world: World) -> None:
-    pid = str(job())
-    fault(world, driver="550.54.14")
-    refused("swap", "out", pid, code="driver_too_old", exit_code=3)
-
-
-def test_a_job_that_is_out_is_not_taken_out_again(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("swap", "out", pid).ok()
-    answer = cli("swap", "out", pid, output="json")
-    assert (answer.code, answer.error["code"]) == (19, "already_out")
+@pytest.mark.parametrize(
+    ("name", "value", "code", "exit_code"),
+    [("host_memory_bytes", 20 * GIB, "host_memory", 19), ("driver", "550.54.14", "driver_too_old", 3)],
+)
+def test_what_the_host_lacks_is_noticed_before(
+    refused: Refused, world: World, name: str, value: object, code: str, exit_code: int
+) -> None:
+    pid = job()
+    world.set(**{name: value})
+    refused("swap", "out", str(pid), code=code, exit_code=exit_code)
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
@@ -178,12 +153,12 @@ def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
     other = job(130 * GIB)
     answer = cli("swap", "in", pid, output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
-    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    assert world.process(int(pid)).checkpoint == CHECKPOINTED
     answer = cli("swap", "in", pid, "--wait", "--timeout", "0.2s", output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     admin.end_process(SPEC, other)
     cli("swap", "in", pid, "--wait").ok()
-    assert process(world, int(pid)).checkpoint == RUNNING
+    assert world.process(int(pid)).checkpoint == RUNNING
 
 
 def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli: Cli, world: World) -> None:
@@ -197,7 +172,7 @@ def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli:
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     admin.end_process(SPEC, other)
     cli("swap", "in", pid).ok()
-    assert process(world, int(pid)).memory_bytes == all_of_it
+    assert world.process(int(pid)).memory_bytes == all_of_it
 
 
 def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
@@ -207,7 +182,7 @@ def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
     other = job(130 * GIB)
     assert "now there is no room for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n").ok().err
     assert "now it would wait for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n", "--wait").ok().err
-    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    assert world.process(int(pid)).checkpoint == CHECKPOINTED
     assert other
     assert not reservations(world.host)
 
@@ -215,9 +190,7 @@ def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
 def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("swap", "out", pid).ok()
-    uuid = world.state.gpus[0].uuid
-    place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
-    place.take(uuid)
+    place = world.hold(130 * GIB)
     assert cli("swap", "in", pid).code == 19
     place.leave()
     cli("swap", "in", pid).ok()
@@ -226,12 +199,12 @@ def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize("name", ["lock", "checkpoint"])
 def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, name: str) -> None:
     pid = str(job())
-    fault(world, checkpoint_faults={name: 801})
+    world.set(checkpoint_faults={name: 801})
     answer = cli("swap", "out", pid, output="json")
     assert (answer.code, answer.error["code"]) == (3, "not_supported")
     # Of the list of processes it is no client of MPS.
     assert "uses NCCL, CUDA IPC or managed memory" in answer.error["message"]
-    there = process(world, int(pid))
+    there = world.process(int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
     assert swaps(world.host) == []
 
@@ -250,7 +223,7 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     answer = cli("swap", "in", pid, output="json")
     assert answer.error["code"] == "job_lost"
     assert f"kill -9 {pid}" in answer.error["hint"]
-    assert process(world, int(pid)).checkpoint == FAILED
+    assert world.process(int(pid)).checkpoint == FAILED
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert row["state"] == "lost"
     for verb in ("in", "out"):
@@ -302,7 +275,7 @@ def test_a_death_at_any_call_loses_nothing(
     if not room:
         job(130 * GIB)
     repair(world.host, room_kept)
-    there = process(world, pid)
+    there = world.process(pid)
     assert there.checkpoint in {RUNNING, CHECKPOINTED}
     assert there.memory_bytes + there.image_bytes == 20 * GIB
     swap = find_swap(world.host, pid)
@@ -311,17 +284,7 @@ def test_a_death_at_any_call_loses_nothing(
         assert swap.state == OUT
         if room:
             cli("swap", "in", str(pid)).ok()
-    assert process(world, pid).checkpoint != LOCKED
-
-
-def test_a_restored_process_is_laid_down_before_it_is_killed(cli: Cli, world: World) -> None:
-    pid = job()
-    module.checkpoint_before_kill(world.host, [pid])
-    assert process(world, pid).checkpoint == RUNNING
-    cli("swap", "out", str(pid)).ok()
-    cli("swap", "in", str(pid)).ok()
-    module.checkpoint_before_kill(world.host, [pid])
-    assert process(world, pid).checkpoint == CHECKPOINTED
+    assert world.process(pid).checkpoint != LOCKED
 
 
 @pytest.mark.parametrize("handles", [True, False])
@@ -332,15 +295,14 @@ def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
     from gpushare.run.end import end_programs
 
     pid = job()
-    with changing(world.file) as (state, _):
-        next(program for program in state.processes if program.pid == pid).catches = [signal.SIGTERM] if handles else []
+    world.alter(pid, catches=[signal.SIGTERM] if handles else [])
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
     seen: list[tuple[int, int]] = []
     real = type(world.host.processes).send_to
 
     def send_to(self: object, pid_asked: int, started: float, number: int) -> None:
-        seen.append((number, process(world, pid_asked).checkpoint))
+        seen.append((number, world.process(pid_asked).checkpoint))
         real(self, pid_asked, started, number)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(world.host.processes), "send_to", send_to)
@@ -361,18 +323,18 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
     assert find_swap(world.host, os.getpid(), "train") is not None
     assert find_swap(world.host, os.getpid(), "other") is None
     cli("swap", "in", str(pid)).ok()
-    assert process(world, pid).checkpoint == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("swap", "out", pid).ok()
-    fault(world, checkpoint_faults={"restore": 800})
+    world.set(checkpoint_faults={"restore": 800})
     answer = cli("swap", "in", pid, output="json")
     assert (answer.code, answer.error["code"]) == (1, "restore_refused")
-    assert process(world, int(pid)).checkpoint == CHECKPOINTED
+    assert world.process(int(pid)).checkpoint == CHECKPOINTED
     # It is out, and the guard has nothing left to do.
     assert [swap.state for swap in swaps(world.host)] == [OUT]
-    fault(world, checkpoint_faults={})
+    world.set(checkpoint_faults={})
     cli("swap", "in", pid).ok()
-    assert process(world, int(pid)).checkpoint == RUNNING
+    assert world.process(int(pid)).checkpoint == RUNNING

@@ -11,18 +11,16 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.errors import InUse
-from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
-from gpushare.run.jobs import write_record
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import SimulatedHostState
-from tests.cli.drive import Cli, Refused, World, record_of
+from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
 NOBODY = 65534
@@ -45,13 +43,8 @@ def job(world: World, uid: int = NOBODY, size: int = 20 * GIB, name: str | None 
     pid = admin.add_process(SPEC, memory_bytes=size, name="train", user=str(uid))
     if name is not None:
         become(world, uid)
-        (device,) = select(None, world.host.nvml.sweep())
-        write_record(world.host, record_of(world.host, device, name, pid, "plain"))
+        world.record(name, pid)
     return pid
-
-
-def checkpoint(world: World, pid: int) -> int:
-    return world.process(pid).checkpoint
 
 
 def listed(cli: Cli) -> list[tuple[int, str, str | None, str | None]]:
@@ -68,11 +61,11 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(cli: Cli, refu
     (shown,) = cli("status", output="json").ok().data["swapped_jobs"]
     assert shown["pid"] == pid
     refused("swap", "in", "train", code="needs_consent", exit_code=19, asks=True)
-    before = (world.directory / "users" / str(NOBODY) / "gpushare" / "swap" / f"{pid}.json").read_text()
+    before = record(world, NOBODY, pid).read_text()
     cli("swap", "in", "train").ok()
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     # Root has written nothing into the user's directory, and the user sees it all the same.
-    assert (world.directory / "users" / str(NOBODY) / "gpushare" / "swap" / f"{pid}.json").read_text() == before
+    assert record(world, NOBODY, pid).read_text() == before
     assert listed(cli) == []
     become(world, NOBODY)
     assert listed(cli) == []
@@ -80,7 +73,7 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(cli: Cli, refu
     cli("swap", "out", str(pid)).ok()
     assert listed(cli) == [(pid, "out", "nobody", None)]
     cli("swap", "in", str(pid)).ok()
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_root_is_asked_for_the_process_that_the_plan_names(refused: Refused, cli: Cli, world: World) -> None:
@@ -89,30 +82,26 @@ def test_root_is_asked_for_the_process_that_the_plan_names(refused: Refused, cli
     child = admin.add_process(SPEC, memory_bytes=GIB, name="worker", user=str(NOBODY), parent=pid)
     become(world, NOBODY)
     cli("swap", "out", str(pid)).ok()
-    (path,) = (world.directory / "users" / str(NOBODY) / "gpushare" / "swap").glob("*.json")
-    record = json.loads(path.read_text())
-    record["images"].sort(key=lambda image: image[0] != child)
-    path.write_text(json.dumps(record))
+    path = record(world, NOBODY, pid)
+    document = json.loads(path.read_text())
+    document["images"].sort(key=lambda image: image[0] != child)
+    path.write_text(json.dumps(document))
     become(world, 0)
     text = refused("swap", "in", str(pid), code="needs_consent", exit_code=19, asks=True)
     assert f"swaps in process {pid} (of nobody)" in text
 
 
 def test_what_root_fails_to_bring_back_its_user_can(cli: Cli, world: World) -> None:
-    from gpushare.sim.current import changing
-
     pid = job(world, name="train")
     cli("swap", "out", "train").ok()
     become(world, 0)
-    with changing(world.file) as (state, _):
-        state.checkpoint_faults = {"restore": 800}
+    world.set(checkpoint_faults={"restore": 800})
     assert cli("swap", "in", "train", output="json").error["code"] == "restore_refused"
-    with changing(world.file) as (state, _):
-        state.checkpoint_faults = {}
+    world.set(checkpoint_faults={})
     become(world, NOBODY)
     assert listed(cli) == [(pid, "out", "nobody", None)]
     cli("swap", "in", "train").ok()
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, world: World) -> None:
@@ -125,15 +114,15 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, 
     text = refused("swap", "in", "train", code="swapped_by_root", exit_code=4)
     assert "sudo gpushare swap in" in text
     assert cli("swap", "out", "train", output="json").error["code"] == "already_out"
-    assert checkpoint(world, pid) == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     become(world, 0)
     assert "undo: gpushare swap out train -y" in cli("swap", "in", str(pid), asks=True).ok().out
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     become(world, NOBODY)
     assert listed(cli) == []
     # Its end still needs care.
     module.checkpoint_before_kill(world.host, [pid])
-    assert checkpoint(world, pid) == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
 
 
 def test_root_takes_out_what_is_back_though_no_record_says_so(cli: Cli, world: World) -> None:
@@ -145,9 +134,9 @@ def test_root_takes_out_what_is_back_though_no_record_says_so(cli: Cli, world: W
     (world.directory / "run" / "swap" / f"{pid}.json").unlink()
     assert [row[:2] for row in listed(cli)] == [(pid, "out")]
     cli("swap", "out", "train").ok()
-    assert checkpoint(world, pid) == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     cli("swap", "in", "train").ok()
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> None:
@@ -180,7 +169,7 @@ def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> N
     mine = replace(swap, state=LEAVING, path=SWAPS.path(world.host, pid))
     with pytest.raises(InUse, match="root is swapping"):
         module.go_out(world.host, mine, lambda: (), room_kept)
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
     assert not SWAPS.path(world.host, pid).exists()
 
 
@@ -196,9 +185,9 @@ def test_a_users_record_keeps_root_from_swapping_the_job_for_a_while_only(
     began = time.monotonic()
     cli("swap", "out", str(pid)).ok()
     assert time.monotonic() - began >= 0.3
-    assert checkpoint(world, pid) == CHECKPOINTED
+    assert world.process(pid).checkpoint == CHECKPOINTED
     cli("swap", "in", str(pid)).ok()
-    assert checkpoint(world, pid) == RUNNING
+    assert world.process(pid).checkpoint == RUNNING
 
 
 def test_a_name_of_digits_is_no_name(cli: Cli, world: World) -> None:
@@ -212,7 +201,7 @@ def test_a_name_of_digits_is_no_name(cli: Cli, world: World) -> None:
     become(world, 0)
     assert [row[0] for row in listed(cli)] == [others]
     cli("swap", "in", str(others)).ok()
-    assert checkpoint(world, others) == RUNNING
+    assert world.process(others).checkpoint == RUNNING
 
 
 def test_doctor_has_root_do_nothing_in_the_name_of_a_users_file(cli: Cli, world: World) -> None:
@@ -273,7 +262,7 @@ def test_a_name_of_two_users_is_refused(cli: Cli, refused: Refused, world: World
     refused("swap", "in", "train", code="ambiguous_job", exit_code=2)
     cli("swap", "in", str(pids[1])).ok()
     cli("swap", "in", "train").ok()
-    assert [checkpoint(world, pid) for pid in pids] == [RUNNING, RUNNING]
+    assert [world.process(pid).checkpoint for pid in pids] == [RUNNING, RUNNING]
 
 
 def test_root_sees_pauses_of_users_and_says_who_resumes_them(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.slices import slice_records
-from tests.cli.drive import H200, Cli, Real, Started, World, clear_up, start_real, until
+from tests.cli.drive import H200, Cli, Real, World, until
 
 ME = user_name(os.geteuid())
 DEFAULT = 2048
@@ -35,17 +35,9 @@ def rules(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def keep(world: World, rules: Path) -> Iterator[Real]:
+def keep(real: Real, world: World, rules: Path) -> Real:
     world.run("status")
-    begun: list[Started] = []
-
-    def start(*words: str) -> Started:
-        keeper = start_real("timeslice", "keep", "-f", str(rules), *words)
-        begun.append(keeper)
-        return keeper
-
-    yield start
-    clear_up([job.process for job in begun], world)
+    return functools.partial(real, "timeslice", "keep", "-f", str(rules))
 
 
 def train(command: str = "python train.py") -> int:
@@ -267,10 +259,9 @@ def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Real) -> None:
 
 def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep: Real, rules: Path) -> None:
     def check() -> tuple[str, str]:
-        checks = cli("doctor", output="json").data["checks"]
-        return next(
-            ((check["verdict"], check["seen"]) for check in checks if check["id"] == "timeslice.rules"), ("", "")
-        )
+        checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
+        found = checks.get("timeslice.rules", {"verdict": "", "seen": ""})
+        return found["verdict"], found["seen"]
 
     assert check() == ("", "")
     cli("apply", str(rules)).ok()

@@ -15,7 +15,6 @@ import pytest
 from gpushare.base.errors import Interrupted, OperationFailed, TimedOut
 from gpushare.host import channels
 from gpushare.host.channels import ChannelControl
-from gpushare.run.jobs import JobRecord, write_record
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.timeslice import slices
@@ -59,8 +58,7 @@ def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: Wor
     world.run("timeslice", "set", "1ms", str(pid)).ok()
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
     other = admin.add_process(H200)
-    with world.file.changed() as state:
-        next(process for process in state.processes if process.pid == other).slices["compute"] = 700
+    world.alter(other, slices={"compute": 700})
     # Somebody else has set it, or the level has changed: they differ, so nothing is claimed.
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] is None
 
@@ -80,9 +78,7 @@ def test_in_another_pid_namespace_it_is_said_that_processes_are_missing(cli: Cli
 
 
 def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
-    info = world.host.processes.describe(pid)
-    assert info is not None
-    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(),)))
+    world.record("web", pid)
     assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
     assert shown(world, pid)["job"] == "web"
     assert slice_records(world.host)[pid].job == "web"
@@ -107,8 +103,7 @@ def test_a_dry_run_writes_nothing(cli: Cli, world: World, pid: int, monkeypatch:
 
 def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
-    with world.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).slices["compute"] = 700
+    world.alter(pid, slices={"compute": 700})
     assert "another program (gpushare set 500us)" in cli("timeslice", "show").out
     assert world.run("timeslice", "set", "1ms", str(pid)).data["undo"] == f"gpushare timeslice reset {pid}"
 
@@ -196,8 +191,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     assert world.asked("timeslice", "set", "40ms", str(pid)).error["code"] == "needs_consent"
     world.run("timeslice", "set", "40ms", str(pid), "-y").ok()
     assert slice_of(world, pid) == 40_000
-    with world.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).uid = 4242
+    world.alter(pid, uid=4242)
     world.fault("user", "4242")
     answer = world.run("timeslice", "set", "50ms", str(pid), "-y")
     assert (answer.code, answer.error["code"]) == (4, "slice_too_long")
@@ -211,8 +205,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
 def test_where_it_is_not_supported_the_reason_is_named(
     cli: Cli, refused: Refused, world: World, pid: int, fault: str, code: str | None
 ) -> None:
-    with world.file.changed() as state:
-        state.channel_fault = fault
+    world.set(channel_fault=fault)
     refused("timeslice", "set", "500us", str(pid), code=code or "forged_descriptor", exit_code=3)
     answer = world.run("timeslice", "show")
     assert answer.code == 0
@@ -274,8 +267,7 @@ def test_ctrl_c_in_the_middle_restores_the_slice(
 
 def test_what_was_restored_elsewhere_needs_only_its_record_removed(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
-    with world.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).slices.clear()
+    world.alter(pid, slices={})
     assert "forget the record" in world.run("timeslice", "reset", str(pid)).ok().out
     assert slice_records(world.host) == {}
 
@@ -283,9 +275,7 @@ def test_what_was_restored_elsewhere_needs_only_its_record_removed(cli: Cli, wor
 def test_status_shows_slices_and_jobs_from_records_without_the_driver(
     world: World, pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = world.host.processes.describe(pid)
-    assert info is not None
-    write_record(world.host, JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(),)))
+    world.record("web", pid)
     world.run("timeslice", "set", "500us", "web").ok()
     monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
     (process,) = world.run("status").data["gpus"][0]["processes"]
@@ -359,8 +349,7 @@ def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
     world: World, pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
-    with world.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).slices.clear()
+    world.alter(pid, slices={})
     real, again = slices.plan_restore, []
 
     def planned(*words: Any, **more: Any) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.selection import Device
 from gpushare.host.smi import ComputePolicy
+from gpushare.timeslice.policy import plan_level
 from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
@@ -25,26 +27,18 @@ def test_set_by_name_and_number(cli: Cli, world: World, level: str, number: int)
 def test_set_says_what_it_equals_and_its_undo(cli: Cli, world: World) -> None:
     answer = cli("timeslice", "set", "long", output="json").ok()
     (step,) = answer.data["steps"]
-    uuid = world.uuid()
-    assert step["command"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 3"
-    assert step["undo"] == f"nvidia-smi compute-policy -i {uuid} --set-timeslice 0"
+    assert step["command"] == f"nvidia-smi compute-policy -i {world.uuid()} --set-timeslice 3"
+    assert step["undo"] == f"nvidia-smi compute-policy -i {world.uuid()} --set-timeslice 0"
     assert answer.data["undo"] == "gpushare timeslice reset -g 0"
     assert "no millisecond" in answer.err
-
-
-def test_the_undo_is_the_level_that_was_there(cli: Cli) -> None:
-    cli("timeslice", "set", "short").ok()
-    answer = cli("timeslice", "set", "medium").ok()
-    assert answer.out == "time-slice level medium on GPU 0; undo: gpushare timeslice set short -g 0\n"
-    again = cli("timeslice", "reset").ok()
-    assert again.out == "time-slice level default on GPU 0; undo: gpushare timeslice set medium -g 0\n"
-
-
-def test_set_again_does_nothing(cli: Cli) -> None:
-    cli("timeslice", "set", "long").ok()
-    answer = cli("timeslice", "set", "long", output="json").ok()
-    assert answer.data["steps"] == []
-    assert "already at time-slice long" in answer.err
+    again = cli("timeslice", "set", "long", output="json").ok()
+    assert again.data["steps"] == []
+    assert "already at time-slice long" in again.err
+    # The undo is the level that was there.
+    medium = cli("timeslice", "set", "medium").ok()
+    assert medium.out == "time-slice level medium on GPU 0; undo: gpushare timeslice set long -g 0\n"
+    default = cli("timeslice", "reset").ok()
+    assert default.out == "time-slice level default on GPU 0; undo: gpushare timeslice set medium -g 0\n"
 
 
 @pytest.mark.parametrize("level", ["4", "-1", "tiny", "", "1.0", "short,long"])
@@ -161,7 +155,9 @@ def test_a_dead_daemon_is_no_hindrance(cli: Cli, world: World) -> None:
     assert world.state.gpus[0].time_slice == 1
 
 
-def test_failure_on_the_second_gpu_rolls_the_first_back(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_on_the_second_gpu_rolls_the_first_back_and_keeps_what_to_restore(
+    refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world = World(TWO)
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     second, proper = world.uuid(1), ComputePolicy.set
@@ -169,19 +165,10 @@ def test_failure_on_the_second_gpu_rolls_the_first_back(refused: Refused, monkey
     def refusing(self: ComputePolicy, uuid: str, level: object) -> object:
         return None if uuid == second else proper(self, uuid, level)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ComputePolicy, "set", refusing)
-    refused("timeslice", "set", "short", "-g", "all", code="not_held", exit_code=1, host=TWO)
-
-
-def test_failed_reset_of_two_keeps_what_to_restore(refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(TWO)
-    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    with monkeypatch.context() as patched:
+        patched.setattr(ComputePolicy, "set", refusing)
+        refused("timeslice", "set", "short", "-g", "all", code="not_held", exit_code=1, host=TWO)
     cli("timeslice", "set", "short", "-g", "all", host=TWO).ok()
-    second, proper = world.uuid(1), ComputePolicy.set
-
-    def refusing(self: ComputePolicy, uuid: str, level: object) -> object:
-        return None if uuid == second else proper(self, uuid, level)  # type: ignore[arg-type]
-
     with monkeypatch.context() as patched:
         patched.setattr(ComputePolicy, "set", refusing)
         refused("timeslice", "reset", "-g", "all", code="not_held", exit_code=1, host=TWO)
@@ -228,13 +215,12 @@ def test_missing_smi(refused: Refused, world: World) -> None:
     world.fault("missing", "nvidia-smi")
     refused("timeslice", "set", "short", code="program_missing", exit_code=3)
     refused("timeslice", "show", code="program_missing", exit_code=3)
+    # Without NVML it says that too.
+    world.fault("no-nvml")
+    refused("timeslice", "show", code="nvml_missing", exit_code=12)
 
 
 def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
-    from gpushare.base.model import TimeSlice
-    from gpushare.base.selection import Device
-    from gpushare.timeslice.policy import plan_level
-
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     device = Device(gpu=world.host.nvml.sweep()[0])
     step = plan_level(world.host, [device], TimeSlice.SHORT).steps[0]
