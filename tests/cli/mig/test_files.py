@@ -350,18 +350,6 @@ def _destroy_compute_instances(world: World) -> None:
     nvml.demand(destroy)
 
 
-@pytest.mark.parametrize(
-    ("host", "words", "code", "exit_code"),
-    [
-        ("sim:t4", [], "no_mig", 3),
-        (HOST, ["--name", "a b"], "bad_name", 2),
-        (HOST, ["-g", "7"], "unknown_gpu", 6),
-    ],
-)
-def test_export_refuses(refused: Refused, host: str, words: list[str], code: str, exit_code: int) -> None:
-    refused("export", "mig-parted", *words, code=code, exit_code=exit_code, host=host)
-
-
 # -- what apply takes from a file --------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 TWO = "sim:2xa100-80gb"
 
@@ -89,23 +89,21 @@ def test_what_was_captured_blindly_destroys_nothing(host: World, tmp_path: Path)
     assert host.look() == before
 
 
-def test_compute_instances_that_are_hidden_are_unknown_too() -> None:
+@pytest.mark.parametrize(
+    ("call", "unknown"),
+    [
+        ("nvmlGpuInstanceGetComputeInstances", "compute instances in GPU instance"),
+        ("nvmlDeviceGetGpuInstanceProfileInfo", "profiles"),
+    ],
+)
+def test_what_else_is_hidden_makes_the_instances_unknown(call: str, unknown: str) -> None:
     host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb*2").code == 0
-    admin.set_fault(host.spec, "refused", "0", "nvmlGpuInstanceGetComputeInstances")
+    admin.set_fault(host.spec, "refused", "0", call)
     row = host.run("mig", "status").json["data"]["gpus"][0]
     assert row["instances"] is None
-    assert "compute instances in GPU instance" in row["unknown"]
+    assert unknown in row["unknown"]
     assert host.run("mig", "destroy", "all", "-g", "0", "-y").error["code"] == "instances_hidden"
-
-
-def test_profiles_that_are_hidden_make_the_instances_unknown() -> None:
-    host = World.new(TWO)
-    assert host.run("mig", "apply", "-g", "0", "3g.40gb*2").code == 0
-    admin.set_fault(host.spec, "refused", "0", "nvmlDeviceGetGpuInstanceProfileInfo")
-    row = host.run("mig", "status").json["data"]["gpus"][0]
-    assert row["instances"] is None
-    assert "profiles" in row["unknown"]
 
 
 @pytest.mark.parametrize("kind", ["not-supported", "refused"])
@@ -124,18 +122,14 @@ def test_placements_that_are_refused_are_unknown(kind: str) -> None:
     assert host.run("mig", "destroy", "1g.10gb:0", "-g", "0").code == 0
 
 
-def test_people_read_it_too(capsys: pytest.CaptureFixture[str]) -> None:
-    from gpushare.cli import main
-
-    host = World.new(TWO)
-    assert host.run("mig", "apply", "-g", "0", "3g.40gb:4").code == 0
+def test_people_read_it_too(cli: Cli) -> None:
+    cli("mig", "apply", "-g", "0", "3g.40gb:4", host=TWO).ok()
     for fault, words in (
         ("mig-placements", "what still fits is unknown"),
         ("mig-instances", "unknown: the driver does not list"),
     ):
-        admin.set_fault(host.spec, "refused", "0", fault)
-        assert main(["--host", TWO, "mig", "status"]) == 0
-        assert words in capsys.readouterr().out
+        admin.set_fault(TWO, "refused", "0", fault)
+        assert words in cli("mig", "status", host=TWO).ok().out
 
 
 def test_instances_are_hidden_only_where_their_number_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

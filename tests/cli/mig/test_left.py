@@ -15,7 +15,7 @@ import pytest
 from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
 from gpushare.host import store
-from gpushare.mig import grant, recover
+from gpushare.mig import change, grant, recover
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import leftovers, missing, visible_leftovers
@@ -144,11 +144,24 @@ def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
 
 def lost(host: World) -> tuple[int, str]:
     """Let a change die, somebody begin to use what it made, and the undoing fail; return who, and what stayed."""
-    crashed(host, "apply", "1g.10gb*3", step=5)
+    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
     pid = host.add(host.devices()[0][1])
-    assert host.run("mig", "recover").error["code"] == "not_restored"
+    answer = host.run("mig", "recover")
+    assert (answer.code, answer.error["code"]) == (1, "not_restored")
     (left,) = host.look()[0].instances
+    assert f"{left[0]}:{left[1]}" in answer.error["message"]
+    # Who recovers in vain is told at once how to accept it.
+    assert "gpushare mig recover --forget" in answer.error["hint"]
+    assert host.pids() == [pid]
     return pid, f"{left[0]}:{left[1]}"
+
+
+def with_an_instance() -> World:
+    """Return a host with one instance, named 'new'."""
+    host = World.new(A100)
+    assert host.run("mig", "enable").code == 0
+    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    return host
 
 
 def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: Refused) -> None:
@@ -184,9 +197,7 @@ def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
 
 def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
     host = World.new(TWO)
-    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
-    host.add(host.devices()[0][1])
-    assert host.run("mig", "recover").code == 1
+    lost(host)
     crashed(host, "apply", "-g", "1", "2g.20gb", step=2)
     done = cli("mig", "recover", host=TWO).ok()
     assert "was undone" in done.out
@@ -208,9 +219,7 @@ def test_a_list_that_cannot_be_read_is_said_and_stays(cli: Cli, refused: Refused
 
 def test_another_change_neither_undoes_nor_forgets_it(cli: Cli) -> None:
     host = World.new(TWO)
-    crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
-    pid = host.add(host.devices()[0][1])
-    assert host.run("mig", "recover").code == 1
+    pid, _ = lost(host)
     admin.end_process(host.spec, pid)
     here = host.look()[0]
     cli("mig", "apply", "-g", "1", "2g.20gb", host=TWO).ok()
@@ -243,7 +252,11 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=4)
     with host.file.changed() as state:
         gone = state.gpus.pop(0)
+    before = host.look()
     assert "is missing" in host.run("mig", "recover").error["message"]
+    # It touches no other.
+    assert host.look() == before
+    assert not host.journal.exists()
     for _ in range(2):
         assert "is missing" in refused("mig", "recover", code="not_restored", exit_code=1, host=TWO)
     with host.file.changed() as state:
@@ -255,9 +268,6 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
 
 def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same list, of a change that did not die: somebody came into what it had made already."""
-    from gpushare.base.errors import OperationFailed
-    from gpushare.mig import change
-
     host = World.new(A100)
     before = host.look()
     real, calls = change.perform, []
@@ -389,9 +399,7 @@ def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypa
 def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = World.new(A100)
-    assert host.run("mig", "enable").code == 0
-    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    host = with_an_instance()
     cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
     before = host.look()
     with monkeypatch.context() as patched:
@@ -413,9 +421,7 @@ def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
 @pytest.mark.parametrize("then", [("recover",), ("destroy", "new")])
 def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: Cli, then: tuple[str, ...]) -> None:
     """Else an instance that is made there some day would get the daemon of another."""
-    host = World.new(A100)
-    assert host.run("mig", "enable").code == 0
-    assert host.run("mig", "create", "3g.40gb", "--name", "new").code == 0
+    host = with_an_instance()
     cli("mps", "start", "-g", host.devices()[0][1], host=A100).ok()
     child = os.fork()
     if not child:
@@ -505,12 +511,3 @@ def test_mig_that_was_turned_off_in_part_is_on_again_with_all_that_was_there(cli
     # Complete already, in the last step, is kept.
     assert now == before or (step == 4 and [one.mode for one in now] == [0, 0])
     assert not host.journal.exists()
-
-
-def test_who_recovers_in_vain_is_told_at_once_how_to_accept_it() -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=5)
-    host.add(host.devices()[0][1])
-    answer = host.run("mig", "recover")
-    assert answer.error["code"] == "not_restored"
-    assert "gpushare mig recover --forget" in answer.error["hint"]

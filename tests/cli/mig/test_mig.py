@@ -201,10 +201,6 @@ def test_who_holds_in_several_ways_is_named_once(cli: Cli) -> None:
     assert first.count("/dev/nvidia-caps/") == 2
 
 
-def test_mig_without_an_instance_is_told_once(cli: Cli) -> None:
-    assert cli("--host", "sim:h100", "mig", "enable").err.count("no CUDA program can use it") == 1
-
-
 @pytest.mark.parametrize(("model", "wish"), [("h100", "1g+me 2g 3g"), ("rtx-pro-6000", "1g+me.all 1g-me 2g-me")])
 def test_the_picture_of_a_plan_fits_80_columns(cli: Cli, model: str, wish: str) -> None:
     done = cli("mig", "plan", "--model", model, *wish.split())
@@ -263,10 +259,7 @@ def test_equal_gpus_are_shown_once(cli: Cli) -> None:
 
 @pytest.mark.parametrize(
     ("there", "wish", "legend"),
-    [
-        (("1g.18gb+me:0",), "1g.18gb", "* in use, + new"),
-        (("3g.71gb:4",), "3g.71gb", "* in use, + new"),
-    ],
+    [(("1g.18gb+me:0",), "1g.18gb", "* in use, + new"), (("3g.71gb:4",), "3g.71gb", "* in use, + new")],
 )
 def test_a_plan_explains_its_marks(cli: Cli, there: tuple[str, ...], wish: str, legend: str) -> None:
     cli("sim", "mig", *there).ok()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.mig.ledger import names_of
 from tests.cli.drive import Cli, Refused, World
 
 A100 = "sim:a100-80gb"
@@ -16,8 +17,6 @@ def host() -> World:
 
 def users(world: World) -> dict[str, tuple[str, ...]]:
     """Return the users of each name."""
-    from gpushare.mig.ledger import names_of
-
     return {name: one.users for name, one in names_of(world.host).items()}
 
 

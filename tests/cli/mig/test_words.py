@@ -55,14 +55,7 @@ def test_a_plan_that_may_destroy_names_what_ends_the_programs(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("plan", "7g*2"),
-        ("plan", "4g*2"),
-        ("plan", "4g 4g"),
-        ("fits", "7g*2"),
-        ("fits", "--memory", "200G"),
-    ],
+    "words", [("plan", "7g*2"), ("plan", "4g*2"), ("plan", "4g 4g"), ("fits", "7g*2"), ("fits", "--memory", "200G")]
 )
 def test_hints_for_a_model_name_the_model(refused: Refused, cli: Cli, words: tuple[str, ...]) -> None:
     answer = cli("mig", *words, "--model", "h100", host=A100)
@@ -132,22 +125,14 @@ def test_every_form_names_the_same_instance(cli: Cli) -> None:
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
     instance = next(instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb")
     ids = f"0/{instance.gpu_instance_id}"
-    forms = [
-        "train",
-        instance.uuid,
-        instance.uuid[:14],
-        ids,
-        str(instance.gpu_instance_id),
-        f"{ids}/{instance.compute_instance_id}",
-        "3g.40gb:4",
-    ]
-    for form in forms:
-        steps = cli("-o", "json", "mig", "destroy", "-n", form, host=A100).ok().json["data"]["steps"]
-        assert [step["what"] for step in steps if "destroy" in step["what"]] == [
-            step["what"]
-            for step in cli("-o", "json", "mig", "destroy", "-n", "train", host=A100).json["data"]["steps"]
-            if "destroy" in step["what"]
-        ], form
+    numbers = [str(instance.gpu_instance_id), ids, f"{ids}/{instance.compute_instance_id}"]
+
+    def destroyed(form: str) -> list[str]:
+        steps = cli("-o", "json", "mig", "destroy", "-n", form, host=A100).ok().data["steps"]
+        return [step["what"] for step in steps if "destroy" in step["what"]]
+
+    for form in (instance.uuid, instance.uuid[:14], *numbers, "3g.40gb:4"):
+        assert destroyed(form) == destroyed("train"), form
         # It has this name already.
         cli("mig", "name", "train", form, host=A100).ok()
 
@@ -162,13 +147,7 @@ def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli
     instance = next(instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb")
     ids = f"0/{instance.gpu_instance_id}"
     more = ("root",) if command == ("grant",) else ()
-    for form in (
-        instance.uuid,
-        instance.uuid[:14],
-        ids,
-        f"{ids}/{instance.compute_instance_id}",
-        "3g.40gb:4",
-    ):
+    for form in (instance.uuid, instance.uuid[:14], ids, f"{ids}/{instance.compute_instance_id}", "3g.40gb:4"):
         text = refused("mig", *command, form, *more, code="not_a_name", exit_code=2, host=A100)
         if command == ("name", "--forget"):
             assert "gpushare mig status" in text

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from contextlib import AbstractContextManager
 
 import pytest
 
 from gpushare.base.units import GIB, MIB
 from gpushare.mps.control import MpsControl
+from gpushare.mps.home import DaemonHome
 from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
@@ -33,16 +35,6 @@ def test_each_alone_leaves_the_others(cli: Cli) -> None:
     assert limits(cli) == [(25.0, 1500 * MIB, "low")]
 
 
-@pytest.mark.usefixtures("daemon")
-def test_future_clients_get_it_and_running_ones_keep_theirs(cli: Cli, world: World) -> None:
-    old = world.client()
-    answer = cli("mps", "set", "--threads", "25", "--memory", "2G").ok()
-    assert "running clients keep" in answer.err
-    new = world.client()
-    assert (world.process(old).threads, world.process(old).memory_limit_bytes) == (50.0, 8 * GIB)
-    assert (world.process(new).threads, world.process(new).memory_limit_bytes) == (25.0, 2 * GIB)
-
-
 def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
     """Return limits at attachment and from now on by PID, as status and mps status show them."""
     keys = ("threads_percent", "memory_limit_bytes", "priority")
@@ -60,8 +52,11 @@ def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
 @pytest.mark.usefixtures("daemon")
 def test_a_client_is_shown_with_the_limits_that_it_has(cli: Cli, world: World) -> None:
     first = world.client()
-    cli("mps", "set", "--threads", "20", "--memory", "2G").ok()
+    answer = cli("mps", "set", "--threads", "20", "--memory", "2G").ok()
+    assert "running clients keep" in answer.err
     second = world.client()
+    for pid, limits_of_it in ((first, (50.0, 8 * GIB)), (second, (20.0, 2 * GIB))):
+        assert (world.process(pid).threads, world.process(pid).memory_limit_bytes) == limits_of_it
     new = (20.0, 2 * GIB, "normal")
     assert shown_clients(cli) == {first: (50.0, 8 * GIB, "normal", *new), second: (*new, *new)}
     text = cli("mps", "status").ok().out
@@ -124,7 +119,7 @@ def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
         ((), "nothing_to_set"),
         (("--threads", "0"), "bad_percentage"),
         (("--threads", "nan"), "bad_percentage"),
-        (("--memory", "0G"), "bad_size"),
+        (("--memory", "0"), "bad_size"),
         (("--memory", "500G"), "limit_above_gpu"),
         (("--priority", "2"), "bad_priority"),
         (("--threads", "5=25"), "bad_limit"),
@@ -132,7 +127,8 @@ def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
 )
 @pytest.mark.usefixtures("daemon")
 def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> None:
-    refused("mps", "set", *words, code=code, exit_code=2)
+    said = refused("mps", "set", *words, code=code, exit_code=2)
+    assert ("to remove the limit: --memory none" in said) == (code == "bad_size")
 
 
 def test_without_a_daemon(refused: Refused) -> None:
@@ -152,10 +148,7 @@ def test_hanging_daemon(refused: Refused, world: World, monkeypatch: pytest.Monk
     pipe = world.state.daemons[0].pipe_directory
     text = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
     assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in text
-
-
-@pytest.mark.usefixtures("daemon")
-def test_another_users_daemon(refused: Refused, world: World) -> None:
+    # That of another user is not even asked.
     world.fault("user", "61000")
     text = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
     assert "could not be undone" not in text
@@ -173,6 +166,9 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
     refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, of_server: bool
 ) -> None:
     world.client()
+    (server,) = world.state.daemons[0].servers
+    # A percentage of its own, which it keeps on the way back.
+    MpsControl(world.host.programs, world.state.daemons[0].pipe_directory).set_threads(33.0, server.pid)
     before = simulated(world)
     proper = getattr(MpsControl, getter)
     lies = iter([True, False, True, False])
@@ -186,31 +182,6 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
     text = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
     assert "could not be undone" not in text
     assert simulated(world) == before
-
-
-@pytest.mark.usefixtures("daemon")
-def test_a_server_keeps_its_own_percentage_on_the_way_back(
-    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.client()
-    (server,) = world.state.daemons[0].servers
-    MpsControl(world.host.programs, world.state.daemons[0].pipe_directory).set_threads(33.0, server.pid)
-    before = simulated(world)
-    lies = iter([True, False, True, False])
-    proper = MpsControl.memory
-
-    def lying(self: MpsControl, server: int | None = None) -> str | None:
-        return "x" if server is not None and next(lies, False) else proper(self, server)
-
-    monkeypatch.setattr(MpsControl, "memory", lying)
-    refused("mps", "set", "--threads", "25", "--memory", "2G", code="limit_not_held", exit_code=1)
-    assert simulated(world) == before
-
-
-def test_no_memory_names_what_removes_the_limit(refused: Refused) -> None:
-    said = refused("mps", "set", "--memory", "0", code="bad_size", exit_code=2)
-    assert "'0' is below 1 MiB" in said
-    assert "to remove the limit: --memory none" in said
 
 
 @pytest.mark.parametrize("at_first", [(), ("--memory", "8G")])
@@ -234,10 +205,6 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
 
 def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one sets its limit after this one has made its first plan, and before it has the lock."""
-    from contextlib import AbstractContextManager
-
-    from gpushare.mps.home import DaemonHome
-
     cli("mps", "start").ok()
     proper, others = DaemonHome.locked, iter([("--threads", "25")])
 

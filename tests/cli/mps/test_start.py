@@ -58,10 +58,8 @@ def test_limits_of_the_callers_environment_are_not_taken(
 
 def test_limits_per_gpu(cli: Cli) -> None:
     cli("mps", "start", "-g", "0,1", "--memory", "0=4G,1=8G", "--threads", "1=50", host=TWO).ok()
-    by_key = {
-        daemon["gpu_index"]: (daemon["memory_limit_bytes"], daemon["threads_percent"]) for daemon in daemons(cli, TWO)
-    }
-    assert by_key == {0: (4 * GIB, 100.0), 1: (8 * GIB, 50.0)}
+    limits = [(one["gpu_index"], one["memory_limit_bytes"], one["threads_percent"]) for one in daemons(cli, TWO)]
+    assert limits == [(0, 4 * GIB, 100.0), (1, 8 * GIB, 50.0)]
 
 
 def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> None:
@@ -69,14 +67,8 @@ def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> No
     before = same(world.spec)
     data = cli("mps", "start", "--threads", "25", "--exclusive", "-n", output="json").ok().data
     assert data["dry_run"]
-    assert [step["command"].split()[0].split("=")[0] for step in data["steps"]] == [
-        "mkdir",
-        "write",
-        "nvidia-smi",
-        "CUDA_VISIBLE_DEVICES",
-        "echo",
-        "write",
-    ]
+    programs = [step["command"].split()[0].split("=")[0] for step in data["steps"]]
+    assert programs == ["mkdir", "write", "nvidia-smi", "CUDA_VISIBLE_DEVICES", "echo", "write"]
     assert same(world.spec) == before
     assert not (world.directory / "run").exists()
 
@@ -103,22 +95,6 @@ def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> No
     refused("mps", "start", *words, code=code, exit_code=2)
 
 
-def test_limit_above_one_of_the_gpus(refused: Refused) -> None:
-    text = refused("mps", "start", "-g", "all", "--memory", "20G", code="limit_above_gpu", exit_code=2, host=TWO)
-    assert "GPU 0" in text
-    assert "--memory" in text
-
-
-def test_limit_of_a_gpu_that_is_not_chosen(refused: Refused) -> None:
-    text = refused("mps", "start", "-g", "0", "--memory", "0=4G,1=8G", code="bad_limit", exit_code=2, host=TWO)
-    assert "-g 0,1" in text
-
-
-@pytest.mark.parametrize(("gpu", "code", "exit_code"), [("7", "unknown_gpu", 6), (None, "gpu_not_named", 2)])
-def test_wrong_gpu(refused: Refused, gpu: str | None, code: str, exit_code: int) -> None:
-    refused("mps", "start", *([] if gpu is None else ["-g", gpu]), code=code, exit_code=exit_code, host=TWO)
-
-
 def test_exclusive_and_back(cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
@@ -138,28 +114,37 @@ def test_exclusive_that_was_there_stays(cli: Cli, world: World) -> None:
     assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_exclusive_needs_root(refused: Refused, world: World) -> None:
+def test_not_root_starts_a_daemon_of_its_own(cli: Cli, refused: Refused, world: World) -> None:
     world.fault("user", "1000")
     assert "could not be undone" not in refused("mps", "start", "--exclusive", code="no_permission", exit_code=4)
-
-
-def test_not_root_starts_a_daemon_of_its_own(cli: Cli, world: World) -> None:
-    world.fault("user", "1000")
     cli("mps", "start", "--threads", "25").ok()
     assert world.state.daemons[0].uid == 1000
     cli("mps", "stop").ok()
 
 
-def test_prohibited_mode(refused: Refused, world: World) -> None:
+@pytest.mark.parametrize(
+    ("words", "code", "exit_code", "said"),
+    [
+        (("-g", "all", "--memory", "20G"), "limit_above_gpu", 2, "GPU 0"),
+        (("-g", "0", "--memory", "0=4G,1=8G"), "bad_limit", 2, "-g 0,1"),
+        (("-g", "7"), "unknown_gpu", 6, ""),
+        ((), "gpu_not_named", 2, ""),
+    ],
+)
+def test_wrong_words_on_several_gpus(
+    refused: Refused, words: tuple[str, ...], code: str, exit_code: int, said: str
+) -> None:
+    assert said in refused("mps", "start", *words, code=code, exit_code=exit_code, host=TWO)
+
+
+def test_modes_that_are_in_the_way(refused: Refused, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
     text = refused("mps", "start", code="compute_prohibited", exit_code=19)
     assert f"sudo nvidia-smi -i {world.uuid()} -c DEFAULT" in text
-
-
-def test_mig_enabled_gpu_needs_an_instance(refused: Refused, world: World) -> None:
-    uuids = world.mig("3g.71gb", "1g.18gb")
-    text = refused("mps", "start", code="mig_enabled", exit_code=3)
-    assert f"-g {uuids[0]}" in text
+    large, small = world.mig("3g.71gb", "1g.18gb")
+    assert f"-g {large}" in refused("mps", "start", code="mig_enabled", exit_code=3)
+    refused("mps", "start", "-g", large, "--exclusive", code="exclusive_on_mig", exit_code=3)
+    refused("mps", "start", "-g", small, "--memory", "20G", code="limit_above_gpu", exit_code=2)
 
 
 def test_mig_instance(cli: Cli, refused: Refused, world: World) -> None:
@@ -173,16 +158,6 @@ def test_mig_instance(cli: Cli, refused: Refused, world: World) -> None:
     refused("mps", "start", "-g", uuids[1], code="daemon_exists", exit_code=19)
     cli("mps", "start", "-g", uuids[0]).ok()
     assert len(daemons(cli)) == 2
-
-
-def test_memory_above_a_mig_instance(refused: Refused, world: World) -> None:
-    uuids = world.mig("3g.71gb", "1g.18gb")
-    refused("mps", "start", "-g", uuids[1], "--memory", "20G", code="limit_above_gpu", exit_code=2)
-
-
-def test_exclusive_on_mig(refused: Refused, world: World) -> None:
-    (uuid,) = world.mig("3g.71gb")
-    refused("mps", "start", "-g", uuid, "--exclusive", code="exclusive_on_mig", exit_code=3)
 
 
 def test_missing_program(refused: Refused, world: World) -> None:
@@ -239,20 +214,13 @@ def test_directory_open_to_others(refused: Refused, world: World) -> None:
     assert f"chmod go-w {run}" in refused("mps", "start", code="directory_open", exit_code=4)
 
 
-@pytest.mark.parametrize(
-    ("getter", "words"),
-    [
-        ("threads", ("--threads", "25")),
-        ("memory", ("--memory", "4G")),
-        ("priority", ("--priority", "low")),
-    ],
-)
+@pytest.mark.parametrize(("limit", "value"), [("threads", "25"), ("memory", "4G"), ("priority", "low")])
 def test_a_limit_that_does_not_hold_rolls_everything_back(
-    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, words: tuple[str, ...]
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch, limit: str, value: str
 ) -> None:
     world.host.nvml.identities()
-    monkeypatch.setattr(MpsControl, getter, lambda *_: None)
-    text = refused("mps", "start", "--exclusive", *words, code="limit_not_held", exit_code=1)
+    monkeypatch.setattr(MpsControl, limit, lambda *_: None)
+    text = refused("mps", "start", "--exclusive", f"--{limit}", value, code="limit_not_held", exit_code=1)
     assert "holds none" in text
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)
 
@@ -303,12 +271,6 @@ def test_a_daemon_for_all_users_serves_them_at_the_same_time(cli: Cli, world: Wo
     assert "gpushare mps start -g 0 --threads 30 --users all" in planned["undo"]
 
 
-def test_a_daemon_of_one_user_keeps_others_waiting(cli: Cli, world: World) -> None:
-    cli("mps", "start").ok()
-    pids = [world.client(user=user) for user in ("nobody", "daemon")]
-    assert [world.process(pid).mps_server is not None for pid in pids] == [True, False]
-
-
 @pytest.mark.needs_root
 def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
     cli("mps", "start", "--users", "nobody,daemon").ok()
@@ -330,12 +292,7 @@ def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
     ],
 )
 def test_users_that_are_refused(
-    refused: Refused,
-    world: World,
-    words: str,
-    fault: tuple[str, str] | None,
-    code: str,
-    exit_code: int,
+    refused: Refused, world: World, words: str, fault: tuple[str, str] | None, code: str, exit_code: int
 ) -> None:
     if fault is not None:
         world.fault(*fault)

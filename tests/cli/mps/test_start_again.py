@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import signal
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpushare.base.errors import NotFound
 from gpushare.base.model import ComputeMode
+from gpushare.base.selection import Device
 from gpushare.base.units import MIB
+from gpushare.cli.options import settings
 from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.home import DaemonHome, home_of
+from gpushare.mps.limits import Limits
+from gpushare.mps.start import plan_start
 from tests.cli.drive import Cli, Refused, World
 from tests.cli.mps.test_start import TWO, daemons
-
-
-def test_twice(refused: Refused, cli: Cli) -> None:
-    cli("mps", "start", "--threads", "25").ok()
-    text = refused("mps", "start", code="daemon_exists", exit_code=19)
-    assert "gpushare mps set -g 0" in text
 
 
 def test_a_daemon_that_nobody_noted_is_not_taken_down(
     refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody's daemon listens in our directory: a second start fails there, and its way back must not end it."""
-    from gpushare.mps.home import home_of
-
     home = home_of(world.host.run_directory, world.uuid())
     home.create()
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": "GPU-elsewhere"}
@@ -74,13 +74,6 @@ def test_compute_mode_of_a_dead_daemon_is_restored_by_the_next(cli: Cli, world: 
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
 
 
-def test_foreign_daemon(refused: Refused, world: World, sim_dir: Path) -> None:
-    pid = world.foreign_daemon(sim_dir)
-    text = refused("mps", "start", code="foreign_daemon", exit_code=19)
-    assert f"process {pid}" in text
-    assert f"gpushare mps stop --pipe-directory {sim_dir}/p --yes" in text
-
-
 def test_foreign_daemon_of_another_gpu(cli: Cli, sim_dir: Path) -> None:
     world = World(TWO)
     world.foreign_daemon(sim_dir, uuid=world.uuid(1))
@@ -101,11 +94,6 @@ def test_every_driver_branch(cli: Cli, world: World, driver: str) -> None:
 
 def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one starts after this one has made its first plan, and before it has the lock."""
-    from contextlib import AbstractContextManager
-
-    from gpushare.cli.options import settings
-    from gpushare.mps.home import DaemonHome
-
     proper, others = DaemonHome.locked, iter([("mps", "start", "--exclusive")])
 
     def locked(self: DaemonHome) -> AbstractContextManager[None]:
@@ -124,10 +112,6 @@ def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, m
 
 
 def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
-    from gpushare.base.selection import Device
-    from gpushare.mps.limits import Limits
-    from gpushare.mps.start import plan_start
-
     device = Device(gpu=world.host.nvml.sweep()[0])
     (step,) = [
         step for step in plan_start(world.host, device, Limits(), exclusive=True).steps if "nvidia-smi" in step.command
@@ -140,12 +124,6 @@ def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
 
 
 def test_a_dead_daemon_of_ours_does_not_hide_a_shared_one(cli: Cli, world: World, sim_dir: Path) -> None:
-    from dataclasses import replace
-
-    from gpushare.base.selection import Device
-    from gpushare.mps.daemons import own_daemon
-    from gpushare.mps.home import home_of
-
     cli("mps", "start").ok()
     device = Device(gpu=world.host.nvml.sweep()[0])
     live = home_of(world.host.run_directory, device.uuid)

@@ -17,12 +17,9 @@ TWO = "sim:2xh200"
 
 
 def test_status_of_nothing(cli: Cli) -> None:
-    assert "no MPS daemon runs on this host" in cli("mps", "status").ok().out
-    assert cli("mps", "status", output="json").ok().data == {"mps_daemons": []}
-
-
-def test_status_of_nothing_on_the_named_gpus(cli: Cli) -> None:
     host = "sim:4xh200"
+    assert "no MPS daemon runs on this host" in cli("mps", "status", host=host).ok().out
+    assert cli("mps", "status", host=host, output="json").ok().data == {"mps_daemons": []}
     cli("mps", "start", "-g", "0", host=host).ok()
     text = cli("mps", "status", "-g", "1,3", host=host).ok().out
     assert text == "no MPS daemon runs on GPU 1 or GPU 3; start one: gpushare mps start -g 1\n"
