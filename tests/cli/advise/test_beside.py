@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from gpushare.advice.recipe import recipe
 from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
+from gpushare.sim.admin import add_process
+from tests.advice.conftest import situation_of
 from tests.cli.advise.test_advise import GROUPS, PEOPLE, USERS, commands, pasted
 
 SMALL = ("--processes", "3", "--memory", "2G", "--users", "same", "--no-saturating")
@@ -91,9 +94,6 @@ def test_a_daemon_in_the_way_is_a_condition(cli: Any) -> None:
 
 
 def test_a_daemon_of_somebody_else_is_not_stopped_by_a_command(cli: Any) -> None:
-    from gpushare.advice.recipe import recipe
-    from tests.advice.conftest import situation_of
-
     case = {"processes": 3, "memory": "2G", "users": "different", "pattern": "interactive"}
     found = recipe(situation_of(case, host="t4", facts={"mps_daemons": 1}), Way.TIMESLICE)
     assert found.lines[0].command is None
@@ -102,8 +102,6 @@ def test_a_daemon_of_somebody_else_is_not_stopped_by_a_command(cli: Any) -> None
 
 
 def test_instances_that_somebody_is_in_stay(cli: Any) -> None:
-    from gpushare.sim.admin import add_process
-
     spec = "sim:a100-80gb"
     made = cli("mig", "apply", "-g", "0", "4g.40gb", "1g.10gb", host=spec).ok()
     uuid = re.search(r"4g.40gb:0 on GPU 0: (MIG-\S+)", made.out + made.err)
@@ -202,9 +200,6 @@ def test_two_small_instances_fit_next_to_a_named_one(cli: Any) -> None:
 
 
 def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
-    from gpushare.advice.recipe import recipe
-    from tests.advice.conftest import situation_of
-
     case = {"processes": 3, "memory": "2G", "users": "same", "saturating": False}
     found = recipe(situation_of(case, facts={"mps_daemons": 1, "mig_enabled": True}), Way.MPS)
     assert "MPS in the instances" in found.undo[-1].what

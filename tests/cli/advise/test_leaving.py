@@ -12,7 +12,7 @@ import pytest
 
 from gpushare.advice.ways import way_of
 from gpushare.base.model import Way
-from tests.cli.advise.test_advise import on_a_terminal
+from tests.cli.advise.test_advise import commands, on_a_terminal
 from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_memory import JOB
 
@@ -27,10 +27,6 @@ def job(size: str, seconds: float) -> str:
 def asked(cli: Cli, *words: str, host: str = A30) -> dict[str, Any]:
     found: dict[str, Any] = cli("advise", "-y", *words, host=host, output="json").ok().data
     return found
-
-
-def commands(data: dict[str, Any]) -> list[str]:
-    return [command["command"] for command in data["commands"] if command["command"]]
 
 
 def words_of(command: str, old: str = "", new: str = "") -> list[str]:
@@ -166,8 +162,6 @@ def test_turns_as_printed(cli: Cli, real: Real) -> None:
 
 
 def test_idle_as_printed(cli: Cli, real: Real) -> None:
-    from gpushare.sim.current import changing
-
     program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
     data = asked(cli, *TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
     assert data["winner"] == "swap"
@@ -175,8 +169,7 @@ def test_idle_as_printed(cli: Cli, real: Real) -> None:
     world = World(A30)
     first = real(*words_of(command, "idle=10m", "idle=1s"), host=A30)
     on_gpu(world)
-    with changing(world.file) as (state, _):
-        state.processes[0].sm_percent = 0
+    world.alter(world.pids()[0], sm_percent=0)
     first.says("out of the GPU")
     listed = cli("swap", "list", host=A30, output="json").ok().data
     assert [job["state"] for job in listed["jobs"]] == ["out"]
@@ -225,19 +218,7 @@ def test_production_that_runs_already_stays_as_it_is(cli: Cli, tmp_path: Path) -
 
 def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     # The numbers are given; of the questions, only the one about advancing is answered.
-    words = (
-        "--processes",
-        "2",
-        "--memory",
-        "12G",
-        "--users",
-        "same",
-        "--saturating",
-        "--isolation",
-        "none",
-        "--latency",
-        "none",
-    )
+    words = (*TWO, "--memory", "12G", "--isolation", "none", "--latency", "none")
     out, said = on_a_terminal(monkeypatch, "steady\nyes\n", *words)
     assert "Does each of them have to advance, instead of one after another?" in said
     assert "--swap turns" in out

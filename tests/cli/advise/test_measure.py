@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import signal
 import sys
@@ -13,6 +12,8 @@ import pytest
 
 from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
+from gpushare.measure.bench import Bench
+from tests.cli.advise.test_advise import commands
 from tests.cli.drive import Cli, Real, Refused, World, same, until, until_one_run_is_over
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
@@ -30,10 +31,6 @@ def job(need: int, *more: str) -> list[str]:
 
 def measured(cli: Cli, *words: str) -> Any:
     return cli("-o", "json", "advise", "--measure", *words).ok().data
-
-
-def commands(data: Any) -> list[str]:
-    return [line["command"] for line in data["commands"] if line["command"]]
 
 
 def test_the_rules_are_confirmed_for_a_small_job(cli: Cli, world: World) -> None:
@@ -92,8 +89,6 @@ def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
 
 
 def test_a_way_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.measure.bench import Bench
-
     real, ways = Bench._launches, set()
 
     def launches(self: Bench, way: Any, *more: Any) -> Any:
@@ -110,8 +105,6 @@ def test_a_way_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pyte
 
 def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an exclusive compute mode that an MPS daemon holds, one copy alone could only run under MPS."""
-    from gpushare.measure.bench import Bench
-
     cli("mps", "start").ok()
     connect(world.spec).nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     monkeypatch.setattr(Bench, "_launches", lambda *_: pytest.fail("it was measured"))
@@ -239,4 +232,3 @@ def test_the_command_may_be_named_by_its_option(cli: Cli, tmp_path: Path) -> Non
     data = measured(cli, *FARM, "--repeat", "1", "--command", command)
     assert out.exists()
     assert data["measurement"]["command"] == shlex.split(command)
-    assert json.dumps(data)

@@ -21,12 +21,13 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.model import ComputeMode, Priority
 from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
+from gpushare.host.cdi import local_path
 from gpushare.host.host import make_private_directory
 from gpushare.hostfile import apply, steps
 from gpushare.hostfile.kept import KEPT, kept_limits
 from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
-from gpushare.mps.home import pipe_users
+from gpushare.mps.home import LIMIT_FILE, pipe_directory, pipe_users, set_pipe_users
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Refused, World, same
 
@@ -114,23 +115,21 @@ def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
         "GPU 5: mig: 3g.40gb 1g.10gb*2",
         "GPU 6: mig: 3g.40gb:4 'train' 1c.2g.20gb*2 1g.10gb 'test'",
     ]
+    # A second one does nothing.
+    before = same(EIGHT)
     assert cli("apply", "-f", write(MIXED), "-q", host=EIGHT).ok().out == ""
+    again = cli("apply", "-f", write(MIXED), host=EIGHT, output="json").ok()
+    assert (again.data["steps"], set(states(again).values())) == ([], {"same"})
+    assert same(EIGHT) == before
     world = World(EIGHT)
     gpus = world.state.gpus
     assert [gpu.compute_mode for gpu in gpus[:4]] == [3, 0, 0, 3]
     assert [gpu.time_slice for gpu in gpus] == [0, 3, 0, 0, 0, 0, 0, 0]
     assert [gpu.mig_mode for gpu in gpus[4:]] == [1, 1, 1, 0]
-    assert {(instance.profile, instance.start) for instance in gpus[6].mig} == {
-        ("3g.40gb", 4),
-        ("2g.20gb", 2),
-        ("1g.10gb", 1),
-    }
+    assert world.look()[6].places == {("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 1)}
     rows = {row["gpu_index"]: row for row in cli("mps", "status", host=EIGHT, output="json").ok().data["mps_daemons"]}
-    assert {gpu: (row["threads_percent"], row["memory_limit_bytes"]) for gpu, row in rows.items()} == {
-        2: (25.0, 4 << 30),
-        3: (100.0, None),
-        6: (50.0, 2 << 30),
-    }
+    limits = {gpu: (row["threads_percent"], row["memory_limit_bytes"]) for gpu, row in rows.items()}
+    assert limits == {2: (25.0, 4 << 30), 3: (100.0, None), 6: (50.0, 2 << 30)}
     names = names_of(world.host)
     assert {name: (one.profile, one.start, one.users) for name, one in names.items()} == {
         "train": ("3g.40gb", 4, ("daemon", "nobody")),
@@ -144,16 +143,6 @@ def test_a_daemon_that_goes_leaves_its_directory_to_everybody(cli: Cli, write: W
     assert pipe_users(pipe) == ("nobody",)
     cli("apply", "-f", write(one("timeslice: default")), host=TWO).ok()
     assert pipe_users(pipe) == ()
-
-
-def test_a_second_apply_does_nothing(cli: Cli, write: Write) -> None:
-    path = write(MIXED)
-    cli("apply", "-f", path, host=EIGHT).ok()
-    before = same(EIGHT)
-    answer = cli("apply", "-f", path, host=EIGHT, output="json").ok()
-    assert answer.data["steps"] == []
-    assert set(states(answer).values()) == {"same"}
-    assert same(EIGHT) == before
 
 
 def test_a_daemon_that_is_as_the_file_says_has_no_step(cli: Cli, write: Write) -> None:
@@ -208,19 +197,10 @@ def test_a_name_moves_to_another_gpu(cli: Cli, write: Write) -> None:
     world = World(TWO)
     assert names_of(world.host)["train"].gpu_uuid == world.uuid(1)
     # The instance that lost its name is everybody's again.
-    nodes = {access.owner for access in _accesses(world, 0)}
-    assert nodes == {0}
-
-
-def _accesses(world: World, gpu: int) -> list[Any]:
-    capabilities = world.host.capabilities
-    minor = world.host.nvml.minor_number(gpu)
+    capabilities, minor = world.host.capabilities, world.host.nvml.minor_number(0)
     assert minor is not None
-    return [
-        access
-        for capability in capabilities.of_gpu(minor).values()
-        if (access := capabilities.access(capability)) is not None
-    ]
+    accesses = [capabilities.access(capability) for capability in capabilities.of_gpu(minor).values()]
+    assert {access.owner for access in accesses if access is not None} == {0}
 
 
 # -- diff --------------------------------------------------------------------------------------------
@@ -430,38 +410,43 @@ def test_a_daemon_stays_stopped_where_another_size_takes_its_place(cli: Cli, wri
 # -- refused -----------------------------------------------------------------------------------------
 
 
+LIMIT = "version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n"
+SECOND = "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "code", "exit_code"),
+    ("text", "code", "exit_code", "said"),
     [
-        (one("mps: {threads: 300}"), "bad_file", 2),
-        (one("mig: [3g.71gb*3]"), "never_fits", 3),
-        (one("mig: [9g.71gb]"), "mig_profile_unknown", 3),
-        (one("mps: {memory: 400G}"), "limit_above_gpu", 2),
-        (one("mps: {users: [no-such-user]}"), "no_user", 6),
-        (one("exclusive: true", index=4), "unknown_gpu", 6),
+        (one("mps: {threads: 300}"), "bad_file", 2, ":4:"),
+        (one("mig: [3g.40gb*3]"), "never_fits", 3, ":3:3: GPU 0: 3g.40gb*3 does not fit"),
+        (one("timeslice: long") + SECOND, "never_fits", 3, ":5:3: GPU 1: 7g.80gb*2 does not fit"),
+        (
+            one("mig: [9g.80gb]", index=1),
+            "mig_profile_unknown",
+            3,
+            ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'",
+        ),
+        (one("mps: {memory: 400G}"), "limit_above_gpu", 2, ":3:3"),
+        (one("mps: {users: [no-such-user]}"), "no_user", 6, "no-such-user"),
+        (one("exclusive: true", index=4), "unknown_gpu", 6, "this host has no GPU 4"),
+        (LIMIT, "no_user", 6, "gpushare.yaml:3:10"),
     ],
 )
 def test_a_file_that_can_never_hold_changes_nothing(
-    refused: Refused, write: Write, text: str, code: str, exit_code: int
+    refused: Refused, write: Write, text: str, code: str, exit_code: int, said: str
 ) -> None:
-    World().host.nvml.sweep()
-    refused("apply", "-f", write(text), code=code, exit_code=exit_code)
+    World(TWO).host.nvml.sweep()
+    assert said in refused("apply", "-f", write(text), code=code, exit_code=exit_code, host=TWO)
+
+
+def test_a_gpu_without_mig_is_refused(refused: Refused, write: Write) -> None:
+    refused("apply", "-f", write(one("mig: []")), code="no_mig", exit_code=3, host="sim:t4")
 
 
 @pytest.mark.parametrize("command", ["apply", "diff"])
 def test_no_file(refused: Refused, command: str, tmp_path: Path) -> None:
     refused(command, "-f", str(tmp_path / "none.yaml"), code="no_file", exit_code=6)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (one("mig: [9g.80gb]", index=1), ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'"),
-        (one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n", ":5:3: GPU 1: 7g.80gb*2 does not fit"),
-    ],
-)
-def test_what_can_never_hold_is_said_with_its_place(cli: Cli, write: Write, text: str, said: str) -> None:
-    assert said in cli("apply", "-f", write(text), host=TWO).err
+    assert "empty" in refused(command, "-f", "", code="bad_file", exit_code=2)
 
 
 def test_a_daemon_that_gives_way_to_mig_is_said_to(cli: Cli, write: Write) -> None:
@@ -478,48 +463,29 @@ def test_what_the_next_boot_would_not_bring_back_is_said(cli: Cli, write: Write)
     assert "at boot" not in cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok().err
 
 
-def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Write) -> None:
+def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, refused: Refused, write: Write) -> None:
     cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]")), host=TWO).ok()
-    before = same(TWO)
-    answer = cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]", index=1)), host=TWO, output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (2, "name_taken")
-    assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in answer.json["errors"][0]["message"]
-    assert same(TWO) == before
+    path = write(one("mig: [{wish: 1g.10gb, name: test}]", index=1))
+    text = refused("apply", "-f", path, code="name_taken", exit_code=2, host=TWO)
+    assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in text
 
 
-def test_a_file_without_a_name(refused: Refused) -> None:
-    assert "empty" in refused("apply", "-f", "", code="bad_file", exit_code=2)
-
-
-def test_a_gpu_without_mig_is_refused(cli: Cli, write: Write) -> None:
-    answer = cli("apply", "-f", write(one("mig: []")), host="sim:t4", output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (3, "no_mig")
-
-
-def test_only_root_may(cli: Cli, write: Write) -> None:
+def test_only_root_may(cli: Cli, refused: Refused, write: Write) -> None:
     World(TWO).fault("user", "nobody")
     path = write(one("timeslice: long"))
-    answer = cli("apply", "-f", path, host=TWO, output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (4, "no_permission")
+    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
     planned = cli("apply", "-f", path, "--dry-run", host=TWO, output="json").ok()
     assert states(planned) == {0: "planned"}
     assert World(TWO).state.gpus[0].time_slice == 0
 
 
-def test_a_user_may_have_daemons_of_his_own(cli: Cli, write: Write) -> None:
+def test_a_user_may_have_daemons_of_his_own(cli: Cli, refused: Refused, write: Write) -> None:
     world = World(TWO)
     world.fault("user", "nobody")
     cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
     assert [daemon.threads for daemon in world.state.daemons] == [25.0]
-    answer = cli("apply", "-f", write(one("mps: {exclusive: true}")), host=TWO, output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (4, "no_permission")
+    refused("apply", "-f", write(one("mps: {exclusive: true}")), code="no_permission", exit_code=4, host=TWO)
     assert cli("diff", "-f", write(one("mps: {threads: 25}")), host=TWO).code == 0
-
-
-def test_the_schema_is_printed(cli: Cli) -> None:
-    schema = json.loads(cli("schema", "gpushare.yaml").ok().out)
-    assert schema["title"] == "gpushare.yaml, version 1"
-    assert cli("schema", "gpushare.yaml", output="json").ok().data == schema
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:
@@ -554,9 +520,8 @@ def test_a_gpu_in_use_is_refused_and_the_others_are_done(
     cli("apply", "-f", write(one(there)), host=TWO).ok()
     pid = _somebody(world, who)
     before = captured_of_gpu(cli, 0)
-    answer = cli(
-        "apply", "-f", write(one(wanted) + "- {match: {index: 1}, timeslice: long}\n"), host=TWO, output="json"
-    )
+    path = write(one(wanted) + "- {match: {index: 1}, timeslice: long}\n")
+    answer = cli("apply", "-f", path, host=TWO, output="json")
     assert answer.code == 19, answer
     assert answer.json["status"] == "partial"
     (error,) = answer.json["errors"]
@@ -620,11 +585,10 @@ def test_what_may_change_under_programs_does(cli: Cli, write: Write) -> None:
     assert len(world.attached()) == 1
 
 
-def test_somebody_elses_daemon_is_never_stopped(cli: Cli, write: Write, tmp_path: Path) -> None:
+def test_somebody_elses_daemon_is_never_stopped(cli: Cli, refused: Refused, write: Write, tmp_path: Path) -> None:
     world = World(TWO)
     pid = world.foreign_daemon(tmp_path, uuid=world.uuid(0))
-    answer = cli("apply", "-f", write(one("exclusive: true")), host=TWO, output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (19, "foreign_daemon")
+    refused("apply", "-f", write(one("exclusive: true")), code="foreign_daemon", exit_code=19, host=TWO)
     assert "did not start" in cli("diff", "-f", write(one("timeslice: default")), host=TWO).out
     assert world.state.daemons[0].pid == pid
 
@@ -643,10 +607,6 @@ gpus:
 
 def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", users: tuple[str, ...] = ()) -> None:
     """Start a daemon as the unit of `gpushare export systemd` does, and give it its limits."""
-    from gpushare.host.cdi import local_path
-    from gpushare.mps.control import MpsControl
-    from gpushare.mps.home import LIMIT_FILE, pipe_directory, set_pipe_users
-
     pipe = local_path(world.host, pipe_directory(uuid))
     pipe.mkdir(parents=True)
     set_pipe_users(pipe, users)
@@ -741,9 +701,7 @@ def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int
     failed = {gpu for gpu, state in rows.items() if state == "failed"}
     assert len(failed) <= 1
     assert answer.code == (1 if failed else 0)
-    for gpu in (0, 1):
-        wanted = "failed" if gpu in failed else "done"
-        assert rows[gpu] == wanted
+    assert rows == {gpu: "failed" if gpu in failed else "done" for gpu in (0, 1)}
     if 0 in failed:
         assert captured_of_gpu(cli, 0) == before
     assert cli("diff", "-f", write(FROM), "-q", host=TWO).code == 7 or not failed
@@ -759,8 +717,11 @@ def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(
 ) -> None:
     world = World(TWO)
     cli("apply", "-f", write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 50}}]")), host=TWO).ok()
-    before = [(daemon.pid, daemon.threads, pipe_users(Path(daemon.pipe_directory))) for daemon in world.state.daemons]
-    plan, calls = steps.plan_limits, []
+
+    def daemons() -> list[tuple[int, float, tuple[str, ...]]]:
+        return [(one.pid, one.threads, pipe_users(Path(one.pipe_directory))) for one in world.state.daemons]
+
+    before, plan, calls = daemons(), steps.plan_limits, []
 
     def second_fails(*words: Any) -> Any:
         calls.append(words)
@@ -772,9 +733,7 @@ def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(
     to = write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 25, users: [nobody]}}]"))
     assert cli("apply", "-f", to, host=TWO).code == 1
     assert len(calls) > 2
-    assert before == [
-        (daemon.pid, daemon.threads, pipe_users(Path(daemon.pipe_directory))) for daemon in world.state.daemons
-    ]
+    assert daemons() == before
 
 
 @pytest.mark.usefixtures("patience_is_over")
@@ -806,30 +765,18 @@ def test_a_daemon_that_comes_back_is_for_the_same_users(
     assert [pipe_users(Path(daemon.pipe_directory)) for daemon in world.state.daemons] == [("nobody",)]
 
 
-def test_a_missing_program_changes_nothing(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    cli("status", host=TWO).ok()
-    before = same(TWO)
-    world.fault("missing", "nvidia-cuda-mps-control")
-    answer = cli("apply", "-f", write(one("mps: {}")), host=TWO, output="json")
-    assert answer.code == 3
-    admin.clear_faults(TWO)
-    assert same(TWO) == before
+def test_a_missing_program_changes_nothing(refused: Refused, write: Write) -> None:
+    World(TWO).fault("missing", "nvidia-cuda-mps-control")
+    refused("apply", "-f", write(one("mps: {}")), code="program_missing", exit_code=3, host=TWO)
 
 
 def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Write) -> None:
-    import os
-
     world = World(TWO)
     cli("apply", "-f", write(FROM), host=TWO).ok()
     world.fault("crash-step", "3")
     path = write(TO)
-    child = os.fork()
-    if not child:
-        cli("apply", "-f", path, host=TWO)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
-    admin.clear_faults(TWO)
+    assert world.run_apart("apply", "-f", path) == 137
+    world.clear()
     done = cli("apply", "-f", path, host=TWO).ok()
     assert "was interrupted" in done.err
     assert cli("diff", "-f", path, host=TWO).code == 0
@@ -971,12 +918,6 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     (world.host.state_directory / KEPT).write_text(text)
     assert dict(kept_limits(world.host)) == {0: 8 * GIB}
     assert kept_limits(world.host).others == 20 * GIB
-
-
-def test_a_limit_of_an_unknown_user_changes_nothing(refused: Refused, write: Write) -> None:
-    path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
-    text = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
-    assert "gpushare.yaml:3:10" in text
 
 
 @pytest.mark.parametrize(

@@ -21,5 +21,11 @@ def test_without_a_command_all_are_listed(cli: Cli) -> None:
     assert cli("schema", host=None, output="json").ok().data == names[:-1]
 
 
+def test_the_schema_of_a_file(cli: Cli) -> None:
+    schema = json.loads(cli("schema", "gpushare.yaml").ok().out)
+    assert schema["title"] == "gpushare.yaml, version 1"
+    assert cli("schema", "gpushare.yaml", output="json").ok().data == schema
+
+
 def test_an_unknown_command_is_refused(refused: Refused) -> None:
     refused("schema", "fly", code="no_schema", exit_code=6)
