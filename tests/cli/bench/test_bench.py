@@ -17,14 +17,16 @@ from gpushare.base.model import Way
 from gpushare.base.selection import select_one
 from gpushare.base.units import GIB
 from gpushare.cli import options
+from gpushare.cli.progress import progress_line
 from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
-from gpushare.measure.bench import Copies
+from gpushare.measure.bench import Bench, Copies
 from gpushare.measure.bench_data import read_bench, write_bench
 from gpushare.memory.peaks import Profile, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.result import jsonable
 from gpushare.sim import admin
+from tests.cli.advise.test_advise import Terminal
 from tests.cli.drive import Cli, Real, Refused, World, alive, same, until, until_one_run_is_over
 from tests.measure.test_bench import answer, measured
 
@@ -150,10 +152,7 @@ def test_under_mps_inside_one_instance(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (
-            (),
-            "waiting for one copy alone to end; for a program that does not end: --for 20s --metric 'rate=([0-9.]+)'",
-        ),
+        ((), "waiting for one copy alone to end; for a program that does not end: --for 20s --metric 'rate=([0-9.]+)'"),
         (("--metric", RATE), "waiting for one copy alone to end; for a program that does not end: --for 20s"),
         (WINDOW, "waiting for one copy alone to print a number; to give up earlier: --timeout 60s"),
         (("-q",), None),
@@ -228,8 +227,6 @@ def test_where_nothing_fits_nothing_has_failed(cli: Cli) -> None:
 
 def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it CUDA would run outside MPS without a word, and time-slicing be measured as MPS."""
-    from gpushare.measure.bench import Bench
-
     real = Bench._launches
 
     def launches(self: Bench, way: Any, copies: int, *more: Any) -> Any:
@@ -260,8 +257,6 @@ def test_what_does_not_fit_is_left_out(cli: Cli) -> None:
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tell copies that run at the same time as others so: BESIDE is set."""
-    from gpushare.measure.bench import Bench
-
     real = Bench._launches
 
     def launches(self: Bench, way: Any, copies: int, *more: Any) -> Any:
@@ -393,9 +388,8 @@ def test_a_plot(cli: Cli, tmp_path: Path) -> None:
 
 def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     before = same(world.spec)
-    steps = (
-        cli("-o", "json", "bench", "-n", "--copies", "2", "--ways", "timeslice,mps", "--", "true").ok().data["steps"]
-    )
+    words = ("-n", "--copies", "2", "--ways", "timeslice,mps")
+    steps = bench(cli, *words, "--", "true")["steps"]
     # First the daemon that way mps needs.
     assert "nvidia-cuda-mps-control -d" in " ".join(step["command"] for step in steps[:-3])
     assert [step["what"] for step in steps[-3:]] == [
@@ -534,28 +528,13 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(real: Real, w
 
 
 def test_progress_on_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpushare.cli.progress import progress_line
-
-    shown: list[str] = []
-
-    class Terminal:
-        encoding = "utf-8"
-
-        def isatty(self) -> bool:
-            return True
-
-        def write(self, text: str) -> int:
-            shown.append(text)
-            return len(text)
-
-        def flush(self) -> None: ...
-
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     with progress_line(quiet=options.settings.quiet) as tell:
         tell("mps, 2 copies, round 1 of 3", 3, 10, 200.0)
-    text = "".join(shown)
+    text = stream.getvalue()
     assert "mps, 2 copies, round 1 of 3" in text
     assert "3/10" in text
     assert "about 3 min left" in text

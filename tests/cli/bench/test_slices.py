@@ -11,9 +11,7 @@ import pytest
 
 from gpushare.base.model import TimeSlice
 from gpushare.base.selection import Device
-from gpushare.measure.bench import Bench
-from gpushare.sim.current import changing
-from gpushare.sim.state import StateFile
+from gpushare.measure.bench import Bench, Copies
 from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import Cli, Refused, World
@@ -34,11 +32,8 @@ def level(world: World) -> int:
 def test_each_copy_has_its_slice_and_none_is_left(cli: Cli, world: World) -> None:
     data = bench(cli, "--ways", "timeslice,slices:500us,2ms")
     cells = {cell["way"]: cell for cell in data["cells"]}
-    assert {way: cell["slice_us"] for way, cell in cells.items()} == {
-        "timeslice": None,
-        "slices:500us": 500,
-        "slices:2ms": 2000,
-    }
+    slices = {way: cell["slice_us"] for way, cell in cells.items()}
+    assert slices == {"timeslice": None, "slices:500us": 500, "slices:2ms": 2000}
     # Of each turn, two switches of 0.25 ms are lost with short slices.
     assert cells["slices:500us"]["throughput"]["mean"] == pytest.approx(100 * 1000 / 1500, rel=0.1)
     assert cells["slices:2ms"]["throughput"]["mean"] == pytest.approx(100, rel=0.1)
@@ -48,8 +43,7 @@ def test_each_copy_has_its_slice_and_none_is_left(cli: Cli, world: World) -> Non
 
 
 def test_where_slices_cannot_be_set_the_others_are_measured(cli: Cli, world: World) -> None:
-    with changing(StateFile(world.spec)) as (state, _):
-        state.channel_fault = "seccomp"
+    world.set(channel_fault="seccomp")
     data = bench(cli, "--ways", "timeslice,slices:500us,2ms")
     assert [cell["way"] for cell in data["cells"]] == ["timeslice"]
     assert {one["way"] for one in data["left_out"]} == {"slices:500us", "slices:2ms"}
@@ -74,19 +68,14 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
         levels[-1] = (levels[-1][0], level(world))
         return run(self, *words)
 
-    from gpushare.measure.bench import Copies
-
     run = Copies.together
     monkeypatch.setattr(Bench, "_launches", seen)
     monkeypatch.setattr(Copies, "together", together)
     data = bench(cli, "--ways", "timeslice,timeslice:short,timeslice:long")
     assert set(levels) == {("alone", 0), ("timeslice", 0), ("timeslice:short", 1), ("timeslice:long", 3)}
     assert level(world) == TimeSlice.DEFAULT
-    assert {cell["way"]: cell["time_slice"] for cell in data["cells"]} == {
-        "timeslice": None,
-        "timeslice:short": "short",
-        "timeslice:long": "long",
-    }
+    set_levels = {cell["way"]: cell["time_slice"] for cell in data["cells"]}
+    assert set_levels == {"timeslice": None, "timeslice:short": "short", "timeslice:long": "long"}
     # The gain is over time-slicing as it is.
     assert {pick["over"] for pick in data["picks"]} == {"timeslice"}
 
@@ -95,8 +84,6 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
 def test_a_level_is_set_back_whatever_ends_the_run(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int
 ) -> None:
-    from gpushare.measure.bench import Copies
-
     together = Copies.together
 
     def ended(self: Copies, *words: Any) -> Any:
@@ -198,8 +185,7 @@ def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dic
 
 
 def test_a_level_needs_root(cli: Cli, world: World, refused: Refused) -> None:
-    with changing(StateFile(world.spec)) as (state, _):
-        state.fault_uid = 1000
+    world.fault("user", 1000)
     data = bench(cli, "--ways", "timeslice,timeslice:short")
     (left,) = data["left_out"]
     assert "needs root" in left["reason"]

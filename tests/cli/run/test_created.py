@@ -16,7 +16,6 @@ from gpushare.mig import on_demand
 from gpushare.mig.change import MigChange
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.on_demand import ON_DEMAND, OnDemand
-from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, World, until
 
 PRINT = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
@@ -72,25 +71,17 @@ def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
     assert instances(world) == ["1g.18gb:4"]
 
 
-def test_one_in_which_somebody_else_came_stays(real: Real, on: World) -> None:
+@pytest.mark.parametrize("daemon", [False, True])
+def test_one_that_somebody_else_uses_stays(real: Real, cli: Cli, on: World, daemon: bool) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
     (uuid,) = until(
         lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
     )
-    admin.add_process(on.spec, "0", mig=uuid)
-    assert "stays: another program is in it" in started.result().err
-    assert len(instances(on)) == 1
+    cli(*(("mps", "start", "-g", uuid) if daemon else ("sim", "add", "--mig", uuid))).ok()
+    kept = "an MPS daemon serves it" if daemon else "another program is in it"
+    assert f"stays: {kept}" in started.result().err
+    assert (len(instances(on)), len(on.state.daemons)) == (1, daemon)
     assert ON_DEMAND.all(on.host) == []
-
-
-def test_one_for_which_somebody_has_started_a_daemon_stays(real: Real, cli: Cli, on: World) -> None:
-    started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
-    (uuid,) = until(
-        lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
-    )
-    cli("mps", "start", "-g", uuid).ok()
-    assert "stays: an MPS daemon serves it" in started.result().err
-    assert (len(instances(on)), len(on.state.daemons)) == (1, 1)
 
 
 def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Real, on: World) -> None:

@@ -15,25 +15,11 @@ from tests.measure.test_bench_caps import cell, document
 
 
 def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, tmp_path: Path) -> None:
-    answer = cli(
-        "farm",
-        "--copies",
-        "3",
-        "--memory",
-        "4G",
-        "--logs",
-        str(tmp_path / "logs"),
-        "--",
-        "sh",
-        "-c",
-        "echo is {}; exit {}",
-    )
+    words = ("--copies", "3", "--memory", "4G", "--logs", str(tmp_path / "logs"))
+    answer = cli("farm", *words, "--", "sh", "-c", "echo is {}; exit {}")
     assert answer.code == 1
     assert {"[0] is 0", "[1] is 1", "[2] is 2"} <= set(answer.out.splitlines())
-    assert list(answer.lines("error")) == [
-        "error: copy 1: exit code 1: is 1",
-        "error: copy 2: exit code 2: is 2",
-    ]
+    assert answer.lines("error") == ["error: copy 1: exit code 1: is 1", "error: copy 2: exit code 2: is 2"]
     assert "3 copies on GPU 0, 4.0 GiB each\n" in answer.err
     assert (tmp_path / "logs" / "copy-2.log").read_text() == "is 2\n"
     assert not world.state.daemons
@@ -79,17 +65,11 @@ def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: W
     answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true", "{}").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0") == 4
     assert "gpushare bench found the cap on 2026-11-20\n" in answer.err
-
-
-@pytest.mark.parametrize("words", [("3", "true", "{}"), ("4", "true", "other")])
-def test_another_number_of_copies_or_another_command_was_not_measured(
-    cli: Cli, world: World, words: tuple[str, ...]
-) -> None:
-    benched(world, "true", "{}")
-    copies, *command = words
-    answer = cli("farm", "--copies", copies, "--memory", "4G", "-n", "--", *command).ok()
-    assert "=40.0" not in answer.out
-    assert "bench" not in answer.err
+    # Another number of copies, or another command, was not measured.
+    for copies, *command in (("3", "true", "{}"), ("4", "true", "other")):
+        answer = cli("farm", "--copies", copies, "--memory", "4G", "-n", "--", *command).ok()
+        assert "=40.0" not in answer.out
+        assert "bench" not in answer.err
 
 
 def test_a_cap_that_was_found_under_another_driver_says_so(cli: Cli, world: World) -> None:

@@ -163,19 +163,11 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(real: Real, world: W
         lambda: len(reserved(world)) == 2 and any(reservation.waits for reservation in reservations(world.host) or []),
         "two copies run, and the farm waits for the third",
     )
-    job = real(
-        "run", "--wait", "--memory", "60G", "--", "sh", "-c", f"while ! [ -e {tmp_path}/job ]; do sleep 0.02; done"
-    )
+    job = real("run", "--wait", "--memory", "60G", "--", "sh", "-c", hold.format("job"))
     job.says("waiting for 60.0 GiB, 1 job before it: GPU 0 has")
     (tmp_path / "0").touch()
     (tmp_path / "1").touch()
-    until(
-        lambda: (
-            job.process.pid
-            in {reservation.claim.pid for reservation in reservations(world.host) or [] if reservation.held}
-        ),
-        "the job runs",
-    )
+    until(lambda: job.pid in {each.claim.pid for each in reservations(world.host) or [] if each.held}, "the job runs")
     until(lambda: reserved(world) == [60 * GIB] * 2, "the third copy runs beside it")
     (tmp_path / "job").touch()
     assert job.result().code == 0
@@ -184,26 +176,19 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(real: Real, world: W
     assert farm.result().code == 0
 
 
-@pytest.mark.parametrize(
-    ("limit", "memory", "running"),
-    [
-        # What a user may reserve is shared out, or bounds how many run at the same time.
-        (40, None, 2),
-        (40, "30G", 1),
-    ],
-)
+# What a user may reserve is shared out, or bounds how many run at the same time.
+@pytest.mark.parametrize(("given", "running"), [((), 2), (("--memory", "30G"), 1)])
 def test_copies_keep_to_the_limit_of_their_user(
-    real: Real, cli: Cli, world: World, tmp_path: Path, limit: int, memory: str | None, running: int
+    real: Real, cli: Cli, world: World, tmp_path: Path, given: tuple[str, ...], running: int
 ) -> None:
     file = tmp_path / "gpushare.yaml"
-    file.write_text(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: {limit}G\n")
+    file.write_text(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: 40G\n")
     cli("apply", "-f", str(file), "-y").ok()
-    given = () if memory is None else ("--memory", memory)
     farm = real("farm", "--copies", "2", *given, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, running)
     sizes = reserved(world)
     assert len(sizes) == running
-    assert sum(size or 0 for size in sizes) <= limit * GIB
+    assert sum(size or 0 for size in sizes) <= 40 * GIB
     farm.signal(signal.SIGINT)
     farm.result()
     answer = cli("farm", "--copies", "2", "--memory", "50G", "--", "true")
@@ -236,11 +221,8 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", *over(1))
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
-    assert [(copy["state"], copy["reason"]) for copy in copies] == [
-        ("done", None),
-        ("failed", "memory_limit"),
-        ("done", None),
-    ]
+    ends = [(copy["state"], copy["reason"]) for copy in copies]
+    assert ends == [("done", None), ("failed", "memory_limit"), ("done", None)]
     assert answer.json["data"]["job_memory_bytes"] == 8 * GIB
     (error,) = answer.json["errors"]
     assert error["code"] == "memory_limit"

@@ -61,9 +61,7 @@ def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
     run = gpushare("run", "--", "cat")
     until_attached(run)
     daemon = admin.describe(H200).daemons[0].pid
-    from gpushare.connect import connect
-
-    connect(H200).processes.send(daemon, signal.SIGKILL)
+    World().send(daemon, signal.SIGKILL)
     assert run.stderr is not None
     # Its program ends with its input, and that with this test: a run that says something else is ended.
     watchdog = threading.Timer(60.0, run.kill)

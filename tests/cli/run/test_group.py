@@ -45,17 +45,14 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(real: Real, worl
 
 def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
     keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, other_slice_us=200))
+    # It counts before production runs, too.
+    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
+    assert "whose server has a time-slice of 200us" in planned.out
     recorded(world, running)
     planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
     assert "whose server has a time-slice of 200us" in planned.out
     assert "THREAD_PERCENTAGE" not in planned.out
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in planned.out
-
-
-def test_what_was_tuned_counts_before_production_runs(cli: Cli, world: World) -> None:
-    keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, other_slice_us=200))
-    planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
-    assert "whose server has a time-slice of 200us" in planned.out
 
 
 def test_production_under_mps_that_was_tuned_for_slices_is_told(

@@ -267,12 +267,7 @@ def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(real: Real,
 
 @pytest.mark.parametrize("limits", [(), ("--threads", "50")])
 def test_death_of_gpushare_gives_it_back_when_the_program_has_ended(
-    real: Real,
-    refused: Refused,
-    cli: Cli,
-    world: World,
-    tmp_path: Path,
-    limits: tuple[str, ...],
+    real: Real, refused: Refused, cli: Cli, world: World, tmp_path: Path, limits: tuple[str, ...]
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
     go = tmp_path / "go"
@@ -628,11 +623,7 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
 
     messages: list[str] = []
     place, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(
-        seconds=None,
-        name=None,
-        say=messages.append,
-        clock=lambda: clock[0],
-        sleep=sleep,
+        seconds=None, name=None, say=messages.append, clock=lambda: clock[0], sleep=sleep
     )
     assert place.mig.uuid == uuid
     assert 10 <= clock[0] <= 11
@@ -656,10 +647,7 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
     assert isinstance(taken, HeldClaim)
     steps = iter([world.mig, lambda: (taken.release(), world.mig("1g.18gb"))])
     place, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(
-        seconds=None,
-        name=None,
-        say=lambda _: None,
-        sleep=lambda _: next(steps)() and None,
+        seconds=None, name=None, say=lambda _: None, sleep=lambda _: next(steps)() and None
     )
     assert place.instance.profile.name == "1g.18gb"
     claim.release()
@@ -684,21 +672,7 @@ def test_waiting_for_what_is_wrong(
 
 def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
-    words = (
-        "-o",
-        "json",
-        "run",
-        "-n",
-        "--wait",
-        "--timeout",
-        "5m",
-        "--mig",
-        "1g",
-        "--memory",
-        "8G",
-        "--",
-        "true",
-    )
+    words = ("-o", "json", "run", "-n", "--wait", "--timeout", "5m", "--mig", "1g", "--memory", "8G", "--", "true")
     data = cli(*words).ok().data
     assert data["steps"][0]["what"] == (
         "wait until an instance ('1g') is free, first come first served, for 5 min at most; take it"

@@ -88,10 +88,8 @@ def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(real: Real, st
 
 def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> None:
     job = start("--swap", "request", "--memory", "9G")
-    assert (
-        real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC).result().code
-        == 19
-    )
+    large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
+    assert large.result().code == 19
     assert gpus(world) == [0]
     job.signal(signal.SIGINT)
     job.result()

@@ -22,7 +22,7 @@ from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host import store
 from gpushare.mps.limits import Limits
-from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
+from gpushare.run.jobs import PRODUCTION, JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.run.roles import limits_beside
 from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until
@@ -41,20 +41,14 @@ TUNED = Tuned(
 @pytest.fixture
 def running(world: World) -> Iterator[int]:
     """Start a process that stands for a production job, and return its PID."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         yield process.pid
         process.kill()
 
 
 def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0) -> None:
     """Write the record of a production job."""
-    host = world.host
-    info = host.processes.describe(pid)
-    assert info is not None
-    write_record(
-        host,
-        JobRecord(name="web", pid=pid, started=info.started, devices=(world.uuid(index),), memory_peak_bytes=peak),
-    )
+    world.record("web", pid, PRODUCTION, gpu=index, memory_peak_bytes=peak)
 
 
 def peak(world: World) -> int | None:
@@ -130,13 +124,12 @@ def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_s
 def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, running: int) -> None:
     world = World("sim:2xh200")
     keep_tuned(world.host, TUNED)
-    assert (
-        "this host has 2 GPUs" in cli("run", "--opportunistic", "--for", "web", "-n", "--", "true", host=world.spec).err
-    )
+    words = ("run", "--opportunistic", "-n", "--for")
+    assert "this host has 2 GPUs" in cli(*words, "web", "--", "true", host=world.spec).err
     recorded(world, running, index=1)
     # Outside MPS, where a pause protects it.
     for beside in ("web", str(running)):
-        planned = cli("run", "--opportunistic", "--for", beside, "-n", "--", "true", host=world.spec).ok()
+        planned = cli(*words, beside, "--", "true", host=world.spec).ok()
         assert world.uuid(1) in planned.out
         assert world.uuid(0) not in planned.out
 
@@ -197,7 +190,8 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
     ],
 )
 def test_bad_roles_are_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
-    refused("run", *words, code=code, exit_code=exit_code)
+    text = refused("run", *words, code=code, exit_code=exit_code)
+    assert "pause" not in words or "--for PID" in text
 
 
 def test_a_name_is_taken_while_its_job_lives(refused: Refused, world: World, running: int) -> None:
@@ -221,7 +215,7 @@ def busy() -> Iterator[int]:
 
 def program_of(world: World) -> int | None:
     """Return the program of the only run on the host, once it is stopped, or its channels are off."""
-    for process in world.state.processes:
+    for process in world.state.processes if world.begun else ():
         info = world.host.processes.describe(process.pid)
         if process.real and info is not None and (info.stopped or process.channels_off):
             return process.pid
@@ -235,19 +229,12 @@ LOOP = "import time\nwhile True: time.sleep(0.01)"
 def way(request: pytest.FixtureRequest, world: World) -> str:
     """Let programs be paused by their channels, and by SIGSTOP where a sandbox forbids that."""
     if request.param == "stop":
-        forbid_channels(world)
+        world.set(channel_fault="seccomp")
     return str(request.param)
-
-
-def forbid_channels(world: World) -> None:
-    assert world.host.nvml.count() == 1
-    with world.file.changed() as state:
-        state.channel_fault = "seccomp"
 
 
 def paused(real: Real, world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
-    assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1s")
     started = real(*words, "--", sys.executable, "-c", program)
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
@@ -262,16 +249,14 @@ def test_a_paused_program_goes_on_when_production_has_ended(real: Real, world: W
     answer = started.result()
     assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
-    assert ("paused by its GPU channels while it works" in answer.err) is True
-    assert ("forbids pidfd_getfd (Docker's seccomp profile does): paused by SIGSTOP from now on" in answer.err) == (
-        way == "stop"
-    )
+    assert "paused by its GPU channels while it works" in answer.err
+    stopped = "forbids pidfd_getfd (Docker's seccomp profile does): paused by SIGSTOP from now on"
+    assert (stopped in answer.err) == (way == "stop")
     assert world.run("pause", "list").data["jobs"] == []
 
 
 def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Real, world: World) -> None:
     """A production job that waits for its kernels without spinning: only the GPU shows that it works."""
-    assert world.host.nvml.count() == 1
     waiting = (sys.executable, "-c", LOOP)
     production = real("run", "--production", "web", "--grace", "1s", "--", *waiting)
     until(lambda: peak(world) is not None, "production is known")
@@ -311,7 +296,7 @@ def test_no_program_stays_paused_when_gpushare_dies(real: Real, world: World, bu
 
 def test_nor_does_a_worker_in_a_session_of_its_own(real: Real, world: World, busy: int, tmp_path: Path) -> None:
     """The kernel ends the program (SIGHUP to an orphaned group that is stopped) before the guard can look for workers."""
-    forbid_channels(world)
+    world.set(channel_fault="seccomp")
     written = tmp_path / "worker"
     start = "import subprocess\nworker = subprocess.Popen(['sleep', '600'], start_new_session=True).pid\n"
     started, pid = paused(real, world, busy, f"{start}open({str(written)!r}, 'w').write(f'{{worker}}.')\n{LOOP}")

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 
 from gpushare.base.units import GIB
-from gpushare.run.jobs import JobRecord, write_record
+from gpushare.run.jobs import PRODUCTION
 from tests.cli.drive import Cli, Refused, World
 
 
 @pytest.fixture
 def two(world: World) -> Iterator[list[str]]:
     """Start two processes that stand for production jobs, with 40 and 60 GiB, and return their names."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(sleep) as first, subprocess.Popen(sleep) as other:
+    with subprocess.Popen(["sleep", "600"]) as first, subprocess.Popen(["sleep", "600"]) as other:
         try:
             for name, process, peak in (("web", first, 40), ("llm", other, 60)):
-                info = world.host.processes.describe(process.pid)
-                assert info is not None
-                write_record(
-                    world.host,
-                    JobRecord(
-                        name=name,
-                        pid=process.pid,
-                        started=info.started,
-                        devices=(world.uuid(),),
-                        memory_peak_bytes=peak * GIB,
-                    ),
-                )
+                world.record(name, process.pid, PRODUCTION, memory_peak_bytes=peak * GIB)
             yield ["llm", "web"]
         finally:
             first.kill()
@@ -66,9 +53,3 @@ def test_more_memory_than_they_leave_is_told(cli: Cli, memory: str, told: bool) 
 def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, ...], told: bool) -> None:
     planned = cli("run", "--opportunistic", "-n", *words, "--", "true").ok()
     assert ("using the default: cap 60 %" in planned.err) is told
-
-
-def test_nobody_to_spare_is_said(refused: Refused) -> None:
-    assert "--for PID" in refused(
-        "run", "--opportunistic", "--yield", "pause", "--", "true", code="no_production", exit_code=6
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,8 @@ from typing import Any
 import pytest
 
 from gpushare.base.units import MIB
-from tests.cli.drive import Cli, Real, Refused, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, environment, until
+from tests.cli.run.test_mig import PRINT, variables
 
 TWO = "sim:2xh200"
 
@@ -106,21 +106,12 @@ def with_input(real: Real, *words: str, **named: Any) -> Started:
     return real(*words, stdin=subprocess.PIPE, **named)
 
 
-PRINT = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('CUDA')}))"
-
-
-def child_environment(started: Started) -> dict[str, str]:
-    answer = started.result()
-    assert answer.code == 0, answer
-    return json.loads(answer.out)
-
-
 def test_environment_of_the_program(real: Real, world: World) -> None:
     words = ("--threads", "25", "--memory", "4G", "--priority", "low", "--", sys.executable, "-c", PRINT)
-    environment = child_environment(real("run", *words))
-    assert environment.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
-    assert environment.pop("CUDA_MPS_LOG_DIRECTORY").startswith(str(world.directory))
-    assert environment == {
+    found = variables(real("run", *words))
+    assert found.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
+    assert found.pop("CUDA_MPS_LOG_DIRECTORY").startswith(str(world.directory))
+    assert found == {
         "CUDA_VISIBLE_DEVICES": world.uuid(),
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3584M",
@@ -136,13 +127,16 @@ def test_users_own_variables(real: Real, world: World) -> None:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
         "CUDA_LAUNCH_BLOCKING": "1",
     }
-    environment = child_environment(real("run", "--threads", "25", "--", sys.executable, "-c", PRINT, env=own))
+    found = variables(real("run", "--threads", "25", "--", sys.executable, "-c", PRINT, env=own))
+    assert found.pop("CUDA_MPS_PIPE_DIRECTORY") != "/elsewhere"
+    assert found.pop("CUDA_MPS_LOG_DIRECTORY")
     # What names the share is ours, a limit of theirs stays unless one is given, the rest is theirs.
-    assert environment["CUDA_VISIBLE_DEVICES"] == world.uuid()
-    assert environment["CUDA_MPS_PIPE_DIRECTORY"] != "/elsewhere"
-    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
-    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1G"
-    assert environment["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert found == {
+        "CUDA_VISIBLE_DEVICES": world.uuid(),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    }
 
 
 def test_users_own_limit_that_would_drop_all(refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,8 +229,6 @@ def test_streams_are_untouched(real: Real) -> None:
 
 
 def test_binary_output_through_a_pipe(sim_dir: Path) -> None:
-    from tests.cli.drive import environment
-
     code = "import os; os.write(1, bytes(range(256)) * 300)"
     done = subprocess.run(
         [sys.executable, "-m", "gpushare", "--host", "sim:h200", "run", "--", sys.executable, "-c", code],
@@ -318,10 +310,6 @@ def test_its_help_leaves_rare_options_to_all_of_it(cli: Cli, monkeypatch: pytest
 def test_an_instance_is_named_by_its_name(cli: Cli, refused: Refused, world: World) -> None:
     world.mig("1g.18gb", "1g.18gb")
     cli("mig", "name", "alice", "1g.18gb:0").ok()
-    (named,) = [
-        instance
-        for instance in cli("status", output="json").ok().data["gpus"][0]["mig_instances"]
-        if instance["name"] == "alice"
-    ]
-    assert f"CUDA_VISIBLE_DEVICES={named['uuid']}" in cli("run", "-g", "alice", "-n", "--", "true").ok().out
+    uuid = cli("mig", "env", "alice").ok().out.strip().rpartition("=")[2]
+    assert f"CUDA_VISIBLE_DEVICES={uuid} " in cli("run", "-g", "alice", "-n", "--", "true").ok().out
     assert "-g NAME" in refused("run", "-g", "bob", "--", "true", code="unknown_gpu", exit_code=6)

@@ -51,6 +51,12 @@ def on_gpus(world: World) -> set[int]:
     return {index[process.gpu_uuid] for process in world.state.processes if process.memory_bytes > GIB}
 
 
+def fixed(world: World) -> tuple[str, ...]:
+    """Return the two GPUs for which the only job that waits has decided."""
+    waiting = [reservation.keys for reservation in reservations(world.host) or [] if reservation.waits]
+    return next((keys for keys in waiting if len(keys) == 2), ())
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [
@@ -108,27 +114,19 @@ def test_a_limit_holds_on_each_gpu(real: Real, cli: Cli, four: World) -> None:
 
 def test_it_waits_until_as_many_gpus_have_room(real: Real, cli: Cli, four: World) -> None:
     uuids = [gpu.uuid for gpu in four.state.gpus]
-    held = []
-    for index in (0, 1, 2):
-        place = Place(four.host, Request(memory_bytes=100 * GIB, keys=(uuids[index],), client=False))
-        place.take(uuids[index])
-        held.append(place)
+    held = [four.hold(100 * GIB, index) for index in (0, 1, 2)]
     plan = cli("-o", "json", "run", "-n", "--gpus", "2", "--wait", "--memory", "60G", "--", "true", host=four.spec).ok()
     assert not plan.data["room"]["starts_now"]
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--name", "pair", "--", *ranks(seconds="0.5"))
-    until(
-        lambda: any(reservation.waits and len(reservation.keys) == 2 for reservation in reservations(four.host) or []),
-        "it has fixed its GPUs",
-    )
-    (waiting,) = [reservation for reservation in reservations(four.host) or [] if reservation.waits]
+    keys = until(lambda: fixed(four), "it has fixed its GPUs")
     # The free one, and one of those that are not.
-    assert uuids[3] in waiting.keys
+    assert uuids[3] in keys
     assert "2 of" in cli("jobs", host=four.spec).ok().out
     # A later job has the other GPUs, and what both leave on these.
     small = cli("run", "--wait", "--timeout", "0.1s", "-g", "3", "--memory", "100G", "--", "true", host=four.spec)
     assert small.code == 19
     assert cli("run", "--wait", "--timeout", "5s", "-g", "3", "--memory", "70G", "--", "true", host=four.spec).code == 0
-    next(place for place, uuid in zip(held, uuids, strict=False) if uuid in waiting.keys).leave()
+    next(place for place, uuid in zip(held, uuids, strict=False) if uuid in keys).leave()
     job.result()
     for place in held:
         place.leave()
@@ -139,17 +137,9 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Real, four: World) -> N
     blocker = Place(four.host, Request(memory_bytes=None, keys=tuple(uuids), client=False))
     blocker.take(*uuids[:3])
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--", *ranks(seconds="0.2"))
-    until(
-        lambda: any(len(reservation.keys) == 2 for reservation in reservations(four.host) or []),
-        "it has fixed its GPUs",
-    )
+    until(lambda: fixed(four), "it has fixed its GPUs")
     admin.set_fault(four.spec, "lost", "3")
-    until(
-        lambda: any(
-            reservation.waits and uuids[3] not in reservation.keys for reservation in reservations(four.host) or []
-        ),
-        "it has chosen anew",
-    )
+    until(lambda: uuids[3] not in fixed(four), "it has chosen anew")
     blocker.leave()
     job.result()
 

@@ -14,7 +14,6 @@ import pytest
 from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, output_path
 from gpushare.run.results import keep_tuned
-from gpushare.sim.state import StateFile
 from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_roles import TUNED
 
@@ -22,12 +21,17 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--noise", "
 OUTSIDE = ("--production", "web", "--slice", "16ms")
 
 
+@pytest.fixture(autouse=True)
+def used(world: World) -> None:
+    """Make the simulated host: the tests look at its state before a job does."""
+    world.run("status")
+
+
 def slices(world: World) -> list[int]:
     return [process.slices.get("compute", 2048) for process in world.state.processes]
 
 
 def test_production_runs_outside_mps_with_its_slice(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     job = real("run", *OUTSIDE, "--grace", "1s", "--", *JOB, "50")
     until(lambda: slices(world) == [16000], "it has its slice")
     assert world.state.daemons == []
@@ -49,7 +53,6 @@ def test_a_weight_is_a_slice(cli: Cli, weight: str, text: str) -> None:
 
 
 def test_two_programs_share_by_their_weights(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     jobs = [real("run", "--weight", text, "--", *JOB, "100") for text in ("3", "1")]
     until(lambda: sorted(slices(world)) == [2048, 6144], "both have their slices")
     for job in jobs:
@@ -59,7 +62,6 @@ def test_two_programs_share_by_their_weights(real: Real, world: World) -> None:
 
 
 def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     world.fault("user", "4242")
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
     until(lambda: slices(world) == [300], "it has its slice")
@@ -71,7 +73,6 @@ def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(real:
 
 
 def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
     until(lambda: slices(world) == [300], "it has its slice")
     world.run("timeslice", "set", "700us", "batch")
@@ -82,20 +83,11 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> Non
 
 
 @pytest.mark.parametrize("code", ["no_pidfd_getfd", "gvisor", "seccomp", "wsl"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--slice", "500us"),
-        ("--weight", "3"),
-        ("--production", "web", "--slice", "16ms"),
-    ],
-)
+@pytest.mark.parametrize("words", [("--slice", "500us"), ("--weight", "3"), ("--production", "web", "--slice", "16ms")])
 def test_where_no_slice_can_be_set_no_program_starts(
     refused: Refused, world: World, tmp_path: Path, code: str, words: tuple[str, ...]
 ) -> None:
-    world.run("status")
-    with StateFile(world.spec).changed() as state:
-        state.channel_fault = code
+    world.set(channel_fault=code)
     for more in ((), ("-n",)):
         text = refused("run", *words, *more, "--", "touch", str(tmp_path / "ran"), code=code, exit_code=3)
         assert "time-slices cannot be set here: " in text
@@ -103,10 +95,8 @@ def test_where_no_slice_can_be_set_no_program_starts(
 
 
 def test_production_whose_slice_was_only_tuned_starts_without_it(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, production_slice_us=8000))
-    with StateFile(world.spec).changed() as state:
-        state.channel_fault = "seccomp"
+    world.set(channel_fault="seccomp")
     answer = real("run", "--production", "web", "--", *JOB, "50", "--seconds", "2").result()
     assert answer.code == 0
     assert "the time-slice cannot be set" in answer.err
@@ -142,15 +132,13 @@ def test_what_does_not_go_together_is_refused(refused: Refused, words: tuple[str
 
 
 def test_in_an_exclusive_mode_it_is_refused(refused: Refused, world: World) -> None:
-    assert world.host.nvml.count() == 1
-    with StateFile(world.spec).changed() as state:
+    with world.file.changed() as state:
         state.gpus[0].compute_mode = 3
     text = refused("run", *OUTSIDE, "--", "true", code="exclusive_process", exit_code=19)
     assert "DEFAULT" in text
 
 
 def test_production_under_mps_next_to_the_group_is_refused(real: Real, refused: Refused, world: World) -> None:
-    assert world.host.nvml.count() == 1
     job = real("run", "--opportunistic", "--yield", "slices=400us", "--", *JOB, "50")
     until(
         lambda: [s.slices.get("compute") for d in world.state.daemons for s in d.servers] == [400], "it has its slice"
@@ -164,7 +152,6 @@ def test_production_under_mps_next_to_the_group_is_refused(real: Real, refused: 
 
 
 def test_the_slice_follows_production_by_its_output(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     log = output_path(world.host, "web")
     web = real("run", *OUTSIDE, "--metric", "rate=([0-9.]+)", "--", *JOB, "90")
     until(lambda: slices(world) == [16000], "production has its slice")
@@ -200,18 +187,14 @@ def test_the_slice_follows_production_by_its_output(real: Real, world: World) ->
 
 
 def test_with_quiet_only_what_is_wrong_is_told(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
     words = ("-q", "run", *OUTSIDE, "--", *JOB, "50", "--seconds", "1")
     assert real(*words).result().err == ""
-    with StateFile(world.spec).changed() as state:
-        state.channel_fault = "no_ptrace"
+    world.set(channel_fault="no_ptrace")
     assert "the time-slice cannot be set" in real(*words).result().err
 
 
 def test_a_driver_that_hangs_is_not_asked_for_ever(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
-    with StateFile(world.spec).changed() as state:
-        state.channel_fault = "hang"
+    world.set(channel_fault="hang")
     answer = real("run", *OUTSIDE, "--", *JOB, "50", "--seconds", "3").result()
     assert answer.code == 0
     assert answer.err.count("the driver does not answer") == 1

@@ -66,12 +66,6 @@ def finish(*jobs: Started) -> list[str]:
     return [job.result().err + "".join(job.said) for job in jobs]
 
 
-def fault(world: World, **values: object) -> None:
-    with changing(world.file) as (state, _):
-        for name, value in values.items():
-            setattr(state, name, value)
-
-
 def out_of(world: World) -> list[int]:
     return [process.pid for process in world.state.processes if process.checkpoint == CHECKPOINTED]
 
@@ -135,7 +129,7 @@ def test_without_production_a_full_gpu_is_left_alone(start: Real, world: World) 
 
 def test_who_cannot_leave_says_why_and_production_is_told(start: Real, real: Real, world: World) -> None:
     first, second = start(*opportunistic("8G")), start(*opportunistic("8G"))
-    fault(world, host_memory_bytes=GIB)
+    world.set(host_memory_bytes=GIB)
     web = real("run", "--production", "web", "--wait", "--memory", "12G", "--", *JOB, host=A30)
     line = second.says("host memory")
     assert "tried again from time to time" in line
@@ -394,10 +388,10 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
         looks()
         assert [reservation.stays for reservation in reservations(world.host) or ()] == [False, False]
     # Too little host memory is another thing.
-    fault(world, host_memory_bytes=GIB)
+    world.set(host_memory_bytes=GIB)
     looks()
     assert [reservation.stays for reservation in reservations(world.host) or ()] == [False, True]
-    fault(world, host_memory_bytes=64 * GIB)
+    world.set(host_memory_bytes=64 * GIB)
     at[0] += 60.0
     looks()
     assert watch.out
@@ -541,7 +535,7 @@ def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(start: Rea
 
 def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(start: Real, world: World) -> None:
     """The next job could not leave again, and the first would never come back."""
-    fault(world, host_memory_bytes=18 * GIB)
+    world.set(host_memory_bytes=18 * GIB)
     job = start("--swap", "turns=0.5s", "--memory", "14G", size="13G")
     other = Place(world.host, Request(memory_bytes=14 * GIB, keys=(world.uuid(),), client=False))
     job.says("do not both fit into host memory (18.0 GiB available), so it stays on the GPU")
@@ -554,7 +548,7 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
     words = ("run", "-n", "--memory", "8G")
     assert "lose about 38 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
     assert "lose" not in cli(*words, "--swap", "turns=60s", "--", "true", host=A30).ok().err
-    fault(world, host_memory_bytes=8 * GIB)
+    world.set(host_memory_bytes=8 * GIB)
     for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request")):
         err = cli(*words, *option, "--", "true", host=A30).ok().err
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
