@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -59,6 +60,18 @@ def gone(world: World) -> None:
     until(lambda: world.state.daemons == [] and world.pids() == [], "all is gone")
 
 
+def hang_up(screen: Screen) -> None:
+    """Close the terminal."""
+    os.close(screen.descriptor)
+    screen.descriptor = os.open(os.devnull, os.O_RDONLY)
+
+
+def end_of(screen: Screen) -> int:
+    """Wait for the end of what runs on a terminal that is gone, and return its exit code."""
+    screen.status = os.waitstatus_to_exitcode(os.waitpid(screen.pid, 0)[1])
+    return screen.status
+
+
 @pytest.mark.parametrize("verb", ["run --", "farm --copies 2 --"])
 def test_nohup_outlives_the_terminal(
     verb: str,
@@ -70,13 +83,9 @@ def test_nohup_outlives_the_terminal(
     line = f"cd {tmp_path}; nohup {GPUSHARE} {verb} {marks.command} & exec sleep 600"
     screens.append(screen := on_terminal("sh", "-c", line))
     assert "SIGHUP" in marks.ignored()
-    master = os.dup(screen.descriptor)
-    os.close(master)
-    os.close(screen.descriptor)
-    screen.descriptor = os.open(os.devnull, os.O_RDONLY)
+    hang_up(screen)
     # The terminal is gone, and its session's leader with it.
-    os.waitpid(screen.pid, 0)
-    screen.status = 0
+    end_of(screen)
     time.sleep(0.5)
     assert world.attached()
     marks.go()
@@ -93,12 +102,9 @@ def test_a_closed_terminal_ends_the_program_the_safe_way(
     marks.ignored()
     screen.until("is attached")
     pid = world.state.processes[0].pid
-    os.close(screen.descriptor)
-    screen.descriptor = os.open(os.devnull, os.O_RDONLY)
-    _, status = os.waitpid(screen.pid, 0)
-    screen.status = os.waitstatus_to_exitcode(status)
+    hang_up(screen)
     # By itself, not by its guard: what it says to the terminal is lost, and that hinders nothing.
-    assert screen.status == 128 + signal.SIGHUP
+    assert end_of(screen) == 128 + signal.SIGHUP
     assert not alive(pid)
     assert not marks.done
     gone(world)
@@ -114,14 +120,11 @@ def test_a_terminal_that_is_gone_ends_nothing_where_its_signal_is_ignored(
     """Stdout and stderr are the terminal still: every word there fails."""
     screens.append(screen := on_terminal("sh", "-c", f"trap '' HUP; exec {GPUSHARE} {verb} {marks.command}"))
     assert marks.ignored() == "SIGHUP"
-    os.close(screen.descriptor)
-    screen.descriptor = os.open(os.devnull, os.O_RDONLY)
+    hang_up(screen)
     time.sleep(0.5)
     assert world.attached()
     marks.go()
-    _, status = os.waitpid(screen.pid, 0)
-    screen.status = os.waitstatus_to_exitcode(status)
-    assert (screen.status, marks.done) == (0, True)
+    assert (end_of(screen), marks.done) == (0, True)
     gone(world)
 
 
@@ -168,9 +171,7 @@ def ignore_interrupts() -> None:
 
 
 def test_an_exit_code_is_told_where_ended_children_were_ignored(real: Real) -> None:
-    def ignore() -> None:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-
+    ignore = functools.partial(signal.signal, signal.SIGCHLD, signal.SIG_IGN)
     assert real("run", "--", "sh", "-c", "exit 7", preexec_fn=ignore).result().code == 7
 
 

@@ -39,11 +39,6 @@ def test_a_repeated_common_option_is_refused_after_the_command(cli: Cli) -> None
     assert cli("status", "-o", "json", "--output", "plain").code == 2
 
 
-def test_before_the_command_an_alias_is_overridden(cli: Cli) -> None:
-    answer = cli("--host", "sim:a30", "-o", "plain", "-o", "json", "status", host="sim:h200").ok()
-    assert answer.data["host"] == "sim:a30"
-
-
 def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Refused) -> None:
     cli("status", "-v", "-v").ok()
     said = refused("bench", "--lower-is-better", "--higher-is-better", "true", code="bad_combination", exit_code=2)
@@ -56,6 +51,7 @@ def test_options_after_the_program_are_named(cli: Cli) -> None:
     assert "--threads, --memory after 'python3' are passed to it, not to gpushare" in note
     assert "gpushare run -n -g 0 --threads 30 --memory=4G -- python3 job.py -x;" in note
     assert "put -- before the program" in note
+    assert not cli("run", "-q", "-n", "python3", "--threads", "30").ok().lines("note")
 
 
 def test_a_number_is_no_program_whose_options_are_named(refused: Refused) -> None:
@@ -82,10 +78,6 @@ def test_a_dry_run_after_the_program_is_named(cli: Cli) -> None:
 )
 def test_words_that_are_the_programs_own_are_not_named(cli: Cli, words: tuple[str, ...]) -> None:
     assert not cli("run", "-n", *words).ok().lines("note")
-
-
-def test_quiet_hides_the_note(cli: Cli) -> None:
-    assert not cli("run", "-q", "-n", "python3", "--threads", "30").ok().lines("note")
 
 
 def test_an_empty_list_is_not_given() -> None:

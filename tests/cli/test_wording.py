@@ -40,20 +40,6 @@ def test_a_word_for_a_number_is_said_in_words(refused: Refused) -> None:
     assert "'sleep' is not a whole number" in said
 
 
-def test_a_lost_gpu_is_named_once(cli: Cli) -> None:
-    World(TWO).fault("lost", gpu="1")
-    said = cli("status", host=TWO).err
-    assert "error: GPU 1 does not answer: the GPU is lost" in said
-
-
-@pytest.mark.parametrize(("host", "command"), [("sim:h200", "mps start\n"), (TWO, "mps start -g 0\n")])
-def test_the_start_that_is_named_can_be_typed(cli: Cli, host: str, command: str) -> None:
-    said = cli("mps", "status", host=host).ok().out
-    assert f"start one: gpushare {command}" in said
-    words = command.split()
-    assert cli(*words, host=host).ok()
-
-
 @pytest.mark.parametrize(
     "words", [("mig", "env", "alice"), ("mig", "grant", "alice", "root"), ("run", "--mig", "alice", "--", "true")]
 )
@@ -63,29 +49,11 @@ def test_a_name_that_nobody_gave_is_told_the_same_by_all(refused: Refused, words
     assert "gpushare mig create WISH --name alice" in said
 
 
-def test_a_host_that_is_not_simulated_is_named(cli: Cli) -> None:
-    said = cli("sim", "reset", "foo").err
-    assert "'foo' is no simulated host" in said
-    assert "sim show" not in said
-
-
-def test_a_fault_says_its_gpu(cli: Cli) -> None:
-    assert cli("sim", "fault", "lost", "-g", "1", host=TWO).ok().out == f"{TWO}, GPU 1: lost\n"
-    assert cli("sim", "fault", "blind", host=TWO).ok().out == f"{TWO}: blind\n"
-
-
 def test_several_instances_that_would_have_to_go_are_they(cli: Cli, world: World) -> None:
     world.mig("1g.18gb:0")
     assert "note: it is idle: " in cli("mig", "fits", "7g").err
     world.mig("1g.18gb:0", "1g.18gb:4")
     assert "note: they are idle: " in cli("mig", "fits", "7g").err
-
-
-def test_without_a_driver_the_time_slice_says_so_too(cli: Cli, refused: Refused, world: World) -> None:
-    world.fault("missing", "nvidia-smi")
-    refused("timeslice", "show", code="program_missing", exit_code=3)
-    cli("sim", "fault", "no-nvml").ok()
-    refused("timeslice", "show", code="nvml_missing", exit_code=12)
 
 
 def test_a_copy_that_a_signal_ended_has_the_exit_code_of_run(cli: Cli) -> None:

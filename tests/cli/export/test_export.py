@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.base.model import ComputeMode
 from gpushare.cli.export import _own_program
 from gpushare.cli.options import settings
 from gpushare.connect import connect
@@ -293,12 +294,11 @@ def test_a_gpu_in_mig_mode_without_devices(refused: Refused) -> None:
 
 def test_a_lost_gpu_and_a_prohibited_one(refused: Refused) -> None:
     world = World(T4S)
-    from gpushare.base.model import ComputeMode
-
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     assert "timeslice set" in refused("export", "k8s", code="no_sharing", exit_code=3, host=T4S)
     world.fault("lost", gpu="1")
-    refused("export", "k8s", code="gpu_lost", exit_code=6, host=T4S)
+    # It is never left out in silence.
+    assert "see: gpushare status" in refused("export", "k8s", code="gpu_lost", exit_code=6, host=T4S)
 
 
 def test_one_replica_is_a_gpu_that_is_not_shared(cli: Cli) -> None:
@@ -377,13 +377,7 @@ def test_a_file_that_is_refused(
 )
 @pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
 def test_what_a_gpu_can_never_hold_is_not_exported(
-    refused: Refused,
-    file: Callable[[str], str],
-    engine: str,
-    way: str,
-    code: str,
-    exit_code: int,
-    said: str,
+    refused: Refused, file: Callable[[str], str], engine: str, way: str, code: str, exit_code: int, said: str
 ) -> None:
     path = file(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
     assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")

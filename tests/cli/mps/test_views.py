@@ -18,7 +18,9 @@ TWO = "sim:2xh200"
 
 def test_status_of_nothing(cli: Cli) -> None:
     host = "sim:4xh200"
-    assert "no MPS daemon runs on this host" in cli("mps", "status", host=host).ok().out
+    for spec, start in ((host, "mps start -g 0"), ("sim:h200", "mps start")):
+        out = cli("mps", "status", host=spec).ok().out
+        assert out == f"no MPS daemon runs on this host; start one: gpushare {start}\n"
     assert cli("mps", "status", host=host, output="json").ok().data == {"mps_daemons": []}
     cli("mps", "start", "-g", "0", host=host).ok()
     text = cli("mps", "status", "-g", "1,3", host=host).ok().out

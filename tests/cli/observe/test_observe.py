@@ -24,17 +24,12 @@ QUICK = ("observe", "--for", "0.2s", "--interval", "100ms")
 
 
 def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -> None:
-    _ = world.host
     pid = admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=20)
     path = tmp_path / "r.jsonl"
     answer = cli(*QUICK, "--to", str(path), output="json").ok()
     data = answer.data
-    assert (data["file"], data["samples"], data["reason"], data["header"]["interval_seconds"]) == (
-        str(path),
-        2,
-        "finished",
-        0.1,
-    )
+    assert (data["file"], data["samples"], data["reason"]) == (str(path), 2, "finished")
+    assert data["header"]["interval_seconds"] == 0.1
     (gpu,), (process,) = data["gpus"], data["processes"]
     assert (gpu["source"], gpu["activity"]["mean"], gpu["memory_peak_bytes"]) == ("gpm", 20.0, 2 * GIB)
     assert (process["process"]["pid"], process["pattern"], process["memory_peak_bytes"]) == (pid, "steady", 2 * GIB)
@@ -43,7 +38,6 @@ def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -
 
 
 def test_the_tables_name_what_is_underused(cli: Cli, world: World, tmp_path: Path) -> None:
-    _ = world.host
     admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=0)
     answer = cli(*QUICK, "--to", str(tmp_path / "r.jsonl")).ok()
     assert "memory is held with no work: 1 process, 2.0 GiB" in answer.out
@@ -55,7 +49,7 @@ def test_the_tables_name_what_is_underused(cli: Cli, world: World, tmp_path: Pat
 def test_the_tables_fit(cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(tmp_path)
-    _ = world.host
+
     admin.add_process(world.spec)
     answer = cli(*QUICK, "--to", "r.jsonl", output="table").ok()
     assert max(map(len, answer.out.splitlines())) <= width
@@ -77,12 +71,7 @@ def test_the_file_has_a_name_of_its_own(cli: Cli, tmp_path: Path, monkeypatch: p
 
 
 def test_no_command_line_is_kept(cli: Cli, world: World, tmp_path: Path) -> None:
-    _ = world.host
-    pid = admin.add_process(world.spec)
-    from gpushare.sim.state import StateFile, parse_spec
-
-    with StateFile(parse_spec(world.spec).text).changed() as state:
-        state.processes[0].command_line = ["python3", "--token", "hunter2"]
+    pid = admin.add_process(world.spec, command_line=["python3", "--token", "hunter2"])
     cli(*QUICK, "--to", str(tmp_path / "r.jsonl")).ok()
     text = (tmp_path / "r.jsonl").read_text()
     assert str(pid) in text
@@ -111,15 +100,12 @@ def test_a_mig_instance_stands_for_its_gpu(cli: Cli, world: World, tmp_path: Pat
     ],
 )
 def test_what_is_wrong_is_refused(
-    refused: Refused,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    code: str,
-    exit_code: int,
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: str, exit_code: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    refused("observe", *words, code=code, exit_code=exit_code)
+    said = refused("observe", *words, code=code, exit_code=exit_code)
+    # The hint fits any command.
+    assert code != "bad_duration" or "status" not in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,23 +114,17 @@ def test_an_existing_file_is_refused(refused: Refused, tmp_path: Path) -> None:
     path.write_text("mine")
     assert "already exists" in refused(*QUICK, "--to", str(path), code="file_exists", exit_code=2)
     assert path.read_text() == "mine"
-
-
-def test_a_file_that_is_no_recording_is_refused(refused: Refused, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    path.write_text("mine")
     refused("observe", "--from", str(path), code="not_a_recording", exit_code=1)
 
 
-def test_a_host_whose_gpu_is_lost_is_refused(refused: Refused, world: World, tmp_path: Path) -> None:
-    world.fault("lost")
-    refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="no_gpu_answers", exit_code=1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_host_without_driver_is_refused(refused: Refused, world: World, tmp_path: Path) -> None:
-    world.fault("no-driver")
-    refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="driver_not_loaded", exit_code=9)
+@pytest.mark.parametrize(
+    ("fault", "code", "exit_code"), [("lost", "no_gpu_answers", 1), ("no-driver", "driver_not_loaded", 9)]
+)
+def test_a_host_that_does_not_answer_is_refused(
+    refused: Refused, world: World, tmp_path: Path, fault: str, code: str, exit_code: int
+) -> None:
+    world.fault(fault)
+    refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code=code, exit_code=exit_code)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.base.units import GIB
 from gpushare.host import capabilities
 from gpushare.sim.faults import KINDS
@@ -58,6 +59,10 @@ def test_no_simulated_host(cli: Cli, verb: str) -> None:
     answer = cli("sim", *words, host=None, output="json")
     assert (answer.code, answer.json["errors"][0]["code"]) == (2, "no_sim_host")
     assert cli("sim", *words, host="local").code == 2
+    if verb == "reset":
+        said = cli("sim", "reset", "foo").err
+        assert "'foo' is no simulated host" in said
+        assert "sim show" not in said
 
 
 def test_reset(cli: Cli, world: World) -> None:
@@ -149,13 +154,11 @@ def test_wrong_add(refused: Refused, world: World, words: tuple[str, ...], code:
 
 
 def test_add_that_cuda_refuses(refused: Refused, world: World) -> None:
-    from gpushare.base.model import ComputeMode
-
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
     assert "CUDA_ERROR_DEVICE_UNAVAILABLE" in refused("sim", "add", code="cuda_refused", exit_code=1)
 
 
-@pytest.mark.parametrize("name", ["KILL", "SIGKILL", "term", "int"])
+@pytest.mark.parametrize("name", ["KILL", "SIGKILL", "term", "int", "HUP"])
 def test_end_by_a_signal(cli: Cli, world: World, name: str) -> None:
     cli("mps", "start").ok()
     first, second = world.client(queue_seconds=0.5), world.client(queue_seconds=0.5)
@@ -182,12 +185,6 @@ def test_wrong_end(refused: Refused, world: World) -> None:
         assert "give KILL, TERM, INT, HUP, QUIT, ABRT, STOP or CONT" in message
 
 
-def test_a_hangup_ends_a_process_as_other_signals_do(cli: Cli, world: World) -> None:
-    world.fault("busy")
-    cli("sim", "end", str(world.pids()[0]), "--signal", "HUP").ok()
-    assert world.pids() == []
-
-
 @pytest.mark.parametrize("kind", ["foo", "H200-35C", "NVIDIA H200", "NVIDIA H200-35X", ""])
 def test_what_is_no_vgpu_type(refused: Refused, kind: str) -> None:
     assert "'NVIDIA H200-35C'" in refused("sim", "vgpu", kind, code="bad_value", exit_code=2)
@@ -207,10 +204,7 @@ def test_the_example_of_a_fault_is_a_plausible_value(refused: Refused) -> None:
 
 def test_mig(cli: Cli, world: World) -> None:
     assert cli("sim", "mig", "3g.71gb", "1g.18gb:4").ok().out == "GPU 0: 3g.71gb, 1g.18gb:4\n"
-    assert [(instance.profile, instance.start) for instance in world.state.gpus[0].mig] == [
-        ("3g.71gb", 0),
-        ("1g.18gb", 4),
-    ]
+    assert world.look()[0].places == {("3g.71gb", 0), ("1g.18gb", 4)}
     assert cli("sim", "mig").ok().out == "GPU 0: MIG off\n"
     assert (world.state.gpus[0].mig, world.state.gpus[0].mig_mode) == ([], 0)
 
@@ -282,7 +276,8 @@ def test_fault(cli: Cli, world: World, kind: str) -> None:
 
 
 def test_fault_of_one_gpu(cli: Cli) -> None:
-    cli("sim", "fault", "lost", "-g", "1", host=TWO).ok()
+    assert cli("sim", "fault", "lost", "-g", "1", host=TWO).ok().out == f"{TWO}, GPU 1: lost\n"
+    assert cli("sim", "fault", "blind", host=TWO).ok().out == f"{TWO}: blind\n"
     assert [gpu.lost for gpu in World(TWO).state.gpus] == [False, True, False]
 
 
@@ -300,16 +295,13 @@ def test_fault_of_one_gpu(cli: Cli) -> None:
         ("driver", "x"),
         ("not-supported",),
         ("not-supported", "x"),
+        ("lost", "-g", "7"),
     ],
 )
 def test_wrong_fault(refused: Refused, world: World, words: tuple[str, ...]) -> None:
     world.host.nvml.identities()
-    refused("sim", "fault", *words, code="bad_fault", exit_code=2)
-
-
-def test_fault_of_an_unknown_gpu(refused: Refused, world: World) -> None:
-    world.host.nvml.identities()
-    refused("sim", "fault", "lost", "-g", "7", code="not_found", exit_code=6)
+    code, exit_code = ("not_found", 6) if "-g" in words else ("bad_fault", 2)
+    refused("sim", "fault", *words, code=code, exit_code=exit_code)
 
 
 def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
