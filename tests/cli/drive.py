@@ -422,6 +422,11 @@ class Started:
     def pid(self) -> int:
         return self.process.pid
 
+    def end(self, number: int = signal.SIGINT) -> Answer:
+        """Send it a signal, and wait for its end."""
+        self.signal(number)
+        return self.result()
+
     def signal(self, number: int) -> None:
         """Send it a signal."""
         self.process.send_signal(number)

@@ -160,8 +160,7 @@ def test_what_is_ignored_is_ignored_in_each_copy_and_an_end_is_quick(real: Real,
     started.signal(signal.SIGINT)
     time.sleep(0.3)
     assert len(world.attached()) == 2
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     gone(world)
 
 
@@ -189,8 +188,7 @@ def test_a_script_that_ignores_ctrl_c_ends_tune_and_bench_by_sigterm(real: Real,
         started.signal(signal.SIGINT)
         time.sleep(0.3)
         assert started.process.poll() is None
-        started.signal(signal.SIGTERM)
-        assert started.result().code == 128 + signal.SIGTERM
+        assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
         gone(world)
 
 

@@ -89,6 +89,10 @@ def test_plain_output_is_one_item_a_line(cli: Any) -> None:
     items = [line.split()[0] for line in lines[1 : lines.index("")]]
     assert items[:2] == ["answer", "why"]
     assert {"confidence", "memory", "do", "undo", "measure", "change"} <= set(items)
+    # It says how often a line is run.
+    run = next(number for number, line in enumerate(lines) if line.startswith("do ") and "gpushare farm" in line)
+    assert lines[run - 1].split(maxsplit=1)[0] == "step"
+    assert "the program, 4 times" in lines[run - 1]
 
 
 def test_csv_is_the_table_of_verdicts(cli: Any) -> None:

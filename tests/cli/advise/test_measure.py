@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -175,8 +174,7 @@ def test_ctrl_c_answers_from_what_was_measured(real: Real, world: World) -> None
     first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50")
     started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert answer.code == 130
     document = answer.json
     assert (document["status"], document["errors"][0]["code"]) == ("partial", "interrupted")
@@ -189,8 +187,7 @@ def test_ctrl_c_answers_from_what_was_measured(real: Real, world: World) -> None
 def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real, world: World) -> None:
     started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "600")
     until(lambda: world.begun and world.pids(), "the first copy runs")
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert answer.code == 130
     data = answer.json["data"]
     assert (data["winner"], data["measured"]["effect"]) == ("mps", "open")

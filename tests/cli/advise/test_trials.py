@@ -87,14 +87,6 @@ def test_before_volta_no_limit_is_to_be_tried(cli: Any) -> None:
     assert not any("--threads" in text for text in (*commands(data), *data["measure"]))
 
 
-def test_plain_output_says_how_often_a_line_is_run(cli: Any) -> None:
-    words = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
-    out = cli("advise", *words, host="sim:t4").ok().out.splitlines()
-    run = next(number for number, line in enumerate(out) if line.startswith("do ") and "gpushare farm" in line)
-    assert out[run - 1].split(maxsplit=1)[0] == "step"
-    assert "the program, 4 times" in out[run - 1]
-
-
 def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
     new = {"driver": "595.45.04"}
     assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48

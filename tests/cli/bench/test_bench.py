@@ -472,8 +472,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     first = ("-o", "json", "bench", "--ways", "mps,timeslice", "--copies", "2,4", "--repeat", "50", "--to", str(path))
     started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
-    started.signal(number)
-    answer = started.result()
+    answer = started.end(number)
     assert answer.code == 128 + number
     document = answer.json
     assert document["status"] == "partial"

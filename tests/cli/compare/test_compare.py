@@ -9,7 +9,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.sim import admin
-from tests.cli.drive import World
+from tests.cli.drive import H200, same
 
 ROWS = 10
 WAYS = ["streams", "mps", "timeslice", "mig", "vgpu"]
@@ -28,7 +28,11 @@ def grid_of(answer):
 
 
 def test_all_of_it_on_a_host(cli):
+    cli("status").ok()
+    before = same(H200)
     answer = cli("compare", output="json").ok()
+    # Looking changes nothing.
+    assert same(H200) == before
     data = answer.data
     assert (data["view"], data["host"], data["driver"], data["root"]) == ("host", "sim:h200", "580.159.04", True)
     assert [(cell["row"], cell["way"]) for cell in data["cells"]][:5] == [("partition_type", way) for way in WAYS]
@@ -180,12 +184,9 @@ def test_why_a_cell_is_so(cli, words):
     assert answer.out.startswith("# error isolation, Time-slicing\n")
     for part in ("published 2022", "today", "this host", "sources disagree", "they all do", "k8s-device-plugin", "GKE"):
         assert part in answer.out
+    assert "GKE and CIP203 describe it" in cli("compare", "--why", "target-use", "mig").ok().out
     one = cli("compare", "--why", *words, output="json").ok().data["cells"]
     assert [(cell["row"], cell["way"], cell["published"]) for cell in one] == [("error_isolation", "timeslice", "Yes")]
-
-
-def test_why_mps_in_mig_is_disputed(cli):
-    assert "GKE and CIP203 describe it" in cli("compare", "--why", "target-use", "mig").ok().out
 
 
 def test_csv_is_a_record_per_cell(cli):
@@ -221,14 +222,6 @@ def test_csv_is_a_record_per_cell(cli):
 def test_what_is_not_understood_is_refused(refused, words, code):
     message = refused("compare", *words, code=code, exit_code=6 if code == "unknown_gpu" else 2)
     assert code != "bad_driver" or f"'{words[1]}' is not a driver version from 470 to 999" in message
-
-
-def test_looking_changes_nothing(cli):
-    world = World()
-    cli("compare").ok()
-    before = world.host.nvml.sweep()
-    cli("compare").ok()
-    assert world.host.nvml.sweep() == before
 
 
 # -- the screens ------------------------------------------------------------------------------------

@@ -135,12 +135,6 @@ def test_a_program_that_hangs(
     assert "gpushare doctor" not in found["remedy"]
 
 
-def test_mps_of_an_older_driver(cli: Cli, world: World) -> None:
-    world.fault("driver", "535.261.03")
-    found = checks(cli)["mps.control"]
-    assert (found["verdict"], "before driver 580" in found["seen"]) == ("pass", True)
-
-
 def test_persistence_unknown_is_no_verdict(cli: Cli, world: World) -> None:
     world.fault("not-supported", "nvmlDeviceGetPersistenceMode")
     found = checks(cli)

@@ -389,6 +389,8 @@ def plain(cli: Cli, world: World) -> None:
 def watched(cli: Cli, world: World) -> None:
     # DCGM runs on most machines of a data centre; with MIG off it is in nobody's way.
     cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
+    check = finding(cli, "mig.holders")
+    assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
 
 
 def apply(cli: Cli, directory: Path, way: str) -> None:
@@ -425,6 +427,8 @@ def test_healthy_hosts_of_all_kinds(cli: Cli, host: str) -> None:
 def test_healthy_drivers(cli: Cli, world: World, driver: str) -> None:
     world.fault("driver", driver)
     assert findings(cli) == {}
+    check = finding(cli, "mps.control")
+    assert (check["verdict"], "before driver 580" in check["seen"]) == ("pass", driver < "580")
 
 
 @pytest.mark.parametrize(
@@ -702,12 +706,6 @@ def test_what_a_user_applied_is_not_the_hosts(cli: Cli, world: World, tmp_path: 
     cli("timeslice", "reset", "-g", "0").ok()
     world.fault("user", NOBODY)
     assert findings(cli) == {}
-
-
-def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:
-    watched(cli, world)
-    check = finding(cli, "mig.holders")
-    assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
 
 
 def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

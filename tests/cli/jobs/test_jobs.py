@@ -75,8 +75,7 @@ def test_a_job_that_runs(
     assert told == ("train", "running", "sleep 300", user_name(os.geteuid()))
     assert (job["processes"], 0 <= job["since_seconds"] < 120) == ([job["pid"]], True)
     # Gone from the running ones, it is among those that ended.
-    started.signal(signal.SIGTERM)
-    started.result()
+    started.end(signal.SIGTERM)
     (job,) = listed(cli)
     assert (job["name"], job["state"], job["exit_code"], job["pid"]) == ("train", "ended", 143, None)
 
@@ -95,8 +94,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, wor
     assert "production  slice 16ms" in row
     # What gpushare did not start has no job, and no way of one.
     assert all(process["way"] is None for process in gpu["processes"] if process["pid"] == client)
-    started.signal(signal.SIGTERM)
-    started.result()
+    started.end(signal.SIGTERM)
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["sharing"] == "mps"
 
@@ -183,8 +181,7 @@ def test_a_waiting_job_is_told_what_other_programs_hold(real: Real, cli: Cli, wo
     assert row["line"]["others_bytes"] == pytest.approx(100 * GIB, abs=GIB)
     assert re.search(r"other programs 10\d\.\d GiB, train", cli("jobs").ok().out)
     for job in (waits, train):
-        job.signal(signal.SIGINT)
-        job.result()
+        job.end()
 
 
 def test_a_job_that_waits_for_production_to_rest_is_one(real: Real, cli: Cli, world: World, tmp_path: Path) -> None:
@@ -310,8 +307,7 @@ def test_watched_in_another_format_each_look_is_a_document(real: Real, world: Wo
     for _ in range(2):
         document = json.loads(started.process.stdout.readline())
         assert (document["command"], document["data"]["jobs"][0]["name"]) == ("jobs", "job-0")
-    started.signal(signal.SIGINT)
-    assert started.result().code == 0
+    assert started.end().code == 0
 
 
 def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
@@ -319,8 +315,7 @@ def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
     started = real("jobs", "-aw", "-o", "json")
     assert started.process.stdout is not None
     assert json.loads(started.process.stdout.readline())["status"] == "ok"
-    started.signal(signal.SIGINT)
-    started.result()
+    started.end()
 
 
 @pytest.mark.parametrize(

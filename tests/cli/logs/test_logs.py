@@ -139,8 +139,7 @@ def test_ctrl_c_is_no_error(real: Real, written: Path, running: int, number: int
     started = real("logs", "-f", "train")
     assert started.process.stdout is not None
     started.process.stdout.readline()
-    started.signal(number)
-    answer = started.result()
+    answer = started.end(number)
     assert (answer.code, answer.err) == (code, "")
 
 

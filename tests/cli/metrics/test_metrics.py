@@ -101,8 +101,7 @@ def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli
     assert (value(found, "job_memory_used_bytes", **job) or 0) > 0
     # Unknown, or none: absent.
     assert value(found, "job_threads_limit_ratio") is value(found, "job_memory_swapped_bytes") is None
-    started.signal(signal.SIGTERM)
-    started.result()
+    started.end(signal.SIGTERM)
     assert not [name for name, _ in samples(cli) if name.startswith("gpushare_job")]
 
 
@@ -122,8 +121,7 @@ def test_a_job_on_a_named_instance(real: Real, cli: Cli, world: World) -> None:
     assert value(found, "job_info", **job, way="mig", GPU_I_PROFILE="3g.71gb", instance_name="left") == 1
     assert value(found, "mig_instance_info", name="left") == 1
     assert value(found, "job_slice_seconds") is None
-    started.signal(signal.SIGTERM)
-    started.result()
+    started.end(signal.SIGTERM)
 
 
 def job(number: int, **fields: Any) -> ListedJob:
@@ -314,8 +312,7 @@ def test_the_server(real: Real, world: World, number: int) -> None:
             found = parsed(answer.read().decode())
         instances = [dict(labels)["GPU_I_PROFILE"] for name, labels in found if name == "gpushare_mig_instance_info"]
         assert instances == profiles
-    started.signal(number)
-    assert started.result().code == 0
+    assert started.end(number).code == 0
 
 
 @given(

@@ -38,22 +38,18 @@ def test_limits_are_set_and_shown(cli: Cli, world: World) -> None:
     assert (client.threads, client.memory_limit_bytes) == (25.0, 1500 * MIB)
 
 
-def test_no_limits(cli: Cli) -> None:
-    answer = cli("mps", "start").ok()
-    assert (answer.out, answer.err) == ("MPS on GPU 0: no limits; undo: gpushare mps stop -g 0\n", "")
-    (daemon,) = daemons(cli)
-    assert (daemon["threads_percent"], daemon["memory_limit_bytes"], daemon["priority"]) == (100.0, None, "normal")
-
-
-def test_limits_of_the_callers_environment_are_not_taken(
+def test_no_limits_also_where_the_callers_environment_has_some(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "10")
     monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=1G")
     monkeypatch.setenv("CUDA_MPS_CLIENT_PRIORITY", "1")
-    cli("mps", "start").ok()
+    answer = cli("mps", "start").ok()
+    assert (answer.out, answer.err) == ("MPS on GPU 0: no limits; undo: gpushare mps stop -g 0\n", "")
     (daemon,) = world.state.daemons
     assert (daemon.threads, daemon.memory, daemon.priority) == (100.0, {}, 0)
+    (shown,) = daemons(cli)
+    assert (shown["threads_percent"], shown["memory_limit_bytes"], shown["priority"]) == (100.0, None, "normal")
 
 
 def test_limits_per_gpu(cli: Cli) -> None:

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from gpushare.base.errors import NotFound
-from gpushare.base.model import ComputeMode, MpsDaemon
+from gpushare.base.model import ComputeMode
 from gpushare.base.units import GIB
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
-from gpushare.mps.daemons import FoundDaemon, find_daemons
+from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
@@ -327,13 +327,6 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
         by_pid[forged].environment["CUDA_MPS_PIPE_DIRECTORY"] = by_pid[real].pipe_directory
     cli("mps", "stop", "--pipe-directory", str(sim_dir / "p"), "--yes").ok()
     assert [daemon.pid for daemon in world.state.daemons] == [forged]
-
-
-def test_the_plain_command_of_a_stop() -> None:
-    daemon = MpsDaemon(pid=7, ours=False, pipe_directory="/run/a b")
-    work = stop.Stop(None, FoundDaemon(daemon, None, None), None, drain_seconds=1.0, force=False)  # type: ignore[arg-type]
-    assert [step.command for step in work.steps][1:] == [work.command]
-    assert work.command == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"
 
 
 def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:

@@ -139,8 +139,7 @@ def test_a_signal_ends_it_with_success_and_the_recording(
     path = tmp_path / "r.jsonl"
     started = real("observe", "--for", "1h", "--interval", "100ms", "--to", str(path), "-o", "json")
     until(lambda: samples_in(path) >= 2, "two samples")
-    started.signal(number)
-    answer = started.result().ok()
+    answer = started.end(number).ok()
     assert answer.data["reason"] == "interrupted"
     assert "samples were kept" in answer.err
     assert read_recording(path).samples == answer.data["samples"]
@@ -152,8 +151,7 @@ def test_sigkill_leaves_a_recording_that_can_be_read(
     path = tmp_path / "r.jsonl"
     started = real("observe", "--for", "1h", "--interval", "100ms", "--to", str(path))
     until(lambda: samples_in(path) >= 2, "two samples")
-    started.signal(signal.SIGKILL)
-    started.result()
+    started.end(signal.SIGKILL)
     answer = cli("observe", "--from", str(path)).ok()
     assert "has no end" in answer.err
 

@@ -70,5 +70,4 @@ def test_a_job_with_a_name_is_paused_by_it(real: Real, world: World) -> None:
     assert world.process(process.pid).channels_off == []
     world.run("pause", "train").ok()
     # Its end resumes it first.
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM

@@ -131,8 +131,7 @@ def test_outside_mps_with_a_slice(real: Real, world: World, engine: Path) -> Non
     pid = container(engine)
     assert f"process {pid} has a time-slice of 500us (read back)" in started.says("time-slice")
     assert "--ipc=host" not in run_call(engine)
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 143
+    assert started.end(signal.SIGTERM).code == 143
     assert not alive(pid)
 
 
@@ -141,8 +140,7 @@ def test_a_signal_ends_the_container_the_safe_way(real: Real, engine: Path) -> N
     started = real("run", "--container", "podman", "--grace", "1s", "--", "image", "sleep", "600")
     pid = container(engine)
     started.says("attached")
-    started.signal(signal.SIGTERM)
-    assert started.result().code in {137, 143}
+    assert started.end(signal.SIGTERM).code in {137, 143}
     assert not alive(pid)
 
 
@@ -167,8 +165,7 @@ def test_a_container_next_to_production_is_paused(real: Real, world: World, engi
             )
         finally:
             production.kill()
-        started.signal(signal.SIGTERM)
-        started.result()
+        started.end(signal.SIGTERM)
         assert not alive(pid)
 
 

@@ -50,8 +50,7 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world:
     assert answer.code == 19
     room = cli("-o", "json", "run", "-n", "--wait", "--memory", "60G", "--", "true").ok().data["room"]
     assert [holder["memory_bytes"] for holder in room["devices"][0]["held_by"]] == [50 * GIB] * 2
-    farm.signal(signal.SIGINT)
-    farm.result()
+    farm.end()
     assert reserved(world) == []
 
 
@@ -125,11 +124,9 @@ def test_copies_wait_for_memory_that_others_have_reserved(real: Real, world: Wor
     farm.says("2 copies on GPU 0, 50.0 GiB each; 1 at a time")
     on_gpu(world, 2)
     assert sorted(size or 0 for size in reserved(world)) == [50 * GIB, 60 * GIB]
-    other.signal(signal.SIGINT)
-    other.result()
+    other.end()
     until(lambda: reserved(world) == [50 * GIB] * 2, "the second copy has begun")
-    farm.signal(signal.SIGINT)
-    farm.result()
+    farm.end()
 
 
 def test_a_farm_waits_for_others_and_says_so_once(real: Real, world: World) -> None:
@@ -139,8 +136,7 @@ def test_a_farm_waits_for_others_and_says_so_once(real: Real, world: World) -> N
     farm.says("waiting for 60.0 GiB: GPU 0 has 39.")
     (waiting,) = [reservation for reservation in reservations(world.host) or [] if reservation.waits]
     assert waiting.memory_bytes == 60 * GIB
-    other.signal(signal.SIGINT)
-    other.result()
+    other.end()
     answer = farm.result()
     assert answer.code == 0
     assert len([line for line in farm.said if "waiting for" in line]) == 1
@@ -189,8 +185,7 @@ def test_copies_keep_to_the_limit_of_their_user(
     sizes = reserved(world)
     assert len(sizes) == running
     assert sum(size or 0 for size in sizes) <= 40 * GIB
-    farm.signal(signal.SIGINT)
-    farm.result()
+    farm.end()
     answer = cli("farm", "--copies", "2", "--memory", "50G", "--", "true")
     assert answer.code == 4
     assert "you may reserve 40.0 GiB" in answer.err
@@ -277,8 +272,7 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Real, world
     for _ in range(2):
         farm.says("stopped (SIGSTOP): it cannot grow")
     assert [process.memory_bytes for process in world.state.processes] == [9 * GIB] * 2
-    farm.signal(signal.SIGINT)
-    answer = farm.result()
+    answer = farm.end()
     assert answer.code == 130, answer
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["ended"] * 2
     assert world.state.processes == []
@@ -293,8 +287,7 @@ def test_the_limit_of_each_copy_is_shown(real: Real, cli: Cli, world: World) -> 
     assert sorted(job["pid"] for job in limited) == sorted(world.pids())
     assert {(job["name"], job["limit_bytes"], job["above"]) for job in limited} == {("sweep", 8 * GIB, "warn")}
     assert "limits of jobs" in cli("status").ok().out
-    farm.signal(signal.SIGINT)
-    farm.result()
+    farm.end()
 
 
 @pytest.mark.parametrize(("action", "limit"), [("end", 100 * GIB - 512 * 1024**2), ("warn", None)])

@@ -54,8 +54,7 @@ def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World)
     assert cli("status", output="json").ok().data["gpus"][0]["jobs_reserved_bytes"] == 100 * GIB
     answer = cli("run", "--wait", "--timeout", "0.3s", "--memory", "60G", "--", "true")
     assert answer.code == 19
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()
     assert reservations(world.host) == []
 
 
@@ -79,8 +78,7 @@ def test_the_limit_of_a_user_holds_without_waiting_too(real: Real, cli: Cli, wor
     assert "gpushare stop NAME" in waited.lines("hint")[0]
     assert len(reservations(world.host) or []) == 1
     cli("run", "-g", "0", "--memory", "10G", "--slice", "2ms", "--", "true").ok()
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()
     cli(*asked, "--", "true").ok()
 
 
@@ -147,16 +145,14 @@ def test_two_jobs_of_one_name_do_not_both_wait(real: Real, refused: Refused, wor
     message = refused(*words, code="name_in_use", exit_code=19)
     assert "already waits for room" in message
     assert "end the other: gpushare stop " in message
-    waits.signal(signal.SIGINT)
-    waits.result()
+    waits.end()
 
 
 def test_ctrl_c_leaves_the_line(real: Real, world: World) -> None:
     world.hold(120 * GIB)
     waiting = real("run", "--wait", "--memory", "60G", "--", *JOB)
     until(lambda: len(reservations(world.host) or []) == 2, "it waits")
-    waiting.signal(signal.SIGINT)
-    answer = waiting.result()
+    answer = waiting.end()
     assert answer.code == 130, answer
     assert len(reservations(world.host) or []) == 1
 
@@ -206,8 +202,7 @@ def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
         "the job is on the GPU",
     )
     time.sleep(0.5)
-    job.signal(signal.SIGINT)
-    assert job.result().code == 130
+    assert job.end().code == 130
     (device,) = select("0", world.host.nvml.sweep())
     profile = find_profile(world.host, device, shell[5:])
     assert (profile is not None) is long
@@ -262,8 +257,7 @@ def test_a_job_that_its_user_ends_is_not_started_again(real: Real, world: World)
     words = ("run", "--wait", "--requeue", "--grace", "1s", "--memory", "10G", "--", "sh", "-c")
     job = real(*words, "echo CUDA out of memory >&2; exec sleep 60")
     world.wait_for_a_job()
-    job.signal(signal.SIGINT)
-    answer = job.result()
+    answer = job.end()
     assert answer.code == 130
     assert "waits again" not in answer.err
     assert world.state.processes == []
@@ -325,8 +319,7 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Real, cli: Cli) ->
     answer = cli("run", "--wait", "-g", "any", "--memory", "2G", "--", *JOB, "--seconds", "0.2", host=world.spec)
     assert answer.code == 0, answer
     assert any("GPU 1: no production job" in line for line in answer.lines("note"))
-    job.process.send_signal(signal.SIGTERM)
-    job.process.wait(20)
+    job.end(signal.SIGTERM)
 
 
 def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Real, cli: Cli) -> None:
@@ -357,8 +350,7 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Real, cli
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
     assert all("% busy; " in gpu["why"] for gpu in room["devices"])
     for job in jobs:
-        job.process.send_signal(signal.SIGTERM)
-        job.process.wait(20)
+        job.end(signal.SIGTERM)
 
 
 A30 = "sim:a30"

@@ -247,8 +247,7 @@ def test_a_signal_ends_the_program_and_gives_it_back(
     world.mig("1g.18gb")
     started = real("run", "--mig", "1g", *limits, "--", "sleep", "600")
     line(started)
-    started.signal(number)
-    assert started.result().code == 128 + number
+    assert started.end(number).code == 128 + number
     assert (world.host.nvml.processes(0), world.state.daemons, leases(world)) == ((), [], {})
 
 
@@ -258,8 +257,7 @@ def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(real: Real,
     assert started.process.stdout is not None
     assert started.process.stdout.readline() == "ready\n"
     line(started)
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     # Whether it comes to say "got" within the grace is the machine's affair.
     assert (answer.code, answer.out.removeprefix("got\n")) == (130, "")
     assert (world.host.nvml.processes(0), leases(world)) == ((), {})
@@ -308,8 +306,7 @@ def test_what_the_program_leaves_behind_keeps_the_instance_but_not_the_lease(
     started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "600")
     until(world.attached, "attached")
     other = world.client(environment={"CUDA_VISIBLE_DEVICES": uuid})
-    started.signal(signal.SIGINT)
-    assert started.result().code == 130
+    assert started.end().code == 130
     assert (len(world.state.daemons), leases(world)) == (1, {})
     assert str(other) in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
     world.send(other, signal.SIGKILL)
@@ -502,8 +499,7 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
     (limited,) = data["limited_jobs"]
     assert (limited["name"], limited["device_uuid"], limited["limit_bytes"]) == ("train", uuid, 8 * GIB)
     assert data["gpus"][0]["mig_instances"][0]["jobs_reserved_bytes"] == 8 * GIB
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()
     assert (leases(world), reservations(world.host)) == ({}, [])
 
 
@@ -606,8 +602,7 @@ def test_ctrl_c_leaves_the_line_of_instances(real: Real, world: World) -> None:
     until(lambda: len(world.pids()) == 1, "the first one runs")
     second = real("run", "--wait", "--mig", "1g", "--", "true")
     second.says("waiting for a free instance")
-    second.signal(signal.SIGINT)
-    assert second.result().code == 130
+    assert second.end().code == 130
     assert reservations(world.host) == []
     assert ended(first) == 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import pytest
@@ -71,8 +70,7 @@ def test_it_moves_for_a_job_that_waits_and_for_nobody_else(real: Real, start: Re
     assert waiting.result().code == 19
     assert gpus(world) == [1]
     admin.end_process(SPEC, other)
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()
 
 
 @pytest.mark.needs_root
@@ -82,8 +80,7 @@ def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(real: Real, st
     large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
     assert large.result().code == 19
     assert gpus(world) == [0]
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()
 
 
 def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> None:
@@ -91,5 +88,4 @@ def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> N
     large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
     assert large.result().code == 19
     assert gpus(world) == [0]
-    job.signal(signal.SIGINT)
-    job.result()
+    job.end()

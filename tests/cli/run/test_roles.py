@@ -245,8 +245,7 @@ def test_a_paused_program_goes_on_when_production_has_ended(real: Real, world: W
     until(lambda: bool(world.process(pid).channels_off) == (way == "channels"), "it is paused in this way")
     os.kill(busy, signal.SIGKILL)
     until(lambda: program_of(world) is None, "it goes on")
-    started.signal(signal.SIGTERM)
-    answer = started.result()
+    answer = started.end(signal.SIGTERM)
     assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
     assert "paused by its GPU channels while it works" in answer.err
@@ -262,11 +261,9 @@ def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Real, world: World) ->
     until(lambda: peak(world) is not None, "production is known")
     other = real("run", "--opportunistic", "--for", "web", "--yield", "pause", "--grace", "1s", "--", *waiting)
     pid = until(lambda: program_of(world), "the opportunistic program stands still")
-    production.signal(signal.SIGTERM)
-    assert production.result().code == 128 + signal.SIGTERM
+    assert production.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     until(lambda: program_of(world) is None, "it goes on")
-    other.signal(signal.SIGTERM)
-    answer = other.result()
+    answer = other.end(signal.SIGTERM)
     assert answer.code == 128 + signal.SIGTERM
     assert not alive(pid)
     assert "only while it uses the CPU" not in answer.err
@@ -283,8 +280,7 @@ def test_under_mps_it_is_said_what_is_not_seen(
 
 def test_a_paused_program_can_be_ended(real: Real, world: World, busy: int, way: str) -> None:
     started, pid = paused(real, world, busy)
-    started.signal(signal.SIGINT)
-    assert started.result().code == 128 + signal.SIGINT
+    assert started.end().code == 128 + signal.SIGINT
     assert not alive(pid)
 
 
@@ -348,7 +344,6 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(re
             until(lambda: runs.read_text() == "xx", "it runs again")
         finally:
             production.kill()
-    started.process.send_signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert answer.code == 130
     assert f"ended, because process {production.pid} works" in answer.err

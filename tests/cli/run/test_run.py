@@ -157,8 +157,7 @@ def test_attached_line_and_limits_in_status(real: Real, cli: Cli, world: World) 
     assert f"process {client['pid']} is attached" in line
     assert (client["threads_percent"], client["memory_limit_bytes"], client["priority"]) == (25.0, 3584 * MIB, "low")
     assert daemon["transient"]
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
@@ -216,8 +215,7 @@ def test_another_users_clients_make_it_wait(real: Real, cli: Cli, world: World) 
     assert started.process.stderr is not None
     assert "waits: another user's clients hold the MPS server" in started.process.stderr.readline()
     until(lambda: [job["state"] for job in cli("jobs", output="json").ok().data["jobs"]] == ["waiting"], "it is said")
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
 
 
 def test_streams_are_untouched(real: Real) -> None:
@@ -265,13 +263,11 @@ def test_two_share_one_daemon_and_the_last_one_stops_it(real: Real, world: World
     second = real("run", "--", "sleep", "600")
     until(lambda: len(world.attached()) == 2, "the second")
     (daemon,) = world.state.daemons
-    first.signal(signal.SIGINT)
-    assert first.result().code == 130
+    assert first.end().code == 130
     assert [each.pid for each in world.state.daemons] == [daemon.pid]
     (process,) = world.state.processes
     assert not process.broken
-    second.signal(signal.SIGINT)
-    assert second.result().code == 130
+    assert second.end().code == 130
     until(lambda: world.state.daemons == [], "no daemon")
 
 
@@ -291,8 +287,7 @@ def test_client_kept_after_the_program_keeps_the_daemon(real: Real, world: World
     started = real("run", "--", "sleep", "600")
     until(world.attached, "attached")
     other = world.client()
-    started.signal(signal.SIGINT)
-    assert started.result().code == 130
+    assert started.end().code == 130
     assert world.state.daemons
     world.send(other, signal.SIGKILL)
     until(lambda: world.state.daemons == [], "no daemon")

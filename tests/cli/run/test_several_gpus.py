@@ -160,8 +160,7 @@ def test_opportunistic_jobs_find_production_on_each_of_its_gpus(real: Real, cli:
         assert "'web'" in plan.err + plan.out
     elsewhere = cli("run", "-g", "2", "--opportunistic", "--for", "web", "--", "true", host=four.spec)
     assert "'web' runs on another device" in elsewhere.lines("error")[0]
-    job.signal(signal.SIGINT)
-    job.process.wait(20)
+    job.end()
 
 
 def test_a_job_is_bound_to_the_cpus_next_to_its_gpus(cli: Cli, four: World, tmp_path: Path) -> None:
@@ -212,8 +211,7 @@ def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
     large.leave()
     over = cli("run", "-g", "1", "--time", "0.3s", "--name", "over", "--", *ranks(seconds="30"), host=four.spec)
     assert (over.code, over.lines("error")[0]) == (1, "error: the job ran longer than its --time of 0.3 s: ended")
-    long.signal(signal.SIGINT)
-    long.process.wait(20)
+    long.end()
 
 
 def test_ranks_yield_together_to_production_on_one_of_their_gpus(
@@ -232,11 +230,9 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
         return [bool(process.channels_off) for process in four.state.processes if process.memory_bytes > GIB]
 
     until(lambda: off() == [True, True], "both ranks are paused")
-    production.signal(signal.SIGTERM)
-    production.process.wait(20)
+    production.end(signal.SIGTERM)
     until(lambda: off() == [False, False], "both go on")
-    job.signal(signal.SIGINT)
-    job.process.wait(20)
+    job.end()
 
 
 @pytest.mark.parametrize(

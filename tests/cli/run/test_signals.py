@@ -61,8 +61,7 @@ def gone(world: World) -> None:
 def test_a_program_with_a_handler_ends_itself(real: Real, world: World, number: int, handled: int) -> None:
     started = real("run", "--", *program(handled))
     ready(started)
-    started.signal(number)
-    answer = started.result()
+    answer = started.end(number)
     # Its own signal if it handles it, else the one that it does.
     assert (answer.code, answer.out) == (5, f"got {int(handled)}\n")
     assert "and killed" not in answer.err
@@ -74,8 +73,7 @@ def test_a_program_gets_time_to_end(real: Real, world: World) -> None:
         "run", "--", *program(signal.SIGINT, then="time.sleep(0.7); print('saved', flush=True); sys.exit(0)")
     )
     ready(started)
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert (answer.code, answer.out) == (0, "got 2\nsaved\n")
     gone(world)
 
@@ -85,8 +83,7 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, w
     # So long a grace that only who has no use for it is ended within this test's life.
     started = real("run", "--grace", "600s", "--", "sleep", "600")
     child_of(world)
-    started.signal(number)
-    answer = started.result()
+    answer = started.end(number)
     assert answer.code == 128 + number
     assert "was stopped, its queue drained" in answer.err
     gone(world)
@@ -96,16 +93,14 @@ def test_the_end_breaks_no_neighbour(real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600")
     child_of(world)
     neighbour = world.client(sm_percent=20, queue_seconds=0.2)
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     assert not world.process(neighbour).broken
 
 
 def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Real, world: World) -> None:
     started = real("run", "--grace", "0.3s", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert answer.code == 130
     assert "and killed" in answer.err
     gone(world)
@@ -117,8 +112,7 @@ def test_a_second_ctrl_c_hurries(real: Real, world: World) -> None:
     assert started.process.stdout is not None
     started.signal(signal.SIGINT)
     assert started.process.stdout.readline() == "got 2\n"
-    started.signal(signal.SIGINT)
-    assert started.result().code == 130
+    assert started.end().code == 130
     gone(world)
 
 
@@ -127,8 +121,7 @@ def test_all_processes_of_the_program_end(real: Real, world: World) -> None:
     assert started.process.stdout is not None
     below = int(started.process.stdout.readline())
     child_of(world)
-    started.signal(signal.SIGTERM)
-    assert started.result().code == 128 + signal.SIGTERM
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     until(lambda: not alive(below), "the one below is gone")
     gone(world)
 
@@ -140,8 +133,7 @@ def test_other_signals_are_passed_on(real: Real, world: World, number: int) -> N
     assert started.process.stdout is not None
     started.signal(number)
     assert started.process.stdout.readline() == f"got {int(number)}\n"
-    started.signal(signal.SIGINT)
-    assert started.result().code == 5
+    assert started.end().code == 5
     gone(world)
 
 
@@ -179,8 +171,7 @@ def test_death_of_one_leaves_the_daemon_to_the_other(real: Real, world: World) -
     until(lambda: world.pids() and child not in world.pids(), "the first is gone")
     assert world.state.daemons
     assert not world.state.processes[0].broken
-    second.signal(signal.SIGINT)
-    assert second.result().code == 130
+    assert second.end().code == 130
     gone(world)
 
 
@@ -205,8 +196,7 @@ def test_death_of_the_guard_does_not_end_the_program(real: Real, world: World) -
     child = child_of(world)
     until(lambda: guard_of(started.pid) == 0 or not alive(guard_of(started.pid)), "no guard")
     assert alive(child)
-    started.signal(signal.SIGINT)
-    assert started.result().code == 5
+    assert started.end().code == 5
     gone(world)
 
 
@@ -226,8 +216,7 @@ def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Real, world
     ready(started)
     child_of(world)
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    started.signal(signal.SIGINT)
-    assert started.result().code == 5
+    assert started.end().code == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -235,8 +224,7 @@ def test_a_start_that_is_ended_rolls_back(real: Real, world: World, number: int)
     world.fault("hang", "nvidia-cuda-mps-control")
     started = real("mps", "start", "--exclusive")
     until(lambda: world.state.gpus[0].compute_mode == 3, "half way")
-    started.signal(number)
-    answer = started.result()
+    answer = started.end(number)
     assert answer.code == 128 + number
     assert answer.lines("error") == ["error: interrupted"]
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], 0)

@@ -39,8 +39,7 @@ def test_production_runs_outside_mps_with_its_slice(real: Real, world: World) ->
     assert record is not None
     assert record.role == "production"
     until(lambda: (find_record(world.host, "web") or record).memory_peak_bytes, "its memory is noted")
-    job.signal(signal.SIGTERM)
-    answer = job.result()
+    answer = job.end(signal.SIGTERM)
     assert re.search(r"process \d+ has a time-slice of 16ms \(read back\)", answer.err)
     assert re.search(r"process \d+ runs on GPU 0", answer.err)
 
@@ -68,8 +67,7 @@ def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(real:
     world.asked("timeslice", "set", "700us", "batch").ok()
     assert slices(world) == [700]
     world.asked("timeslice", "reset", "batch").ok()
-    job.signal(signal.SIGTERM)
-    job.result()
+    job.end(signal.SIGTERM)
 
 
 def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> None:
@@ -78,8 +76,7 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> Non
     world.run("timeslice", "set", "700us", "batch")
     time.sleep(1.5)
     assert slices(world) == [700]
-    job.signal(signal.SIGTERM)
-    assert job.result().err.count("read back") == 1
+    assert job.end(signal.SIGTERM).err.count("read back") == 1
 
 
 @pytest.mark.parametrize("code", ["no_pidfd_getfd", "gvisor", "seccomp", "wsl"])
@@ -147,8 +144,7 @@ def test_production_under_mps_next_to_the_group_is_refused(real: Real, refused: 
         "run", "--production", "web", "--priority", "normal", "--", "true", code="production_under_mps", exit_code=19
     )
     assert "--production web" in text
-    job.signal(signal.SIGTERM)
-    job.result()
+    job.end(signal.SIGTERM)
 
 
 def test_the_slice_follows_production_by_its_output(real: Real, world: World) -> None:
@@ -174,14 +170,12 @@ def test_the_slice_follows_production_by_its_output(real: Real, world: World) ->
         rates = [float(each) for each in re.findall(r"rate=([0-9.]+)\n", file.read())]
     assert sum(rates) / len(rates) > 85
     # Production ends: nobody is there to be spared.
-    web.signal(signal.SIGTERM)
-    web.result()
+    web.end(signal.SIGTERM)
     until(
         lambda: all(s.slices.get("compute", 2048) == 2048 for d in world.state.daemons for s in d.servers),
         "it is let go",
     )
-    other.signal(signal.SIGTERM)
-    answer = other.result()
+    answer = other.end(signal.SIGTERM)
     assert "share a time-slice of " in answer.err
     assert "'web' keeps 90 % of its speed" in answer.err
 

@@ -214,8 +214,7 @@ def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Real, cli: Cli, 
     (pid,) = world.pids()
     cli("swap", "out", str(pid), host=A30).ok()
     assert f"sudo gpushare swap in {pid}" in job.says("swapped out by root")
-    job.signal(signal.SIGINT)
-    assert job.result().code == 0
+    assert job.end().code == 0
     assert swaps(world.host) == []
 
 
@@ -417,8 +416,7 @@ def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
                 process.sm_percent = 0
         cli("swap", "out", "train", host=A30)
     job.says("out of the GPU")
-    job.signal(number)
-    answer = job.result()
+    answer = job.end(number)
     assert "back on the GPU: 8.0 GiB" in answer.err
     assert answer.code == 0, answer
     assert world.state.processes == []
@@ -430,8 +428,7 @@ def test_a_job_without_room_ends_out_of_the_gpu(start: Real, cli: Cli, world: Wo
     job = start("--swap", "request", "--name", "train", size="16G")
     cli("swap", "out", "train", host=A30).ok()
     other = admin.add_process(A30, memory_bytes=16 * GIB)
-    job.signal(signal.SIGINT)
-    answer = job.result()
+    answer = job.end()
     assert answer.code == 0, answer
     assert [process.pid for process in world.state.processes] == [other]
     assert not list((world.directory / "run" / "swap").glob("*.json"))

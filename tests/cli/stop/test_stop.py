@@ -422,8 +422,7 @@ def test_interrupted_while_it_drains_lets_the_client_go_on(real: Real, world: Wo
     world.client(sm_percent=90, queue_seconds=60)
     started = real("stop", str(pid), "-y", "--grace", "600s")
     until(lambda: world.process(pid).stopped_at is not None, "stopped")
-    started.signal(signal.SIGINT)
-    answer = started.result()
+    answer = started.end()
     assert answer.code == 130
     assert answer.lines("error") == ["error: interrupted"]
     assert world.process(pid).stopped_at is None

@@ -43,15 +43,23 @@ def family(number: int = 3) -> list[int]:
     return [first, *(job(4 * GIB, parent=first) for _ in range(number - 1))]
 
 
-def before(monkeypatch: pytest.MonkeyPatch, name: str, act: Callable[[int], None]) -> None:
-    """Let something happen right before each call of the driver with this name."""
-    real = getattr(Checkpoint, name)
+Before = Callable[[str, Callable[[int], object]], None]
 
-    def call(self: Checkpoint, pid: int, *rest: Any) -> Any:
-        act(pid)
-        return real(self, pid, *rest)
 
-    monkeypatch.setattr(Checkpoint, name, call)
+@pytest.fixture
+def before(monkeypatch: pytest.MonkeyPatch) -> Before:
+    """Return a function that lets something happen right before each call of the driver with this name."""
+
+    def patch(name: str, act: Callable[[int], object]) -> None:
+        real = getattr(Checkpoint, name)
+
+        def call(self: Checkpoint, pid: int, *rest: Any) -> Any:
+            act(pid)
+            return real(self, pid, *rest)
+
+        monkeypatch.setattr(Checkpoint, name, call)
+
+    return patch
 
 
 def once(act: Callable[[], object]) -> Callable[[int], None]:
@@ -101,15 +109,13 @@ def test_a_repair_writes_no_record_of_a_job_that_has_ended(cli: Cli, world: Worl
 
 
 @pytest.mark.parametrize("call", ["checkpoint", "unlock"])
-def test_a_job_that_ends_during_a_repair_leaves_no_record(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_job_that_ends_during_a_repair_leaves_no_record(cli: Cli, world: World, before: Before, call: str) -> None:
     first, second = family(2)
     cli("swap", "out", str(first)).ok()
     (swap,) = swaps(world.host)
     world.host.open_checkpoint().restore(second, 4 * GIB)
     SWAPS.write(replace(swap, state=RETURNING))
-    before(monkeypatch, call, once(lambda: [admin.end_process(SPEC, pid) for pid in (first, second)]))
+    before(call, once(lambda: [admin.end_process(SPEC, pid) for pid in (first, second)]))
     room = call == "unlock"
     with contextlib.suppress(GpushareError):
         module.take_back(world.host, replace(swap, state=RETURNING), world.host.open_checkpoint(), lambda _: room)
@@ -118,12 +124,10 @@ def test_a_job_that_ends_during_a_repair_leaves_no_record(
 
 
 @pytest.mark.parametrize("call", ["lock", "checkpoint"])
-def test_a_process_that_ends_on_the_way_is_left_out(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_process_that_ends_on_the_way_is_left_out(cli: Cli, world: World, before: Before, call: str) -> None:
     """Between the lock of the first process and the copy of the last one, one of three ends."""
     first, second, third = family()
-    before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
+    before(call, once(lambda: admin.end_process(SPEC, second)))
     answer = cli("swap", "out", str(first), output="json").ok()
     assert answer.data["job"]["state"] == "out"
     assert [world.process(pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
@@ -135,21 +139,17 @@ def test_a_process_that_ends_on_the_way_is_left_out(
 
 
 @pytest.mark.parametrize("call", ["restore", "unlock"])
-def test_a_process_that_ends_on_the_way_back_is_left_out(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_process_that_ends_on_the_way_back_is_left_out(cli: Cli, world: World, before: Before, call: str) -> None:
     first, second, third = family()
     cli("swap", "out", str(first)).ok()
-    before(monkeypatch, call, once(lambda: admin.end_process(SPEC, second)))
+    before(call, once(lambda: admin.end_process(SPEC, second)))
     cli("swap", "in", str(first)).ok()
     assert [world.process(pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
 
 
-def test_a_job_that_ends_altogether_on_the_way_is_named(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_ends_altogether_on_the_way_is_named(cli: Cli, world: World, before: Before) -> None:
     pid = job()
-    before(monkeypatch, "checkpoint", lambda _pid: admin.end_process(SPEC, pid))
+    before("checkpoint", lambda _pid: admin.end_process(SPEC, pid))
     answer = cli("swap", "out", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (6, "no_job")
     assert "has ended" in answer.error["message"]
@@ -169,10 +169,10 @@ def test_the_rest_of_a_job_comes_back_after_its_first_process_has_ended(cli: Cli
 # -- processes that start ----------------------------------------------------------------------------------------------
 
 
-def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, before: Before) -> None:
     first = job()
     started: list[int] = []
-    before(monkeypatch, "lock", once(lambda: started.append(job(2 * GIB, parent=first))))
+    before("lock", once(lambda: started.append(job(2 * GIB, parent=first))))
     data = cli("swap", "out", str(first), output="json").ok().data["job"]
     assert [program["pid"] for program in data["processes"]] == [first, *started]
     assert world.process(started[0]).checkpoint == CHECKPOINTED
@@ -180,12 +180,10 @@ def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, m
     assert world.process(started[0]).checkpoint == RUNNING
 
 
-def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(cli: Cli, world: World, before: Before) -> None:
     """Another swap may be waited for before this one, and with too little room the driver would lose the job."""
     pid = job()
-    before(monkeypatch, "lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
+    before("lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
     assert cli("swap", "out", str(pid), output="json").ok().data["job"]["memory_bytes"] == 60 * GIB
     other = job(100 * GIB)
     assert cli("swap", "in", str(pid)).code == 19
@@ -194,23 +192,19 @@ def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
     assert world.process(pid).memory_bytes == 60 * GIB
 
 
-def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(cli: Cli, world: World, before: Before) -> None:
     pid = job()
     world.set(host_memory_bytes=40 * GIB)
-    before(monkeypatch, "lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
+    before("lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
     answer = cli("swap", "out", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (19, "host_memory")
     assert world.process(pid).checkpoint == RUNNING
     assert swaps(world.host) == []
 
 
-def test_a_job_that_never_stops_starting_processes_stays(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_never_stops_starting_processes_stays(cli: Cli, world: World, before: Before) -> None:
     first = job()
-    before(monkeypatch, "lock", lambda _pid: (job(GIB, parent=first), None)[1])
+    before("lock", lambda _pid: job(GIB, parent=first))
     answer = cli("swap", "out", str(first), output="json")
     assert (answer.code, answer.error["code"]) == (1, "job_grows")
     assert {program.checkpoint for program in world.state.processes} == {RUNNING}
@@ -267,9 +261,7 @@ def test_a_stopped_job_is_refused(refused: Refused, world: World) -> None:
 @pytest.mark.parametrize(
     ("verb", "call"), [("out", "lock"), ("out", "checkpoint"), ("in", "restore"), ("in", "unlock")]
 )
-def test_ctrl_c_on_the_way_leaves_the_job_running(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, verb: str, call: str
-) -> None:
+def test_ctrl_c_on_the_way_leaves_the_job_running(cli: Cli, world: World, before: Before, verb: str, call: str) -> None:
     """gpushare ends at once, and its guard brings the job back before the command returns."""
     first, second = family(2)
     if verb == "in":
@@ -279,9 +271,8 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
         if pid == second:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patched:
-        before(patched, call, interrupt)
-        answer = cli("swap", verb, str(first), output="json")
+    before(call, interrupt)
+    answer = cli("swap", verb, str(first), output="json")
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
     assert [world.process(pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
@@ -325,18 +316,15 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
 # -- the end of a job that was restored --------------------------------------------------------------------------------
 
 
-def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(cli: Cli, world: World, before: Before) -> None:
     pid = job()
     # One that was never restored can be killed as it is.
     module.checkpoint_before_kill(world.host, [pid])
     assert world.process(pid).checkpoint == RUNNING
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
-    with monkeypatch.context() as patched:
-        before(patched, "checkpoint", lambda _pid: _refuse())
-        assert cli("swap", "out", str(pid)).code == 1
+    before("checkpoint", once(_refuse))
+    assert cli("swap", "out", str(pid)).code == 1
     assert [swap.state for swap in swaps(world.host)] == [BACK]
     module.checkpoint_before_kill(world.host, [pid])
     assert world.process(pid).checkpoint == CHECKPOINTED
@@ -358,11 +346,11 @@ def test_a_job_on_its_way_back_is_laid_down_too(cli: Cli, world: World) -> None:
     assert [each.state for each in swaps(world.host)] == [OUT]
 
 
-def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, before: Before) -> None:
     """The first process is restored, and the second finds no room: both can then be killed safely."""
     first, second, _ = family()
     cli("swap", "out", str(first)).ok()
-    before(monkeypatch, "restore", lambda pid: job(130 * GIB) if pid == second else None)  # type: ignore[arg-type, return-value]
+    before("restore", lambda pid: job(130 * GIB) if pid == second else None)
     answer = cli("swap", "in", str(first), output="json")
     assert answer.error["code"] == "job_lost"
     assert {world.process(pid).memory_bytes for pid in (first, second)} == {0}

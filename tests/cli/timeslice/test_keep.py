@@ -56,8 +56,7 @@ def test_it_puts_everything_back_when_it_ends(number: int, world: World, keep: R
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     late = train("python -m train")
     until(lambda: slice_of(world, late) == 500, "the slice of a later process is set")
-    keeper.signal(number)
-    answer = keeper.result().ok()
+    answer = keeper.end(number).ok()
     assert [slice_of(world, each) for each in (pid, late)] == [DEFAULT, DEFAULT]
     assert answer.out.splitlines() == [
         f"process {pid} ({ME}) on GPU 0: 2.048ms -> 500us (rule 3:3)",
@@ -80,8 +79,7 @@ def test_a_hangup_reads_the_file_again(world: World, keep: Real, rules: Path) ->
     rules.write_text(RULES.replace("500us", "300us"))
     keeper.signal(signal.SIGHUP)
     until(lambda: slice_of(world, pid) == 300, "the other rule is followed")
-    keeper.signal(signal.SIGTERM)
-    answer = keeper.result()
+    answer = keeper.end(signal.SIGTERM)
     assert answer.code == 0
     documents = [json.loads(line) for line in answer.out.splitlines()]
     assert {document["command"] for document in documents} == {"timeslice keep"}
@@ -98,8 +96,7 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    keeper.signal(signal.SIGKILL)
-    keeper.result()
+    keeper.end(signal.SIGKILL)
     record = keep_record(world.host)
     assert record is not None
     assert not record.runs
@@ -108,8 +105,7 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Real) -> None:
     assert again.process.stdout is not None
     assert again.process.stdout.readline() == f"process {pid} ({ME}): restored 500us -> 2.048ms\n"
     until(lambda: slice_of(world, pid) == 500, "the slice is set again")
-    again.signal(signal.SIGTERM)
-    again.result().ok()
+    again.end(signal.SIGTERM).ok()
     assert slice_of(world, pid) == DEFAULT
 
 
@@ -215,8 +211,7 @@ def test_diff_names_the_processes_that_deviate(cli: Cli, world: World, keep: Rea
     text = cli("diff", str(rules))
     assert text.code == 7
     assert f"process {pid} ({ME}) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
-    keeper.signal(signal.SIGTERM)
-    keeper.result()
+    keeper.end(signal.SIGTERM)
 
 
 def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World, keep: Real) -> None:
@@ -231,8 +226,7 @@ def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World
     assert keeper.process.stdout is not None
     keeper.process.stdout.readline()
     assert "set to 2.048ms by someone else; left alone" in keeper.process.stdout.readline()
-    keeper.signal(signal.SIGTERM)
-    assert keeper.result().code == 0
+    assert keeper.end(signal.SIGTERM).code == 0
 
 
 def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Real) -> None:
@@ -240,8 +234,7 @@ def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Re
     cli("timeslice", "set", "4ms", str(pid)).ok()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    keeper.signal(signal.SIGTERM)
-    keeper.result().ok()
+    keeper.end(signal.SIGTERM).ok()
     assert (slice_of(world, pid), slice_records(world.host)[pid].slice_us) == (4000, 4000)
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
@@ -251,8 +244,7 @@ def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    keeper.signal(signal.SIGKILL)
-    keeper.result()
+    keeper.end(signal.SIGKILL)
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
@@ -270,8 +262,7 @@ def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     assert check() == ("pass", f"gpushare timeslice keep runs (process {keeper.pid}), for 1 process")
-    keeper.signal(signal.SIGKILL)
-    keeper.result()
+    keeper.end(signal.SIGKILL)
     assert check() == ("warn", "gpushare timeslice keep was killed, and 1 process may still have its slices")
 
 
