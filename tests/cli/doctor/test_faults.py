@@ -39,7 +39,8 @@ from tests.cli.drive import Cli, World
 
 # A user of every machine that is not root.
 NOBODY = "nobody"
-Arrange = Callable[[Cli, World, Path], object]
+# A step to a fault: the words of a command, or what else is to happen.
+Step = str | Callable[[Cli, World, Path], object]
 
 
 def findings(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
@@ -74,10 +75,20 @@ def home(world: World) -> Path:
     return Path(world.state.daemons[0].pipe_directory).parent
 
 
-def pending(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.client()
-    world.client(user=NOBODY)
+def client(user: str | None = None, **environment: str) -> Step:
+    return lambda cli, world, _: world.client(user=user, environment=environment)
+
+
+def mig(*placements: str) -> Step:
+    return lambda cli, world, _: world.mig(*placements)
+
+
+def name(profile: str, *users: str) -> Step:
+    return lambda cli, world, _: named(world, profile, users=users)
+
+
+def program(**options: Any) -> Step:
+    return lambda cli, world, _: admin.add_process(world.spec, **options)
 
 
 def by_hand(world: World, pipe: str | Path, log: str | Path, **more: str) -> None:
@@ -85,12 +96,7 @@ def by_hand(world: World, pipe: str | Path, log: str | Path, **more: str) -> Non
     assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
 
 
-def default_path(cli: Cli, world: World, _: Path) -> None:
-    by_hand(world, "/tmp/nvidia-mps", "/var/log/nvidia-mps")
-
-
-def dead_default(cli: Cli, world: World, _: Path) -> None:
-    cli("doctor")
+def dead_default(_: Cli, world: World, __: Path) -> None:
     path = world.directory / "tmp" / "nvidia-mps"
     path.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -102,69 +108,27 @@ def foreign(cli: Cli, world: World, directory: Path) -> None:
     (directory / "p").chmod(0o755)
 
 
-def two_daemons(cli: Cli, world: World, directory: Path) -> None:
-    started(cli)
-    foreign(cli, world, directory)
-
-
 def gone_device(cli: Cli, world: World, _: Path) -> None:
     (uuid,) = world.mig("1g.18gb:0")
     started(cli, "-g", uuid)
     world.mig("1g.18gb:1")
 
 
-def daemon_without_driver(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.fault("no-driver")
-
-
-def outside(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.client()
-    cli("sim", "add", "--name", "stranger").ok()
-
-
-def no_daemon_there(cli: Cli, world: World, _: Path) -> None:
-    cli("doctor")
-    admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"})
-
-
-def open_directory(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
+def open_directory(_: Cli, world: World, __: Path) -> None:
     Path(world.state.daemons[0].pipe_directory).chmod(0o777)
 
 
 def closed_parent(cli: Cli, world: World, _: Path) -> None:
-    # A daemon of another user lets in only that one.
-    cli("sim", "fault", "user", "root").ok()
-    started(cli)
     home(world).chmod(0o700)
 
 
-def large_log(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
+def large_log(_: Cli, world: World, __: Path) -> None:
     os.truncate(home(world) / "log" / "control.log", 200 << 20)
 
 
-def no_segment(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
+def no_segment(_: Cli, world: World, __: Path) -> None:
     with open(home(world) / "log" / "server.log", "a", encoding="utf-8") as file:
         file.write("[2026-11-21 07:58:04.413 Server   426] MPS Server failed to create/open SHM segment.\n")
-
-
-def few_descriptors(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.fault("descriptors", "256")
-
-
-def dropped(cli: Cli, world: World, _: Path) -> None:
-    started(cli, "--memory", "8G")
-    world.client(environment={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4G,1=4G"})
-
-
-def many_connections(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.client(environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
 
 
 def ignored_percentage(cli: Cli, world: World, directory: Path) -> None:
@@ -178,12 +142,7 @@ def mig_pending(cli: Cli, world: World, _: Path) -> None:
     world.host.nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, 1))
 
 
-def mig_empty(cli: Cli, world: World, _: Path) -> None:
-    cli("mig", "enable", "-g", "0", "-y").ok()
-
-
-def bare(cli: Cli, world: World, _: Path) -> None:
-    world.mig("1g.18gb:0")
+def bare(_: Cli, world: World, __: Path) -> None:
     with world.file.changed() as state:
         state.gpus[0].bare.append(SimulatedGpuInstance(profile="1g.18gb", start=1, gpu_instance_id=10))
 
@@ -193,41 +152,6 @@ def interrupted(cli: Cli, world: World, _: Path) -> None:
     with ledger.locked():
         ledger.begin("change MIG on GPU 0", (), ())
         ledger.note("create 1g.18gb")
-
-
-def stale_cdi(cli: Cli, world: World, _: Path) -> None:
-    world.mig("1g.18gb:0")
-    cli("sim", "cdi").ok()
-    world.mig("2g.35gb:0")
-
-
-def another_size(cli: Cli, world: World, _: Path) -> None:
-    world.mig("1g.18gb:0")
-    named(world, "3g.71gb")
-
-
-def name_of_nothing(cli: Cli, world: World, _: Path) -> None:
-    cli("doctor")
-    named(world, "3g.71gb")
-
-
-def open_grant(cli: Cli, world: World, _: Path) -> None:
-    world.mig("3g.71gb:0")
-    named(world, "3g.71gb", users=(NOBODY,))
-
-
-def hostengine(cli: Cli, world: World, _: Path) -> None:
-    cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
-
-
-def hostengine_beside_mig(cli: Cli, world: World, directory: Path) -> None:
-    world.mig("1g.18gb:0")
-    hostengine(cli, world, directory)
-
-
-def hostengine_and_pending(cli: Cli, world: World, directory: Path) -> None:
-    mig_pending(cli, world, directory)
-    hostengine(cli, world, directory)
 
 
 def hostengine_in_instance(cli: Cli, world: World, _: Path) -> None:
@@ -259,62 +183,87 @@ def exclusive_left(cli: Cli, world: World, _: Path) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
 
 
-def fault(kind: str, value: str | None = None) -> Arrange:
-    return lambda cli, world, _: world.fault(kind, value)
-
-
-def dead_daemon(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
+def dead_daemon(_: Cli, world: World, __: Path) -> None:
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
 
 
-FAULTS: dict[str, tuple[Arrange, set[str]]] = {
-    "no library": (fault("no-nvml"), {"nvml.library"}),
-    "no driver": (fault("no-driver"), {"driver.loaded"}),
-    "a daemon without a driver": (daemon_without_driver, {"driver.loaded"}),
-    "library and driver differ": (fault("mismatch"), {"driver.mismatch"}),
-    "not permitted": (fault("no-permission"), {"nvml.answers"}),
-    "lost GPU": (fault("lost"), {"gpu.answers", "smi.program"}),
-    "no nvidia-smi": (fault("missing", "nvidia-smi"), {"smi.program"}),
-    "hanging nvidia-smi": (fault("hang", "nvidia-smi"), {"smi.program"}),
-    "persistence off": (fault("persistence-off"), {"gpu.persistence"}),
-    "exclusive left over": (exclusive_left, {"gpu.compute_mode"}),
-    "Xid 79": (fault("xid", "79"), {"gpu.xid"}),
-    "no MPS programs": (fault("missing", "nvidia-cuda-mps-control"), {"mps.control", "mps.server"}),
-    "MPS programs of another driver": (fault("mps-version", "13020"), {"mps.version"}),
-    "dead daemon": (dead_daemon, {"mps.stale"}),
-    "daemon of somebody else": (foreign, {"mps.foreign"}),
-    "daemon at the default path": (default_path, {"mps.default_path"}),
-    "dead daemon at the default path": (dead_default, {"mps.default_stale"}),
-    "two daemons": (two_daemons, {"mps.foreign", "mps.several"}),
-    "daemon without its device": (gone_device, {"mps.device"}),
-    "client of another user waits": (pending, {"mps.pending"}),
-    "program outside MPS": (outside, {"mps.outside"}),
-    "program that found no daemon": (no_daemon_there, {"mps.environment"}),
-    "memory limits dropped": (dropped, {"mps.limits_dropped"}),
-    "many connections": (many_connections, {"mps.connections"}),
-    "thread percentage ignored": (ignored_percentage, {"mps.foreign", "mps.threads_ignored"}),
-    "little shared memory": (fault("shm", str(64 << 20)), {"mps.shm"}),
-    "few descriptors": (few_descriptors, {"mps.descriptors"}),
-    "no SHM segment": (no_segment, {"mps.descriptors"}),
-    "open pipe directory": (open_directory, {"mps.directory"}),
-    "closed parent directory": (closed_parent, {"mps.reach"}),
-    "large log": (large_log, {"mps.log"}),
-    "MIG pending": (mig_pending, {"mig.pending"}),
-    "MIG without instances": (mig_empty, {"mig.empty"}),
-    "no compute instance": (bare, {"mig.bare"}),
-    "interrupted change": (interrupted, {"mig.interrupted"}),
-    "stale CDI": (stale_cdi, {"cdi.stale"}),
-    "name means another size": (another_size, {"mig.name"}),
-    "name without MIG": (name_of_nothing, {"mig.name"}),
-    "grant open again": (open_grant, {"mig.grant"}),
-    "DCGM": (hostengine_beside_mig, {"mig.holders"}),
-    "DCGM before a reset": (hostengine_and_pending, {"mig.holders", "mig.pending"}),
-    "DCGM in an instance": (hostengine_in_instance, {"mig.holders"}),
-    "environment of a gone instance": (shell_of_a_gone_instance, {"mig.environment"}),
-    "environment of a gone GPU": (shell_of_another_gpu, {"gpu.environment"}),
-    "blind": (fault("blind"), {"pid.namespace"}),
+HOSTENGINE = "sim add --holder --name nv-hostengine"
+# What is found, and the steps to it.
+FAULTS: dict[str, tuple[Any, ...]] = {
+    "no library": ({"nvml.library"}, "sim fault no-nvml"),
+    "no driver": ({"driver.loaded"}, "sim fault no-driver"),
+    "a daemon without a driver": ({"driver.loaded"}, "mps start", "sim fault no-driver"),
+    "library and driver differ": ({"driver.mismatch"}, "sim fault mismatch"),
+    "not permitted": ({"nvml.answers"}, "sim fault no-permission"),
+    "lost GPU": ({"gpu.answers", "smi.program"}, "sim fault lost"),
+    "no nvidia-smi": ({"smi.program"}, "sim fault missing nvidia-smi"),
+    "hanging nvidia-smi": ({"smi.program"}, "sim fault hang nvidia-smi"),
+    "persistence off": ({"gpu.persistence"}, "sim fault persistence-off"),
+    "exclusive left over": ({"gpu.compute_mode"}, exclusive_left),
+    "Xid 79": ({"gpu.xid"}, "sim fault xid 79"),
+    "no MPS programs": ({"mps.control", "mps.server"}, "sim fault missing nvidia-cuda-mps-control"),
+    "MPS programs of another driver": ({"mps.version"}, "sim fault mps-version 13020"),
+    "dead daemon": ({"mps.stale"}, "mps start", dead_daemon),
+    "daemon of somebody else": ({"mps.foreign"}, foreign),
+    "daemon at the default path": (
+        {"mps.default_path"},
+        lambda cli, world, _: by_hand(world, "/tmp/nvidia-mps", "/var/log/nvidia-mps"),
+    ),
+    "dead daemon at the default path": ({"mps.default_stale"}, "doctor", dead_default),
+    "two daemons": ({"mps.foreign", "mps.several"}, "mps start", foreign),
+    "daemon without its device": ({"mps.device"}, gone_device),
+    "client of another user waits": ({"mps.pending"}, "mps start", client(), client(NOBODY)),
+    "program outside MPS": ({"mps.outside"}, "mps start", client(), "sim add --name stranger"),
+    "program that found no daemon": (
+        {"mps.environment"},
+        "doctor",
+        program(mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}),
+    ),
+    "memory limits dropped": (
+        {"mps.limits_dropped"},
+        "mps start --memory 8G",
+        client(CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=4G,1=4G"),
+    ),
+    "many connections": ({"mps.connections"}, "mps start", client(CUDA_DEVICE_MAX_CONNECTIONS="8")),
+    "thread percentage ignored": ({"mps.foreign", "mps.threads_ignored"}, ignored_percentage),
+    "little shared memory": ({"mps.shm"}, f"sim fault shm {64 << 20}"),
+    "few descriptors": ({"mps.descriptors"}, "mps start", "sim fault descriptors 256"),
+    "no SHM segment": ({"mps.descriptors"}, "mps start", no_segment),
+    "open pipe directory": ({"mps.directory"}, "mps start", open_directory),
+    # A daemon of another user lets in only that one.
+    "closed parent directory": ({"mps.reach"}, "sim fault user root", "mps start", closed_parent),
+    "large log": ({"mps.log"}, "mps start", large_log),
+    "MIG pending": ({"mig.pending"}, mig_pending),
+    "MIG without instances": ({"mig.empty"}, "mig enable -g 0 -y"),
+    "no compute instance": ({"mig.bare"}, mig("1g.18gb:0"), bare),
+    "interrupted change": ({"mig.interrupted"}, interrupted),
+    "stale CDI": ({"cdi.stale"}, mig("1g.18gb:0"), "sim cdi", mig("2g.35gb:0")),
+    "name means another size": ({"mig.name"}, mig("1g.18gb:0"), name("3g.71gb")),
+    "name without MIG": ({"mig.name"}, "doctor", name("3g.71gb")),
+    "grant open again": ({"mig.grant"}, mig("3g.71gb:0"), name("3g.71gb", NOBODY)),
+    "DCGM": ({"mig.holders"}, mig("1g.18gb:0"), HOSTENGINE),
+    "DCGM before a reset": ({"mig.holders", "mig.pending"}, mig_pending, HOSTENGINE),
+    "DCGM in an instance": ({"mig.holders"}, hostengine_in_instance),
+    "environment of a gone instance": ({"mig.environment"}, shell_of_a_gone_instance),
+    "environment of a gone GPU": ({"gpu.environment"}, shell_of_another_gpu),
+    "blind": ({"pid.namespace"}, "sim fault blind"),
 }
+
+
+@pytest.fixture
+def arrange(cli: Cli, world: World, sim_dir: Path) -> Callable[[str], set[str]]:
+    """Return what brings a fault about, and returns what is found then."""
+
+    def arranged(case: str) -> set[str]:
+        expected, *steps = FAULTS[case]
+        for step in steps:
+            if isinstance(step, str):
+                cli(*step.split()).ok()
+            else:
+                step(cli, world, sim_dir)
+        return expected
+
+    return arranged
 
 
 @pytest.mark.parametrize(
@@ -357,11 +306,10 @@ def test_no_remedy_has_an_invented_figure(cli: Cli, world: World) -> None:
 
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_fault_is_found_and_nothing_else(
-    cli: Cli, world: World, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    cli: Cli, arrange: Callable[[str], set[str]], monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.setattr(ComputePolicy.read, "__defaults__", (0.1,))
-    arrange, expected = FAULTS[case]
-    arrange(cli, world, sim_dir)
+    expected = arrange(case)
     assert set(findings(cli)) == expected
 
 
@@ -388,7 +336,7 @@ def plain(cli: Cli, world: World) -> None:
 
 def watched(cli: Cli, world: World) -> None:
     # DCGM runs on most machines of a data centre; with MIG off it is in nobody's way.
-    cli("sim", "add", "--holder", "--name", "nv-hostengine").ok()
+    cli(*HOSTENGINE.split()).ok()
     check = finding(cli, "mig.holders")
     assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
 
@@ -431,17 +379,9 @@ def test_healthy_drivers(cli: Cli, world: World, driver: str) -> None:
     assert (check["verdict"], "before driver 580" in check["seen"]) == ("pass", driver < "580")
 
 
-@pytest.mark.parametrize(
-    ("arrange", "identifier"),
-    [
-        (open_directory, "mps.directory"),
-        (closed_parent, "mps.reach"),
-        (dead_daemon, "mps.stale"),
-        (open_grant, "mig.grant"),
-    ],
-)
-def test_the_remedy_mends_it(cli: Cli, world: World, sim_dir: Path, arrange: Arrange, identifier: str) -> None:
-    arrange(cli, world, sim_dir)
+@pytest.mark.parametrize("case", ["open pipe directory", "closed parent directory", "dead daemon", "grant open again"])
+def test_the_remedy_mends_it(cli: Cli, arrange: Callable[[str], set[str]], case: str) -> None:
+    (identifier,) = arrange(case)
     words = findings(cli)[identifier]["remedy"].removeprefix("sudo ").split()
     if words[0] == "chmod":
         path = Path(words[2])
@@ -459,8 +399,8 @@ def test_a_level_that_root_set_beside_a_daemon_is_told_and_is_no_fault(cli: Cli)
     assert text in cli("doctor", "-v").ok().out
 
 
-def test_the_name_says_what_is_there_instead(cli: Cli, world: World, sim_dir: Path) -> None:
-    another_size(cli, world, sim_dir)
+def test_the_name_says_what_is_there_instead(cli: Cli, arrange: Callable[[str], set[str]]) -> None:
+    arrange("name means another size")
     checks = findings(cli)["mig.name"]
     assert checks["seen"] == "train means 3g.71gb:0 of GPU 0, and 1g.18gb:0 is there now"
     assert checks["gpu"] == 0
@@ -503,8 +443,8 @@ def test_a_line_in_the_log_lets_nobody_wait(cli: Cli, world: World) -> None:
     assert "mps.pending" not in findings(cli)
 
 
-def test_who_waits_is_named(cli: Cli, world: World, sim_dir: Path) -> None:
-    pending(cli, world, sim_dir)
+def test_who_waits_is_named(cli: Cli, world: World, arrange: Callable[[str], set[str]]) -> None:
+    arrange("client of another user waits")
     assert ": 1 client of nobody" in findings(cli)["mps.pending"]["seen"]
     # When the server's user has gone it comes in.
     for process in world.state.processes:
