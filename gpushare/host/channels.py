@@ -657,7 +657,8 @@ def _newest_client(files: KernelFiles) -> int | None:
 def _client_handles(newest: int | None) -> Iterator[int]:
     """Yield all client handles, newest first; from the lowest up if the newest is unknown."""
     for step in range(CLIENT_COUNT):
-        yield CLIENT_BASE + (step if newest is None else (newest - step) % CLIENT_COUNT)
+        number = step if newest is None else (newest - step) % CLIENT_COUNT
+        yield CLIENT_BASE + number
 
 
 def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, deadline: float) -> list[Group]:

@@ -202,8 +202,8 @@ def local_state_directory(uid: int) -> Path:
         return Path(explicit).absolute()
     if uid == 0:
         return SYSTEM_STATE_DIRECTORY
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else home_directory() / ".local" / "state") / "gpushare"
+    state = os.environ.get("XDG_STATE_HOME") or home_directory() / ".local" / "state"
+    return Path(state) / "gpushare"
 
 
 def home_directory() -> Path:

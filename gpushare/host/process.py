@@ -661,8 +661,8 @@ def processes_text(
 ) -> str:
     """Return processes in words: ``7 (train.py, user alice: python3 train.py)``, or ``7 (job resnet, user alice)``."""
     pids = sorted(set(pids))
-    words = [_process_text(processes, pid, (jobs or {}).get(pid)) for pid in pids[:most]]
-    return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
+    text = ", ".join(_process_text(processes, pid, (jobs or {}).get(pid)) for pid in pids[:most])
+    return f"{text} and {len(pids) - most} more" if len(pids) > most else text
 
 
 def _process_text(processes: Processes, pid: int, job: str | None) -> str:

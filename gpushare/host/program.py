@@ -92,6 +92,7 @@ class _Started:
     timeout: float
 
     def result(self) -> Completed:
+        """Wait for the program and return its result; it is killed at its deadline, and if it prints too much."""
         try:
             self._wait()
         except GpushareError:

@@ -87,7 +87,8 @@ def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str
 
     ``at`` is its path, ``name`` its name in an open directory. With ``strangers`` no link of another user is followed.
     """
-    stated, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
+    stated = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    above = os.fstat(directory)
     if not stat.S_ISLNK(stated.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
     if stated.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):

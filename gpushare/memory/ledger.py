@@ -45,6 +45,7 @@ _MOST_ADDED: Final = 6
 # How long a job that has just come waits for those that are entering the ledger, as one of them may be before it; and one
 # that takes a place for another one that takes it.
 _CHOOSING_SECONDS: Final = 0.5
+_CHOOSING_POLL_SECONDS: Final = 0.002
 # How long a job with a time takes besides, to start and to end.
 TIME_MARGIN_SECONDS: Final = 15.0
 # Further waiting jobs of one user are not in the line yet.
@@ -605,18 +606,13 @@ class Place:
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
-        """Return the devices that this job may take now, by the line and free memory, best first; none: it waits."""
-        claims = all_claims(self._host, PREFIX)
-        # A claim that is entering may have come before this job: its ticket is waited for. To draw it takes microseconds, so
-        # who shows it later has not drawn it by then.
-        while (
-            self._before is None
-            and any(claim.ticket is None for claim in claims or ())
-            and time.monotonic() - self._entered < _CHOOSING_SECONDS
-        ):
-            time.sleep(0.002)
-            claims = all_claims(self._host, PREFIX)
-        jobs, own_id = self._jobs_to_count(claims), self.claim.path.name
+        """Return the devices that this job may take now, by the line and free memory, best first; none: it waits.
+
+        For the next time it notes who else can start, and which of several devices the job waits for.
+        """
+        claims = self._claims_with_tickets()
+        jobs = self._jobs_to_count(claims)
+        own_id = self.claim.path.name
         own_claim = next((claim for claim in claims or () if claim.path.name == own_id), None)
         if claims is None or jobs is None or own_claim is None:
             return ()
@@ -629,13 +625,7 @@ class Place:
         waiting = [
             _as_waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
-            if job.id == own_id
-            or (
-                job.waits
-                and self._patience.lets_go_first(job)
-                # It came before, or this job spares it.
-                and (job.id in self._before or _lets_production_first(self.request, os.geteuid(), job, job.claim.uid))
-            )
+            if job.id == own_id or (job.waits and self._goes_first(job))
         ]
         devices_by_job = _admitted(lines, waiting)
         self._patience.note_who_can_start(jobs, devices_by_job.keys() - {own_id})
@@ -646,6 +636,28 @@ class Place:
             # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
             free = tuple(best(free))
         return free[: self.request.count]
+
+    def _goes_first(self, job: Reservation) -> bool:
+        """Return whether a waiting job is before this one: it came before, or is production that this one lets first."""
+        came_before = job.id in (self._before or ())
+        is_before = came_before or _lets_production_first(self.request, os.geteuid(), job, job.claim.uid)
+        return is_before and self._patience.lets_go_first(job)
+
+    def _claims_with_tickets(self) -> list[Claim] | None:
+        """Return all claims; at the first look, wait until those that are entering the ledger have their tickets.
+
+        One of them may have come before this job. To draw a ticket takes microseconds, so who shows it later has not drawn
+        it by then.
+        """
+        claims = all_claims(self._host, PREFIX)
+        while (
+            self._before is None
+            and any(claim.ticket is None for claim in claims or ())
+            and time.monotonic() - self._entered < _CHOOSING_SECONDS
+        ):
+            time.sleep(_CHOOSING_POLL_SECONDS)
+            claims = all_claims(self._host, PREFIX)
+        return claims
 
     def _choose_devices_to_wait_for(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
         """Note the devices that a job of several waits for, once it is first: the others are free for later jobs.
@@ -690,7 +702,7 @@ class Place:
                 return True
             if time.monotonic() >= until:
                 return False
-            time.sleep(0.002)
+            time.sleep(_CHOOSING_POLL_SECONDS)
 
     def tell_limit(self, limit_bytes: int, above: str) -> None:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""

@@ -67,13 +67,10 @@ class MemoryBudget:
         total = next(iter(totals))
         if len(totals) == 1 and total is not None:
             return int(total * (self.percent or 0) / 100) // MIB * MIB
-        raise BadUsage(
-            f"the driver does not report the memory size of {devices[0].title}"
-            if None in totals
-            else f"--memory {self.percent:g}% differs between {', '.join(device.title for device in devices)}",
-            "give a size: --memory 20G; or name one GPU: -g 0",
-            code="bad_size",
-        )
+        message = f"--memory {self.percent:g}% differs between {', '.join(device.title for device in devices)}"
+        if None in totals:
+            message = f"the driver does not report the memory size of {devices[0].title}"
+        raise BadUsage(message, "give a size: --memory 20G; or name one GPU: -g 0", code="bad_size")
 
 
 def parse_budget(memory: str, over: str | None) -> MemoryBudget:
@@ -188,9 +185,11 @@ class JobMemory(Part):
         if self.away() and not self._processes():
             self._due = now + LOOK_SECONDS
             return False
-        # A peak of a long job may be looked for less often.
-        spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
-        self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
+        spacing = LOOK_SECONDS
+        if self.limit_bytes is None:
+            # Only the peak is of interest, and in a long job a look for it may be later.
+            spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
+        self._due = now + spacing
         processes = self._processes()
         self._tell_unknown(processes, now)
         if processes is None:

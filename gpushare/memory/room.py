@@ -398,7 +398,8 @@ def outlook(
         text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(texts))}"
     else:
         text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), limits.get(uid), unusable)}"
-        text += f"; {unreadable}" if unreadable else ""
+        if unreadable:
+            text += f"; {unreadable}"
     return RoomAnswer(
         starts_now=bool(lines_taken),
         gpus=tuple(line.device.gpu.index for line in lines_taken),

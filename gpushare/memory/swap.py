@@ -161,7 +161,8 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     records = swaps(host)
     if not records:
         return None
-    family, info = set(host.processes.descendants(pid)), host.processes.describe(pid)
+    family = set(host.processes.descendants(pid))
+    info = host.processes.describe(pid)
     uid = None if info is None else info.uid
     # A user's record counts only for that user's programs.
     candidates = [
@@ -541,7 +542,8 @@ def come_in(host: Host, swap: Swap) -> Swap:
             f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
             code="no_room",
         )
-    earlier_record, returning = SWAPS.read(swap.path), replace(swap, state=RETURNING)
+    earlier_record = SWAPS.read(swap.path)
+    returning = replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
         SWAPS.write(returning)
@@ -729,7 +731,7 @@ def has_room(host: Host, swap: Swap, size: int) -> bool | None:
         if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
             free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
             alone = gpu.processes is not None and {process.pid for process in gpu.processes} <= images
-            return size + (0 if alone else GPU_MARGIN_BYTES) <= free
+            return size <= (free if alone else free - GPU_MARGIN_BYTES)
     return None
 
 
