@@ -1211,8 +1211,11 @@ class ChannelControl:
     """
 
     def __init__(self, ask: Ask | None = None) -> None:
-        self._caller = Caller() if ask is None else None
-        self._ask: Ask = self._caller.ask if self._caller is not None else ask  # type: ignore[assignment]
+        self._caller: Caller | None = None
+        if ask is None:
+            self._caller = Caller()
+            ask = self._caller.ask
+        self._ask = ask
 
     def __enter__(self) -> ChannelControl:
         return self

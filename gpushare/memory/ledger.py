@@ -178,10 +178,10 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
 
 
 def _processes_off_gpu(host: Host, jobs: Sequence[Reservation]) -> set[tuple[int, int | None]]:
-    """Return the processes of swapped-out and lost jobs, by PID, as they are in the claims of jobs.
+    """Return the PIDs by which the claims of swapped-out and lost jobs are recognized, each with the user of these claims.
 
-    Each with the user whose claims alone may be taken for swapped out by that (None: all): to root, the record of a user is
-    about the claims of that user.
+    The user is None in what this user or root has written down: it counts for the claims of all users. To root, what another
+    user has written down counts for that user's claims only.
     """
     if not has_records(host, "swap"):
         return set()

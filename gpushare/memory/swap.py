@@ -508,7 +508,7 @@ def _forget(swap: Swap) -> None:
 
 
 def write_if_living(host: Host, swap: Swap) -> None:
-    """Write a record; if the job has ended meanwhile, remove it, because whoever ended it has looked before."""
+    """Write a record; if the job has ended meanwhile, remove it: whoever ended it looked for a record before this one."""
     SWAPS.write(swap)
     if not swap.living(host):
         _forget(swap)
