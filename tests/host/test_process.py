@@ -68,7 +68,6 @@ def test_this_process_is_described() -> None:
 @pytest.mark.needs_root
 def test_a_program_with_the_rights_of_another_user_has_its_own_name_and_their_id(start: Start) -> None:
     child = start(sys.executable, "-c", "import os; os.setresuid(1, 2, 2); print(flush=True); input()")
-    assert child.stdout is not None
     child.stdout.readline()
     info = described(child.pid)
     assert (info.uid, info.user) == (2, user_name(1))

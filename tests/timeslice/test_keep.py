@@ -473,7 +473,6 @@ def test_what_the_next_keep_cannot_put_back_is_tried_at_its_end(
         assert [event.kind for event in desk.keeper.undo()] == ["skipped"]
     assert desk.keeper.left == [pid]
     record = keep_record(desk.host)
-    assert record is not None
     assert [kept.pid for kept in record.processes] == [pid]
     # Another process is set meanwhile, which writes the record anew.
     follower = new_desk("- {match: {command: '*serve*'}, slice: 1ms}\n")
