@@ -151,14 +151,6 @@ def test_mps_wins_for_a_job_that_needs_less_than_half() -> None:
     assert best_pick(RATE, judge(found), [pick]) == pick
 
 
-def test_nothing_differs_for_a_job_that_fills_the_gpu() -> None:
-    figures = {("alone", 1): [100, 101, 99.0], ("timeslice", 2): [50, 50.5, 49.5], ("mps", 2): [50.2, 49.8, 50.0]}
-    found = measured("queue,timeslice,mps", (2,), figures)
-    (pick,) = picks(found, judge(found))
-    assert pick.way == "queue"
-    assert {pick.fastest, *pick.no_difference} == {"queue", "timeslice", "mps"}
-
-
 def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() -> None:
     figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [40.0, 60.0, 44.0], ("mps", 2): [55.0, 70.0, 60.0]}
     found = measured("timeslice,mps", (2,), figures)

@@ -66,16 +66,6 @@ def test_differ_does_not_care_about_the_order(one: list[float], other: list[floa
     assert summary(one).differs_from(summary(other)) == summary(other).differs_from(summary(one))
 
 
-@given(SEVERAL)
-def test_nothing_differs_from_itself(values: list[float]) -> None:
-    assert summary(values).differs_from(summary(values)) is False
-
-
-def test_far_apart_differs_and_overlapping_does_not() -> None:
-    assert summary([100, 101, 99]).differs_from(summary([200, 201, 199])) is True
-    assert summary([100, 101, 99]).differs_from(summary([100.5, 102, 99])) is False
-
-
 @given(SEVERAL, SEVERAL)
 def test_a_ratio_turned_round_is_its_reciprocal(one: list[float], other: list[float]) -> None:
     forth, back = ratio(one, other), ratio(other, one)
@@ -85,14 +75,6 @@ def test_a_ratio_turned_round_is_its_reciprocal(one: list[float], other: list[fl
     assert forth.low * back.high == pytest.approx(1)
 
 
-@given(SEVERAL, st.floats(0.01, 100))
-def test_a_ratio_to_a_multiple_is_the_factor(values: list[float], factor: float) -> None:
-    found = ratio([value * factor for value in values], values)
-    assert found.value == pytest.approx(factor)
-    assert found.high is not None
-    assert found.low <= found.value <= found.high
-
-
 def test_no_ratio_of_nothing_or_of_zero() -> None:
     assert ratio([], [1.0]) is None
     assert ratio([0.0, 1.0], [1.0]) is None
@@ -100,12 +82,6 @@ def test_no_ratio_of_nothing_or_of_zero() -> None:
     assert (single.value, single.low) == (2.0, None)
     same = ratio([2.0, 2.0], [1.0, 1.0])
     assert (same.low, same.high) == (2.0, 2.0)
-
-
-@given(VALUES, st.floats(0, 100))
-def test_percentiles_are_between_the_ends(values: list[float], percent: float) -> None:
-    assert min(values) <= percentile(values, percent) * (1 + 1e-12)
-    assert percentile(values, percent) <= max(values) * (1 + 1e-12)
 
 
 def test_known_percentiles() -> None:
