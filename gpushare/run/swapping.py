@@ -365,14 +365,14 @@ class ForProduction(Policy):
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
     _free_since: float | None = None
-    # Samples of the free memory, since the job was swapped in or out.
+    # Seconds, and the memory that others have left free: with what this job has on the GPU.
     _seen: list[tuple[float, int]] = field(default_factory=list)
-    _is_out: bool = False
 
     def leaves(self, sample: Sample) -> bool:
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
-        self._note_free(sample, is_out=False)
+        # What this job takes or releases itself is no growth of production.
+        self._note_free(sample, sample.free_bytes + sample.held_bytes)
         if sample.production_needs:
             return True
         # Until this job has left, those that came later leave, and production may go on growing.
@@ -381,17 +381,13 @@ class ForProduction(Policy):
         # Jobs that all leave for production do not leave for each other.
         return sample.others_stay and free_then < self.margin_bytes
 
-    def _note_free(self, sample: Sample, *, is_out: bool) -> None:
-        """Note the free memory of this sample, for `_bytes_lost_per_second`."""
-        if is_out != self._is_out:
-            # Memory that the job itself released or took is not growth of production.
-            self._seen = []
-        self._is_out = is_out
+    def _note_free(self, sample: Sample, bytes_left_by_others: int) -> None:
+        """Note what others leave free, for `_bytes_lost_per_second`."""
         self._seen = [(at, free_bytes) for at, free_bytes in self._seen if sample.now - at <= _GROWTH_SECONDS]
-        self._seen.append((sample.now, sample.free_bytes))
+        self._seen.append((sample.now, bytes_left_by_others))
 
     def _bytes_lost_per_second(self) -> float:
-        """Return how fast the free memory shrinks now, in bytes per second.
+        """Return how fast the memory that others leave free shrinks now, in bytes per second.
 
         The largest step is left out: a program that starts takes much at once, and that is no growth.
         """
@@ -407,7 +403,7 @@ class ForProduction(Policy):
 
     def returns(self, sample: Sample) -> bool:
         """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
-        self._note_free(sample, is_out=True)
+        self._note_free(sample, sample.free_bytes)
         # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
         if sample.others_stay:

@@ -249,6 +249,17 @@ def test_a_program_that_starts_in_several_steps_is_no_growth() -> None:
     assert not any(policy.leaves(look(at * 0.5, free=int(size * GIB), held=8 * GIB)) for at, size in enumerate(sizes))
 
 
+def test_the_growth_of_the_job_itself_is_no_growth_of_production() -> None:
+    policy = ForProduction()
+    own = [0, 2, 4, 6, 8, 8, 8, 8]
+    others = [0, 0, 0, 0, 0, 12, 12, 12]
+    looks = [
+        look(at * 0.5, free=(24 - held - other) * GIB, held=held * GIB)
+        for at, (held, other) in enumerate(zip(own, others, strict=True))
+    ]
+    assert not any(policy.leaves(each) for each in looks)
+
+
 def test_a_job_does_not_come_back_where_it_would_have_to_leave_at_once() -> None:
     policy = ForProduction()
     tight, wide = 31 * GIB, 33 * GIB
