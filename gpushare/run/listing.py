@@ -135,28 +135,23 @@ class _Present:
         """Return a job that has a record, by the process in it."""
         info = self._info(pid, processes)
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
+        job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
+        waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
         mps = record.mps or any(entry.process.mps for entry in processes)
-        state, since_seconds = self._state(pid, _age(info) if record.since is None else uptime() - record.since)
-        if state == RUNNING and (record.waits or _is_ended_for_production(record)):
-            state = WAITING
-        memory = _memory_held(processes)
-        if not processes and (not devices or devices[0].gpu.processes is None):
-            # Without a process on its GPU it holds none there; but here the processes are unknown.
-            memory = None
-        slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
+        # Without a process on its GPU it holds no memory there, unless the processes there are unknown.
+        is_unknown = not processes and (not devices or devices[0].gpu.processes is None)
         containers = (entry.process.container for entry in processes)
         return replace(
-            self._job(pid, info, devices, processes),
+            job,
             name=record.name,
-            state=state,
+            state=WAITING if waits else job.state,
             role=record.role,
             device_uuids=record.devices,
             way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
-            threads_percent=record.threads_percent or self._common_threads(processes),
-            slice_us=min(slices, default=self._slices.get(pid, record.slice_us)),
-            memory_used_bytes=memory,
+            threads_percent=record.threads_percent or job.threads_percent,
+            slice_us=self._slices.get(pid, record.slice_us) if job.slice_us is None else job.slice_us,
+            memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             memory_limit_bytes=self._memory_limit(record),
-            since_seconds=since_seconds,
             command=record.command or _program_of(info),
             container=next(filter(None, containers), None),
         )
@@ -168,23 +163,19 @@ class _Present:
         device = None if swap is None else self._devices.get(swap.gpu_uuid)
         if processes:
             device = processes[0].device
+        job = self._job(pid, info, [] if device is None else [device], processes, _age(info))
         mps = any(entry.process.mps for entry in processes) or (info is not None and is_server(info.name))
-        state, since_seconds = self._state(pid, _age(info))
         names = [_name(record.name) for record in (swap, self._paused.get(pid)) if record is not None]
-        slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
         clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
+        # Swapped out, it holds no memory; paused without a process on a GPU, that is unknown.
+        is_unknown = swap is None and not processes
         return replace(
-            self._job(pid, info, [] if device is None else [device], processes),
+            job,
             name=next(filter(None, names), None),
-            state=state,
             device_uuids=() if device is None else (device.uuid,),
             way=None if device is None else _way(mps=mps, mig=device.mig is not None),
-            threads_percent=self._common_threads(processes),
-            slice_us=min(slices, default=None),
-            # Swapped out, it holds none.
-            memory_used_bytes=None if swap is None and not processes else _memory_held(processes),
+            memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             memory_limit_bytes=clients[0].memory_limit_bytes if len(clients) == 1 else None,
-            since_seconds=since_seconds,
             command=None if info is None else _command_text(info.command_line or ()) or info.name,
             container=None if info is None else info.container,
         )
@@ -200,22 +191,29 @@ class _Present:
         info: ProcessInfo | GpuProcess | None,
         devices: Sequence[Device],
         processes: Sequence[_OnGpu],
+        running_seconds: float | None,
     ) -> ListedJob:
         """Return what is listed of a job with or without a record."""
         swap = self._swaps.get(pid)
         mig = devices[0].mig if devices else None
+        state, since_seconds = self._state(pid, running_seconds)
+        slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
         return ListedJob(
             name=None,
             pid=pid,
-            state=RUNNING,
+            state=state,
             user=None if info is None else info.user,
             role=None,
             device=titles(devices) if devices else None,
             gpu_indexes=tuple(sorted({entry.gpu for entry in processes} | {each.gpu.index for each in devices})),
             mig_profile=None if mig is None else mig.profile,
             mig_name=None if mig is None else mig.name,
+            threads_percent=self._common_threads(processes),
+            slice_us=min(slices, default=None),
+            memory_used_bytes=_memory_held(processes),
             swapped_bytes=None if swap is None else swap.memory_bytes,
             sm_percent=_sm_percent(processes),
+            since_seconds=since_seconds,
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
 

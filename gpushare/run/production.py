@@ -157,7 +157,8 @@ class ProductionJob:
 
     def _set_process(self, pid: int, started: int) -> None:
         """Watch this process from now on."""
-        self.pid, self.started = pid, started
+        self.pid = pid
+        self.started = started
         self._activity = Activity(self._host, self._device, pid)
 
     def active(self) -> bool:
@@ -168,11 +169,7 @@ class ProductionJob:
         """Return whether it runs. If it was started again under its name, follow the new process."""
         if self._host.processes.identity(self.pid) == (self.pid, self.started):
             return True
-        return self.name is not None and self._follow_name(self.name)
-
-    def _follow_name(self, name: str) -> bool:
-        """Follow the process that has this name now; return whether there is one."""
-        record = find_record(self._host, name)
+        record = None if self.name is None else find_record(self._host, self.name)
         if record is None or self._device.uuid not in record.devices or not is_running(self._host, record):
             return False
         self._set_process(record.pid, record.started)
