@@ -234,7 +234,7 @@ def new_compute(
     """
     parts = []
     for slices in sorted(slices_of_each, reverse=True):
-        part = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
+        part = profile.compute_to_create(slices)
         if part is None:
             return None
         parts.append(part)

@@ -62,12 +62,10 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
         notes.append(f"GPU {gpu.index}: its compute mode becomes default, the only one with MIG")
     if enable and bare:
         notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
-    if enable:
-        notes.append(
-            f"GPU {gpu.index}: MIG and its instances are lost at a reboot or when the driver is reloaded"
-            if resetless
-            else f"GPU {gpu.index}: MIG stays on after a reboot, its instances are lost"
-        )
+    if enable and resetless:
+        notes.append(f"GPU {gpu.index}: MIG and its instances are lost at a reboot or when the driver is reloaded")
+    elif enable:
+        notes.append(f"GPU {gpu.index}: MIG stays on after a reboot, its instances are lost")
     if not resetless:
         notes.append(f"GPU {gpu.index}: switching its MIG mode resets it")
     if host.nvml.persistence(gpu.index) is False:
@@ -230,7 +228,7 @@ class Eviction:
         self.begun = False
 
     def step(self) -> Step:
-        """Return the step that ends them; it cannot be undone."""
+        """Return the step that ends the processes; it cannot be undone. Raises InUse if one must not be ended."""
         self._check_evictable()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
@@ -431,7 +429,8 @@ def plan_change(
     for change in changes:
         if not change.changes:
             continue
-        gpu, evicted = change.gpu, evicted_on[change.gpu.index]
+        gpu = change.gpu
+        evicted = evicted_on[gpu.index]
         if change.enable is not None:
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending_on[gpu.index])
@@ -543,6 +542,7 @@ class _InstanceWork:
         try:
             made = perform(changes, call, self._made)
         except GpushareError as error:
+            # One that cannot be read back may exist.
             if error.code != NOT_READ_BACK:
                 self._ledger.refused()
             raise

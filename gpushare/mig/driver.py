@@ -123,7 +123,7 @@ class MigReader:
         )
 
     def _instances(self, gpu: Gpu, profiles: tuple[Profile, ...]) -> Iterator[GpuInstance]:
-        listing = partial(_gpu_instances, handle=self._nvml.handle(gpu.index))
+        listing = partial(_list_gpu_instances, handle=self._nvml.handle(gpu.index))
         for profile, handle in self._handles_by_profile(gpu, "GPU instances", profiles, listing):
             yield self._read_instance(gpu, profile, handle)
 
@@ -175,7 +175,7 @@ class MigReader:
     ) -> Iterator[ComputeInstance]:
         """Yield the compute instances of a GPU instance with their UUIDs and processes."""
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
-        listing = partial(_compute_instances, handle=handle)
+        listing = partial(_list_compute_instances, handle=handle)
         for profile, instance in self._handles_by_profile(
             gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing
         ):
@@ -252,11 +252,11 @@ def _list_handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room
     return list(rows[: count.value])
 
 
-def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
+def _list_gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
     return _list_handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
 
 
-def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
+def _list_compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
     return _list_handles(
         nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room
     )
@@ -400,7 +400,8 @@ class MigChanges:
 
         def read(nvml: Any, device: Any) -> list[int]:
             return [
-                int(nvml.nvmlGpuInstanceGetInfo(instance).id) for instance in _gpu_instances(nvml, device, profile_id)
+                int(nvml.nvmlGpuInstanceGetInfo(instance).id)
+                for instance in _list_gpu_instances(nvml, device, profile_id)
             ]
 
         return self._ids_or_none(index, read)
@@ -411,7 +412,7 @@ class MigChanges:
         def read(nvml: Any, device: Any) -> list[int]:
             instance = nvml.nvmlDeviceGetGpuInstanceById(device, gpu_instance)
             profile = _compute_profile_id(nvml, instance, slices)
-            instances = [] if profile is None else _compute_instances(nvml, instance, profile)
+            instances = [] if profile is None else _list_compute_instances(nvml, instance, profile)
             return [int(_compute_info(nvml, part).id) for part in instances]
 
         return self._ids_or_none(index, read)

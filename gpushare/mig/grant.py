@@ -197,11 +197,14 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
 
 def _access_of(users: Sequence[str], capability: Capability) -> NodeAccess:
     """Return the access of a node that these users alone may use; without users, the driver's own."""
-    ids = sorted({uid for uid in map(_user_id_or_none, users) if uid is not None})
     if not users:
         return NodeAccess(mode=capability.mode)
-    # One user needs no access control list, which not every file system of /dev supports.
-    return NodeAccess(owner=ids[0], mode=_CLOSED) if len(ids) == 1 else NodeAccess(mode=_CLOSED, users=tuple(ids))
+    # A user who was removed from the machine has no id.
+    ids = sorted({uid for uid in map(_user_id_or_none, users) if uid is not None})
+    if len(ids) == 1:
+        # One user needs no access control list, which not every file system of /dev supports.
+        return NodeAccess(owner=ids[0], mode=_CLOSED)
+    return NodeAccess(mode=_CLOSED, users=tuple(ids))
 
 
 def _user_id_or_none(user: str) -> int | None:
@@ -542,6 +545,7 @@ def names_step(
         """Bind each changed name to its instance of before, or forget it if it had none."""
         with names_changed(host) as names:
             for name, old in before.items():
+                # It was changed since.
                 if names.get(name) != wanted[name]:
                     continue
                 if old is None:

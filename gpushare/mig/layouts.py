@@ -27,7 +27,7 @@ def layouts_of(
     *,
     names: Mapping[str, NamedInstance] | None = None,
 ) -> list[Layout]:
-    """Return the layouts of GPUs (with their processes): from NVML, names, open files and leases.
+    """Return the layouts of GPUs (with their processes): from NVML, names, open files and claims.
 
     Our own MPS daemons without clients do not count as holders: a change stops them first.
 
@@ -35,12 +35,16 @@ def layouts_of(
     """
     reader = MigReader(host.nvml)
     names = names_of(host) if names is None else names
-    # A change leases the instances that it destroys: its own leases must not block its rollback.
     claims = claimed_instances(host)
-    leases = None if claims is None else {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
+    if claims is not None:
+        # A change claims the instances that it destroys: its own claims must not block its rollback.
+        claims = {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
     # In another PID namespace NVML lists no processes, so an empty list means unknown.
     blind = host.processes.namespace_is_host() is False
-    layouts, files, made = [], None, None
+    layouts = []
+    # Read once, if a GPU has instances.
+    files: OpenFiles | None = None
+    made: frozenset[Spot] | None = None
     for gpu in gpus:
         try:
             layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
@@ -52,25 +56,25 @@ def layouts_of(
         if layout.instances:
             files = files or open_device_files(host)
             made = made_by_gpushare(host) if made is None else made
-            facts = _HostFacts(host, gpu, names, leases, files, made)
+            facts = _HostFacts(host, gpu, names, claims, files, made)
             layout = replace(layout, instances=tuple(facts.with_facts(instance) for instance in layout.instances))
         layouts.append(layout)
     return layouts
 
 
 class _HostFacts:
-    """What other sources than NVML know of a GPU's instances: names, grants, leases, open files."""
+    """What other sources than NVML know of a GPU's instances: names, grants, claims, open files."""
 
     def __init__(
         self,
         host: Host,
         gpu: Gpu,
         names: Mapping[str, NamedInstance],
-        leases: Mapping[str, Holder] | None,
+        claims: Mapping[str, Holder] | None,
         files: OpenFiles,
         made: frozenset[Spot],
     ) -> None:
-        self._host, self._gpu, self._leases, self._made = host, gpu, leases, made
+        self._host, self._gpu, self._claims, self._made = host, gpu, claims, made
         self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
         self._held = instance_holders(host, gpu, files)
         self._idle = idle_daemon_pids(host, gpu)
@@ -88,17 +92,19 @@ class _HostFacts:
         )
 
     def _compute_with_facts(self, instance_id: int, compute: ComputeInstance) -> ComputeInstance:
-        lease = None if self._leases is None else self._leases.get(compute.uuid or "")
-        more = (*self._held.get((instance_id, compute.id), ()), *([] if lease is None else [lease]))
-        return replace(compute, holders=self._all_holders(compute.holders, more))
+        others = [*self._held.get((instance_id, compute.id), ())]
+        claim = (self._claims or {}).get(compute.uuid or "")
+        if claim is not None:
+            others.append(claim)
+        return replace(compute, holders=self._all_holders(compute.holders, others))
 
     def _all_holders(
-        self, listed: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
+        self, listed: tuple[GpuProcess | Holder, ...] | None, others: Sequence[Holder]
     ) -> tuple[GpuProcess | Holder, ...] | None:
         """Return the processes that NVML lists and other holders; None (unknown) if either is unknown."""
-        if listed is None or self._leases is None:
+        if listed is None or self._claims is None:
             return None
-        return tuple(self._with_name(holder) for holder in (*listed, *more) if holder.pid not in self._idle)
+        return tuple(self._with_name(holder) for holder in (*listed, *others) if holder.pid not in self._idle)
 
     def _with_name(self, holder: GpuProcess | Holder) -> GpuProcess | Holder:
         """Add name and user; NVML has only PIDs."""

@@ -224,7 +224,8 @@ class MigLedger:
             descriptor = os.open(self._directory / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except PermissionError:
             try:
-                record, owner = CHANGES.read(self._path), os.lstat(self._path).st_uid
+                record = CHANGES.read(self._path)
+                owner = os.lstat(self._path).st_uid
             except OSError:
                 return False
             return record is not None and lives(Identity(record.pid, record.started), owner)
@@ -267,16 +268,19 @@ class MigLedger:
 
     def not_restored(self) -> list[tuple[Path, ChangeRecord | None]]:
         """Return the changes that could not be undone, each with its file; None: it cannot be read."""
-        lost: list[tuple[Path, ChangeRecord | None]] = []
-        for path in sorted(self._directory.glob("not-restored-*.json")) if self._is_trusted() else ():
+        if not self._is_trusted():
+            return []
+        failed: list[tuple[Path, ChangeRecord | None]] = []
+        for path in sorted(self._directory.glob("not-restored-*.json")):
             try:
                 record = _read_change(path)
             except ValueError:
-                lost.append((path, None))
+                failed.append((path, None))
             else:
+                # Instances do not survive a reboot: a change of an earlier boot is none.
                 if record is not None:
-                    lost.append((path, record))
-        return lost
+                    failed.append((path, record))
+        return failed
 
     # -- writing, under the lock
 

@@ -136,9 +136,8 @@ def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
         except GpushareError as error:
             done.append(f"{record} was made for a job that has ended, and could not be destroyed: {error.message}")
             continue
-        done.append(
-            f"{record} was made for a job that has ended" + (f", and stays: {obstacle}" if obstacle else ": destroyed")
-        )
+        outcome = f", and stays: {obstacle}" if obstacle else ": destroyed"
+        done.append(f"{record} was made for a job that has ended{outcome}")
     # Those of an earlier boot, whose instances are gone.
     ON_DEMAND.sweep(host, lambda _: False)
     return tuple(done)

@@ -227,7 +227,8 @@ def _filters_of(value: Value) -> tuple[str, ...]:
 
 def _entry_of(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
     """Return an entry. Raises BadUsage if MIG is on without devices, or off with some."""
-    enabled, counts = fields["mig-enabled"], fields.get("mig-devices")
+    enabled = fields["mig-enabled"]
+    counts = fields.get("mig-devices")
     if enabled and counts is None:
         raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
     if counts and not enabled:
@@ -290,7 +291,8 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     document = whole_document(raw, "the file", shown)
     if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
         raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
-    configs, places = _FILE.read(document), {}
+    configs = _FILE.read(document)
+    places = {}
     if placements is not None:
         places = _SECOND.read(whole_document(placements, "the second document", shown))
     unknown = sorted(places.keys() - configs.keys())

@@ -448,13 +448,13 @@ def ends_only_allowed(gpu: int, change: InstanceChange, targets: Collection[Targ
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     """Return the plan of several GPUs, with its cost."""
-    costs = [cost_of(gone) for plan in plans for gone in plan.destroyed]
+    costs = [cost_of(removed) for plan in plans for removed in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
         created = sum(new.created for new in plan.created)
         costs.append(Cost(created=created, capacity_lost=capacity_lost(replace(layout, instances=plan.after))))
-    return MigPlan(
-        gpus=tuple(plans), cost=Cost(*(sum(field) for field in zip(*costs, strict=True))) if costs else Cost()
-    )
+    # Field by field.
+    total = Cost(*map(sum, zip(*costs, strict=True)))
+    return MigPlan(gpus=tuple(plans), cost=total)
 
 
 def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
@@ -543,14 +543,15 @@ def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
 
 def _reason_text(layout: Layout, wish: Wish) -> str:
     """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
-    asked = [profile for request in wish for profile in [resolve(request, layout.profiles)] * request.count]
+    asked: list[Profile] = []
+    for request in wish:
+        asked += [resolve(request, layout.profiles)] * request.count
     memory = sum(profile.size or 0 for profile in asked)
     compute = sum(profile.slices for profile in asked)
     if sum(profile.media for profile in asked) > 1:
         return ": a GPU has at most one with +me"
-    if any(profile.all_media for profile in asked) and not all(
-        profile.all_media or profile.no_media for profile in asked
-    ):
+    may_be_next_to_all_media = all(profile.all_media or profile.no_media for profile in asked)
+    if any(profile.all_media for profile in asked) and not may_be_next_to_all_media:
         return ": with +me.all only -me profiles are possible"
     if memory > layout.axis:
         return f": they need {memory} memory slices, it has {layout.axis}"
@@ -614,14 +615,12 @@ def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tup
 
 def _words_for(changes: Sequence[tuple[int, InstanceChange]], *, option: str = "") -> str:
     """Return the words for these on a command line, each after ``option``; ``INSTANCE...`` if there are too many."""
-    words = [option + word for gpu, change in changes for word in _words_of_change(gpu, change)]
+    words = []
+    for gpu, change in changes:
+        # As `mig destroy` takes them: 0/3, or 0/3/1 for a part.
+        instance = f"{option}{gpu}/{change.instance.id}"
+        words += [instance] if change.whole else [f"{instance}/{part.id}" for part in change.compute]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
-
-
-def _words_of_change(gpu: int, change: InstanceChange) -> list[str]:
-    """Return the ids of what changes, as ``mig destroy`` takes them: ``0/3``, or ``0/3/1`` for a part."""
-    instance = f"{gpu}/{change.instance.id}"
-    return [instance] if change.whole else [f"{instance}/{part.id}" for part in change.compute]
 
 
 def _title_of(gpu: int, change: InstanceChange) -> str:
@@ -630,14 +629,10 @@ def _title_of(gpu: int, change: InstanceChange) -> str:
     name = "" if owner.name is None else f" '{owner.name}'"
     ids = ", ".join(str(compute.id) for compute in change.compute)
     part = "" if change.whole else f", compute instance{'s' if len(change.compute) > 1 else ''} {ids}"
-    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {occupants_text(change)})"
-
-
-def occupants_text(change: InstanceChange) -> str:
-    """Return in words who is in what would be destroyed."""
-    if None in (change.instance.holders, *(part.holders for part in change.compute)):
-        return "busy, by whom is unknown"
-    return f"busy: {holders_text(change.known_holders)}" if change.known_holders else "idle"
+    occupants = f"busy: {holders_text(change.known_holders)}" if change.known_holders else "idle"
+    if None in (owner.holders, *(compute.holders for compute in change.compute)):
+        occupants = "busy, by whom is unknown"
+    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {occupants})"
 
 
 def holders_text(holders: Sequence[GpuProcess | Holder] | None) -> str:
@@ -740,7 +735,11 @@ class _Offer:
 
 
 def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
-    """Return what each kind of board can serve of a wish. Raises GpushareError: no board can serve one of its requests."""
+    """Return what each kind of board can serve of a wish.
+
+    Raises:
+        GpushareError: no board can serve one of the requests; the error of the first board says why.
+    """
     offers: dict[Board, _Offer] = {}
     errors: dict[int, GpushareError] = {}
     for layout in layouts:

@@ -160,6 +160,10 @@ class Profile:
         """Return the compute instance profile of a size, or None."""
         return next((profile for profile in self.compute if profile.slices == slices), None)
 
+    def compute_to_create(self, slices: int) -> ComputeProfile | None:
+        """Return the compute instance profile of a size, or None; one that fills the GPU instance need not be listed."""
+        return self.whole if slices == self.slices else self.compute_of(slices)
+
 
 def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> tuple[ComputeProfile, ...]:
     """Return the compute instance profiles of a GPU instance of a size, as NVIDIA publishes them.

@@ -270,12 +270,15 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
     """
     change = ledger.begun()
     done = [] if change is None else _finish_or_undo(host, ledger, change)
-    for path, lost in ledger.not_restored():
-        if lost is None or (missing(host, lost) and not retry):
+    for path, failed in ledger.not_restored():
+        if failed is None:
+            continue
+        still_missing = missing(host, failed)
+        if still_missing and not retry:
             continue
         try:
-            change = _with_current_indexes(host, lost)
-            if missing(host, lost):
+            change = _with_current_indexes(host, failed)
+            if still_missing:
                 others = _undo_change(host, change)
                 done += [f"'{change.title}', which had failed, is now undone", *map(_left_alone_text, others)]
             _forget_lost_names(host, change)
@@ -283,7 +286,7 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
             # `not_restored` still reports it.
             continue
         done += _restore_access(host, change)
-        # Otherwise it would be reported again after a later change.
+        # It is restored, now or by the user. If the file stayed, a later change would be reported as what was lost.
         ledger.drop(path)
     return tuple(done)
 

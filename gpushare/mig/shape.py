@@ -56,7 +56,7 @@ class InstanceShape(NamedTuple):
 
     @property
     def title(self) -> str:
-        return str(self) + (f" '{self.name}'" if self.name else "")
+        return f"{self} '{self.name}'" if self.name else str(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ def _offered_parts(profile: Profile, parts: Sequence[ComputeShape], lost: list[s
     """Return the compute instances to create that a profile still offers; ``lost`` gets the others, in words."""
     offers = []
     for part in sorted(parts, key=lambda part: part.rank):
-        offered = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)
+        offered = profile.compute_to_create(part.slices)
         if offered is None or offered.id is None:
             lost.append(f"{part.slices}c.{profile.name} is no longer offered")
         else:

@@ -156,7 +156,8 @@ class DeviceCount:
     def __str__(self) -> str:
         place = "" if self.start is None else f":{self.start}"
         count = f"*{self.count}" if self.count > 1 else ""
-        return f"{self.profile}{place}{count}" + ("" if self.mig_device else " (no compute instance)")
+        note = "" if self.mig_device else " (no compute instance)"
+        return f"{self.profile}{place}{count}{note}"
 
 
 @dataclass(frozen=True, kw_only=True)

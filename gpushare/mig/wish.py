@@ -173,11 +173,10 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
         BadUsage: several profiles have the size, or the profile has no such placement.
         NotSupported: the GPU does not have it, or its placements are unknown.
     """
-    profile = (
-        smallest_for_need(request.profile, profiles)
-        if isinstance(request.profile, Need)
-        else find_profile(request.profile, profiles)
-    )
+    if isinstance(request.profile, Need):
+        profile = smallest_for_need(request.profile, profiles)
+    else:
+        profile = find_profile(request.profile, profiles)
     if profile.placements is None:
         raise NotSupported(
             f"the placements of {profile.name} are not known",

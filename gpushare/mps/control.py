@@ -125,7 +125,10 @@ def strange_reply_error(what: str) -> OperationFailed:
 def parse_memory(text: str) -> int | None:
     """Return a printed memory limit in bytes (``10G``, ``512M``), or None when none is set."""
     match = _MEMORY.match(text.strip())
-    return int(match.group(1)) * (GIB if match.group(2) == "G" else MIB) if match else None
+    if match is None:
+        return None
+    unit = GIB if match.group(2) == "G" else MIB
+    return int(match.group(1)) * unit
 
 
 def parse_percentage(text: str) -> float | None:
@@ -242,6 +245,7 @@ def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
     ``least`` is the minimum number of lines that the commands before it print.
     """
     lines = text.splitlines()
+    # The answer is a percentage with a point: 100.0.
     if len(lines) <= least or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
         return text, False
     return "".join(f"{line}\n" for line in lines[:-1]), True
@@ -401,7 +405,8 @@ class MpsControl:
         self.ask(_set_memory_command(size_bytes, server))
         held = self.memory(server)
         if size_bytes is None:
-            self._check_limit_held("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
+            is_removed = parse_memory(held or "") == 0
+            self._check_limit_held("pinned memory limit", None if is_removed else held, None)
         # Both forms are right: floored to G, as 535 to 580 print, or exact.
         elif held != mps_memory_readback(size_bytes):
             self._check_limit_held("pinned memory limit", held, mps_memory(size_bytes))

@@ -111,13 +111,13 @@ class _Answer:
 
     def daemon(self) -> MpsDaemon:
         """Return the daemon with its limits, and with those servers and clients that may be its own."""
-        daemon, overview = self._item.daemon, self._overview
+        overview = self._overview
         held = self._exact_limit(overview.limits.memory_limit_bytes)
         if held is None:
             # A limit from the daemon's environment is in force, but not printed.
             held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
         return replace(
-            daemon,
+            self._item.daemon,
             threads_percent=overview.limits.threads_percent,
             memory_limit_bytes=held,
             priority=overview.limits.priority,

@@ -170,8 +170,9 @@ class DaemonHome:
                 "run as its owner, or as root: sudo gpushare ...",
                 code="directory_unwritable",
             ) from None
+        # It removes the leases of programs that have ended.
         self.live_leases()
-        for path in [*(self.leftovers() if sockets else ()), *self.directory.glob("terminated-*")]:
+        for path in self.leftovers() if sockets else ():
             with contextlib.suppress(OSError):
                 path.unlink()
 
@@ -329,7 +330,7 @@ _CLOSED_MODE: Final = 0o700
 
 
 def pipe_users(directory: Path) -> tuple[str, ...] | None:
-    """Return the users, besides the owner, who may enter a pipe directory; empty: all users; None: it does not exist."""
+    """Return the users who may enter a pipe directory (the owner, if no other may); empty: all; None: it does not exist."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
         if mode & 0o001:

@@ -157,12 +157,12 @@ class Limits:
     def back_from(self, change: Limits) -> Limits:
         """Return what takes a change back: of these limits, those that it names."""
         before = self.explicit
-        memory = change.memory_limit_bytes is not None or change.no_memory_limit
+        changes_memory = change.memory_limit_bytes is not None or change.no_memory_limit
         return Limits(
             threads_percent=None if change.threads_percent is None else before.threads_percent,
-            memory_limit_bytes=before.memory_limit_bytes if memory else None,
+            memory_limit_bytes=before.memory_limit_bytes if changes_memory else None,
             priority=None if change.priority is None else before.priority,
-            no_memory_limit=memory and before.no_memory_limit,
+            no_memory_limit=changes_memory and before.no_memory_limit,
         )
 
     @property

@@ -62,13 +62,14 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         )
     )
     back = record.limits.back_from(limits)
+    notes = []
+    if servers:
+        notes.append("running clients keep the limits that they started with; restart them to apply the new ones")
     return Plan(
         title=title,
         steps=tuple(steps),
         undo=shlex.join(["gpushare", "mps", "set", "-g", device.selector, *back.options()]),
-        notes=("running clients keep the limits that they started with; restart them to apply the new ones",)
-        if servers
-        else (),
+        notes=tuple(notes),
     )
 
 
@@ -96,8 +97,10 @@ class _AttachedClients:
     def after_change(self) -> tuple[AttachedClient, ...]:
         """Return these and those that attached during the change: they may have the old or the new limits."""
         with contextlib.suppress(GpushareError):
-            for client in self._control.clients() if self._seen or self._control.servers() else ():
-                self._seen.setdefault(client.pid, self._attached(client.pid, None))
+            # Only a server has clients.
+            if self._seen or self._control.servers():
+                for client in self._control.clients():
+                    self._seen.setdefault(client.pid, self._attached(client.pid, None))
         return tuple(self._seen.values())
 
     def _attached(self, pid: int, limits: Limits | None) -> AttachedClient:

@@ -395,16 +395,15 @@ def _start_notes(host: Host, device: Device, home: DaemonHome, daemons: Sequence
 
 def _start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:
     """Return the error for a daemon that did not start. Most of its failures print nothing."""
+    # By exit code.
     reasons = {
         244: ("it does not find libcuda.so.1", "install the driver's CUDA library (libcuda1); then: gpushare doctor"),
         100: ("CUDA sees no device (error 100)", "see: gpushare doctor"),
     }
     reason, hint = reasons.get(done.exit_code, (done.text, f"see its log: {shlex.quote(f'{home.log}/control.log')}"))
     if "already running" in done.text:
-        reason, hint = (
-            "another daemon holds this pipe directory",
-            f"see: gpushare mps status; fuser -v {shlex.quote(f'{home.pipe}/control_lock')}",
-        )
+        reason = "another daemon holds this pipe directory"
+        hint = f"see: gpushare mps status; fuser -v {shlex.quote(f'{home.pipe}/control_lock')}"
     return OperationFailed(
         f"the MPS daemon of {device.title} did not start: {reason or f'exit code {done.exit_code}, no text'}",
         hint,

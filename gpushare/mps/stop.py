@@ -425,8 +425,9 @@ class Stop:
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
-    """Return whether the last `gpushare run` ended the daemon while we waited."""
-    record, home = found.record, found.home
+    """Return whether the last `gpushare run` ended the daemon while we waited: it ends the one that it started itself."""
+    record = found.record
+    home = found.home
     if record is None or home is None or not record.transient or found.daemon.pid is None:
         return False
     return home.read() is None and not host.processes.alive(found.daemon.pid, record.started)

@@ -149,12 +149,11 @@ def test_any_record_is_read_or_refused(fields: dict[str, object]) -> None:
 
 def test_clearing_leaves_the_logs(home: DaemonHome) -> None:
     home.write(RECORD)
-    for path in (home.pipe / "control", home.pipe / "log", home.directory / "terminated-9", home.log / "control.log"):
+    for path in (home.pipe / "control", home.pipe / "log", home.log / "control.log"):
         path.write_text("")
     assert [path.name for path in home.leftovers()] == ["control", "log"]
     home.clear()
     assert home.leftovers() == []
-    assert not (home.directory / "terminated-9").exists()
     assert (home.log / "control.log").exists()
 
 
