@@ -153,18 +153,20 @@ class Board:
                     continue
                 for number in range(first if later == kind else 0, len(choices[later])):
                     start, mask = choices[later][number]
-                    if not arrangement.mask & mask:
-                        counts = list(arrangement.counts)
-                        counts[later] += 1
-                        larger = Arrangement(
-                            (*arrangement.places, (later, profile, start)),
-                            arrangement.mask | mask,
-                            tuple(sorted((*arrangement.members, profile))),
-                            tuple(counts),
-                        )
-                        yield from grown(larger, later, number + 1)
+                    if arrangement.mask & mask:
+                        continue
+                    counts = list(arrangement.counts)
+                    counts[later] += 1
+                    larger = Arrangement(
+                        places=(*arrangement.places, (later, profile, start)),
+                        mask=arrangement.mask | mask,
+                        members=tuple(sorted((*arrangement.members, profile))),
+                        counts=tuple(counts),
+                    )
+                    yield from grown(larger, later, number + 1)
 
-        yield from grown(Arrangement((), 0, (), (0,) * len(kinds)), 0, 0)
+        empty = Arrangement(places=(), mask=0, members=(), counts=(0,) * len(kinds))
+        yield from grown(empty, 0, 0)
 
 
 def _places_by_end(profile: Profile) -> tuple[tuple[int, int], ...]:

@@ -15,10 +15,13 @@ from gpushare.plan import Step
 
 
 def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
-    """Return a warning for each CDI specification that is wrong after a MIG change; other GPUs are read from the host."""
+    """Return a warning for each CDI specification that is wrong after a MIG change.
+
+    ``gpus_after`` are the changed GPUs as they are after it; the others are read from the host.
+    """
     notes = []
-    given = {gpu.index: gpu for gpu in gpus_after}
-    gpus = [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]
+    changed = {gpu.index: gpu for gpu in gpus_after}
+    gpus = [changed.get(gpu.index, gpu) for gpu in host.nvml.identities()]
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
     for spec in cdi.stale_specs(host, gpus):
         wrong = f"containers: the CDI specification {spec.path} {cdi.describe(spec)}"

@@ -354,7 +354,7 @@ class MigChanges:
     ) -> int:
         """Create a compute instance of a size and return its id, read back (``-cci ID[:START] -gi N``).
 
-        A driver without placements for compute instances chooses the place.
+        A driver without the call for placements of compute instances chooses the place.
         """
         handle = self._nvml.handle(index)
         gpu = str(index)
@@ -371,6 +371,7 @@ class MigChanges:
                 except nvml.NVMLError as error:
                     if error.value != FUNCTION_NOT_FOUND:
                         raise
+            # The driver chooses the place.
             return nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile)
 
         made = self._demand_change(create, gpu)

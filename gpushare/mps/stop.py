@@ -341,12 +341,13 @@ class Stop:
             NoPermission: it belongs to another user.
             OperationFailed: its process does not end.
         """
-        host, item = self._host, self._found
+        host = self._host
+        item = self._found
         title = f"stop the MPS daemon{self._place_text()}"
         # Before the lock: another user's home cannot be locked.
         _check_permission(host, item)
         _check_listener(host, item)
-        # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
+        # Also before the lock: a `gpushare run` needs the lock to end, and its program is a client that we wait for.
         carry_out(Plan(title=title, steps=tuple(self._waiting_steps())))
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
             if not _ended_by_its_last_run(host, item):
