@@ -243,13 +243,6 @@ def test_garbage_is_unknown() -> None:
     assert control(daemon).overview() == Overview(Limits(), (), ())
 
 
-@pytest.mark.parametrize(("force", "sent"), [(False, "quit"), (True, "quit -t 1")])
-def test_quitting(force: bool, sent: str) -> None:
-    daemon = Daemon()
-    control(daemon).quit(force=force)
-    assert daemon.asked == [sent]
-
-
 @pytest.mark.parametrize("driver", ["535.261.03", "550.163.01", "580.159.04", "595.99.02"])
 def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir: Path) -> None:
     host = mps.new(sim_dir, driver=driver)
