@@ -1009,24 +1009,17 @@ def answer(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
 def serve(channel: int) -> None:
     """Answer requests, one line of JSON each, on a socket. Ends when gpushare closes it."""
     files = KernelFiles()
-    pending = b""
-    while True:
-        chunk = os.read(channel, 1 << 16)
-        if not chunk:
-            return
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
+    with open(channel, "rb", closefd=False) as requests, open(channel, "wb", closefd=False) as answers:
+        for line in requests:
+            if not line.endswith(b"\n"):
+                # gpushare died while it wrote.
+                return
             try:
                 reply = answer(files, json.loads(line))
             except Exception as error:  # noqa: BLE001 - gpushare reports it
                 reply = {"refused": "internal", "text": f"{type(error).__name__}: {error}", "status": None}
-            _write_answer(channel, json.dumps(reply).encode() + b"\n")
-
-
-def _write_answer(channel: int, text: bytes) -> None:
-    """Write all of an answer to a socket."""
-    while text:
-        text = text[os.write(channel, text) :]
+            answers.write(json.dumps(reply).encode() + b"\n")
+            answers.flush()
 
 
 def _become_child(work: Callable[[int], None], channel: int) -> NoReturn:

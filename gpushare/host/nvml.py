@@ -556,24 +556,17 @@ class NvmlReader:
 
         None if the driver does not list them. NVML has no owners and command lines: the caller adds them.
         """
-        handle, gpu = self.handle(index), str(index)
-        merged = self._merged_lists(handle, gpu)
-        if merged is None:
-            return None
-        samples = self.work_samples(index, time.time() - _SAMPLE_WINDOW_SECONDS) if merged else []
-        newest: dict[int, int] | None = None
-        if samples is not None:
-            newest = {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
+        processes = self._listed_processes(self.handle(index), str(index))
+        # Without processes NVML need not be asked for their work.
+        if not processes:
+            return processes
+        samples = self.work_samples(index, time.time() - _SAMPLE_WINDOW_SECONDS)
+        if samples is None:
+            return processes
+        newest = {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
+        # Under MPS all work counts for the server's PID: a client's share is unknown.
         return tuple(
-            GpuProcess(
-                pid=pid,
-                gpu_instance_id=gpu_instance,
-                compute_instance_id=compute_instance,
-                # Under MPS all work counts for the server's PID: a client's share is unknown.
-                sm_percent=None if newest is None or entry.get("mps") else newest.get(pid, 0),
-                **entry,
-            )
-            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
+            process if process.mps else replace(process, sm_percent=newest.get(process.pid, 0)) for process in processes
         )
 
     def processes_in(self, mig: MigInstance, index: int) -> tuple[GpuProcess, ...] | None:
@@ -583,22 +576,14 @@ class NvmlReader:
         """
         try:
             handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(mig.uuid), str(index))
-            merged = None if handle is None else self._merged_lists(handle, str(index), mig)
+            return None if handle is None else self._listed_processes(handle, str(index), mig)
         except NotFound:
             return None
-        if merged is None:
-            return None
-        return tuple(
-            GpuProcess(pid=pid, gpu_instance_id=gpu_instance, compute_instance_id=compute_instance, **entry)
-            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
-        )
 
-    def _merged_lists(
-        self, handle: Any, gpu: str, mig: MigInstance | None = None
-    ) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
-        """Return the processes of a GPU, or of the MIG device ``mig``, by PID and instances, from all lists.
+    def _listed_processes(self, handle: Any, gpu: str, mig: MigInstance | None = None) -> tuple[GpuProcess, ...] | None:
+        """Return the processes of a GPU, or of the MIG device ``mig``, by PID: all lists merged, without SM %.
 
-        The values are fields of `GpuProcess`. None: there are no lists; of a MIG device, no list of compute processes.
+        None: there are no lists; of a MIG device, no list of compute processes.
         """
         lists = {
             kind: self._process_list(f"nvmlDeviceGet{name}RunningProcesses", handle, gpu)
@@ -617,7 +602,10 @@ class NvmlReader:
                 if entry["memory_used_bytes"] is None:
                     entry["memory_used_bytes"] = used
                 entry[kind] = True
-        return merged
+        return tuple(
+            GpuProcess(pid=pid, gpu_instance_id=gpu_instance, compute_instance_id=compute_instance, **entry)
+            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
+        )
 
     def _process_list(
         self, name: str, handle: Any, gpu: str
