@@ -79,24 +79,25 @@ def advise(situation: Situation) -> Advice:
     """Return the advice: which jobs on which GPU of the host, and in which way."""
     parts = place(situation)
     first = parts[0].situation
-    best, judged = parts[0].best, verdicts(first)
-    if best is not None and any(part.best is None for part in parts):
-        best = None
+    judged = verdicts(first)
+    everywhere = all(part.best is not None for part in parts)
+    best = parts[0].best if everywhere else None
     # Other answers are not tried in all ways of keeping workloads apart: neither is what they are compared with.
-    ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
+    present_ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
     changes = tuple(
         OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open)
         for question, answer, is_open, part in other_answers(situation)
-        if part.way not in ways
+        if part.way not in present_ways
     )
     confidence, why = _confidence(parts, best, judged, changes)
+    made = None
+    if best is not None:
+        made = join_recipes([recipe(part.situation, part.way) for part in parts if part.way is not None])
     return Advice(
         situation=first,
         best=best,
         verdicts=judged,
-        recipe=None
-        if best is None
-        else join_recipes([recipe(part.situation, part.way) for part in parts if part.way is not None]),
+        recipe=made,
         confidence=confidence,
         confidence_why=why,
         changes=changes,
@@ -114,8 +115,8 @@ def with_way(advice: Advice, way: Way, *, cap: float | None) -> Advice:
 
 # -- how certain it is -------------------------------------------------------------------------------
 
-# The ones that decide most often.
-_FIRST: Final = frozenset({"same user", "saturating"})
+# The titles of the questions that decide most often.
+_DECIDE_MOST: Final = frozenset({"same user", "saturating"})
 
 
 def _confidence(
@@ -137,12 +138,12 @@ def _confidence(
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
     titles = open_titles(changes)
-    missing = _not_given(situation) if best.way in {*CONCURRENT, *LEAVING} else []
-    numbers = f"not given: {', '.join(missing)}"
+    missing = _missing_numbers(situation) if best.way in {*CONCURRENT, *LEAVING} else []
+    missing_text = f"not given: {', '.join(missing)}" if missing else None
     if titles:
-        level = Confidence.LOW if _FIRST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
-        return level, open_text(titles) + (f"; {numbers}" if missing else "")
-    doubt = _doubt(situation, best) or (numbers if missing else None)
+        level = Confidence.LOW if _DECIDE_MOST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
+        return level, "; ".join(filter(None, [open_text(titles), missing_text]))
+    doubt = _doubt(situation, best) or missing_text
     if doubt is not None:
         return Confidence.MEDIUM, doubt
     possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
@@ -190,13 +191,18 @@ def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
     return None
 
 
-def _not_given(situation: Situation) -> list[str]:
+def _missing_numbers(situation: Situation) -> list[str]:
     """Return which numbers are missing to say whether all fit."""
-    missing = [] if situation.case.processes is not None else ["the number of processes"]
-    return missing if all(work.memory for work in situation.case.workloads) else [*missing, "the memory of a process"]
+    missing = []
+    if situation.case.processes is None:
+        missing.append("the number of processes")
+    if not all(work.memory for work in situation.case.workloads):
+        missing.append("the memory of a process")
+    return missing
 
 
-_GAPS: Final = {
+# For each row of the table that is about protection: the level that protects, and what it protects.
+_PROTECTED_AT: Final = {
     "error_isolation": ("full", "faults"),
     "memory_bandwidth_qos": ("partition", "memory bandwidth"),
     "memory_protection": ("quota", "memory use"),
@@ -204,14 +210,16 @@ _GAPS: Final = {
 }
 
 
-def _gaps(situation: Situation, way: Way) -> list[str]:
+def _unprotected(situation: Situation, way: Way) -> list[str]:
     """Return what the winner leaves unprotected, from the table."""
     if way.outer in {None, Way.STREAMS} or not situation.several:
         return []
-    table, driver, unprotected = situation.table, situation.host.driver, []
-    for row, (wanted_level, name) in _GAPS.items():
-        level = table.level(way.outer, row, driver, option=way.table_option if way is Way.MPS_STATIC else None)
-        if not table.at_least(row, level, wanted_level):
+    table = situation.table
+    option = way.table_option if way is Way.MPS_STATIC else None
+    unprotected = []
+    for row, (protecting_level, name) in _PROTECTED_AT.items():
+        level = table.level(way.outer, row, situation.host.driver, option=option)
+        if not table.at_least(row, level, protecting_level):
             unprotected.append(name)
     return unprotected
 
@@ -304,7 +312,10 @@ class AdviceAnswer:
 
 def advice_answer(advice: Advice) -> AdviceAnswer:
     """Return the JSON document of an advice."""
-    situation, best, made, gpus = advice.situation, advice.best, advice.recipe, advice.gpus
+    situation = advice.situation
+    best = advice.best
+    made = advice.recipe
+    gpus = advice.gpus
     names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.spread if gpu.name))
     title = situation.gpu.title if len(gpus) == 1 else f"GPUs {ranges(gpus)}"
     conditions = [] if best is None else [reason.text for reason in best.of(Kind.CONDITION)]
@@ -321,7 +332,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         confidence_why=advice.confidence_why,
         conditions=conditions,
         risks=[] if best is None else _risks(situation, best.way, made),
-        not_protected=[] if best is None else _gaps(situation, best.way),
+        not_protected=[] if best is None else _unprotected(situation, best.way),
         cost=None if best is None or best.way not in LEAVING else situation.leaving_cost(best.way),
         memory=_memory_answer(advice),
         commands=() if made is None else made.lines,
@@ -335,31 +346,37 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
 
 
 def _title_of(advice: Advice) -> str:
-    """Return the answer in words: of the whole GPU, whether each has its own or one runs at a time."""
+    """Return the answer in words; where GPUs are used in different ways, the way of each.
+
+    Of the whole GPU it says whether each job has its own, or how many run at a time.
+    """
     if advice.best is None:
         return "nothing fits"
-    answers = list(map(_place_answer, advice.parts))
-    kinds = {(each.way, part.situation.gpus_each) for each, part in zip(answers, advice.parts, strict=True)}
-    if len(kinds) > 1:
+    uses = {(part.way, part.situation.gpus_each) for part in advice.parts}
+    if len(uses) > 1:
+        answers = map(_place_answer, advice.parts)
         return "; ".join(
-            f"GPU{'' if len(each.gpus) == 1 else 's'} {ranges(each.gpus)}: {each.way_title}" for each in answers
+            f"GPU{'' if len(answer.gpus) == 1 else 's'} {ranges(answer.gpus)}: {answer.way_title}" for answer in answers
         )
     if advice.best.way is not Way.WHOLE:
         return advice.best.way.label
     processes = sum(part.situation.placed_processes for part in advice.parts)
-    places = sum(part.situation.places for part in advice.parts)
+    at_once = sum(part.situation.places for part in advice.parts)
     gpus = advice.situation.gpus_each
     if advice.situation.together:
         return "one process per GPU"
     if processes == 1:
         return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
-    if processes <= places:
+    if processes <= at_once:
         return "a GPU for each" if gpus == 1 else f"{gpus} GPUs for each"
-    return _at_once(advice.situation, places)
+    return _queue_text(advice.situation, at_once)
 
 
-def _at_once(situation: Situation, places: int) -> str:
-    """Return in words how many jobs of some GPUs each run at a time, where they do not all."""
+def _queue_text(situation: Situation, places: int) -> str:
+    """Return in words how many jobs run at a time where not all can have their GPUs at once.
+
+    ``places`` is how many can have their own; where memory alone decides, more of them may run on each GPU.
+    """
     gpus = situation.gpus_each
     most = situation.plain.most
     if situation.by_room and most != 1:
@@ -377,12 +394,15 @@ def _place_answer(part: Part) -> Place:
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
-        each, places = part.situation.gpus_each, part.situation.places
-        alike = len({work.gpus or 1 for work in case.workloads}) == 1
+        gpus_each = part.situation.gpus_each
+        places = part.situation.places
+        equal_sets = len({work.gpus or 1 for work in case.workloads}) == 1
         if case.processes <= places:
-            title = "the whole GPU" if each == 1 else f"{each} whole GPUs"
+            title = "the whole GPU" if gpus_each == 1 else f"{gpus_each} whole GPUs"
+        elif equal_sets:
+            title = _queue_text(part.situation, places)
         else:
-            title = _at_once(part.situation, places) if alike else "one at a time"
+            title = "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 
@@ -402,11 +422,11 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
             for number, text in enumerate(_why_nothing(advice))
         ]
     unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
-    first = [f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept]
+    reasons = [reason.text for reason in best.of(Kind.FOR)] or [_why_without_reason(advice, best)]
     return [
-        *first,
+        *(f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept),
         *_placement_sentences(advice),
-        *([reason.text for reason in best.of(Kind.FOR)] or [_why_left(advice, best)]),
+        *reasons,
         *_why_not_together(advice, best),
         *(f"condition: {text}" for text in conditions if text not in unkept),
     ]
@@ -432,7 +452,8 @@ def _sentences_of_part(part: Part, way_text: str) -> list[str]:
     if situation.gpus_each > 1:
         return [f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"]
     per_gpu, total = situation.case.processes, (situation.whole or situation.case).processes
-    if per_gpu is not None and total is not None and len(gpus) <= _FEW:
+    if per_gpu is not None and total is not None and len(gpus) <= _MOST_LISTED:
+        # An uneven rest is on the first GPUs.
         counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
         return [f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True)]
     if len(gpus) == 1:
@@ -441,11 +462,12 @@ def _sentences_of_part(part: Part, way_text: str) -> list[str]:
     return [f"{'at most ' if uneven else ''}{per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
 
 
-_FEW: Final = 4
+# Up to so many GPUs are listed one by one.
+_MOST_LISTED: Final = 4
 _SEVERAL: Final = 2
 
 
-def _ruled_out(advice: Advice, best: WayVerdict) -> bool:
+def _others_ruled_out(advice: Advice, best: WayVerdict) -> bool:
     """Return whether every other way of sharing at the same time is refused."""
     ways = [way for way in CONCURRENT if way is not Way.VGPU]
     return all(way is best.way or advice.of(way).outcome is Outcome.REFUSED for way in ways)
@@ -454,16 +476,16 @@ def _ruled_out(advice: Advice, best: WayVerdict) -> bool:
 def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
     """Return why not several run at the same time, where one at a time wins for want of another way."""
     waits = advice.situation.placed_processes > advice.situation.places
-    if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _ruled_out(advice, best):
+    if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
         return []
     return [
         f"not possible here: several at the same time ({text})" for text in _vetoes_of_nearest(advice, best.way)[:1]
     ]
 
 
-def _why_left(advice: Advice, best: WayVerdict) -> str:
-    """Return why a way wins that no rule prefers."""
-    if not _ruled_out(advice, best):
+def _why_without_reason(advice: Advice, best: WayVerdict) -> str:
+    """Return why a way wins that no rule prefers: the others are ruled out, or need more."""
+    if not _others_ruled_out(advice, best):
         return "no answer favours another way, and this one needs the least"
     reasons = _vetoes_of_nearest(advice, best.way)
     if best.way in CONCURRENT:
@@ -471,10 +493,13 @@ def _why_left(advice: Advice, best: WayVerdict) -> str:
     return f"not possible here: several at the same time ({'; '.join(reasons)}); nearest: {_title_of(advice)}"
 
 
-def _vetoes_of_nearest(advice: Advice, but: Way, already_named: Sequence[str] = ()) -> list[str]:
-    """Return why the most wanted of the refused ways of sharing, ``but`` one, is refused, without what was named."""
-    ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
-    nearest = max((verdict for verdict in ways if verdict.refused), key=lambda verdict: verdict.score, default=None)
+def _vetoes_of_nearest(advice: Advice, except_way: Way, already_named: Sequence[str] = ()) -> list[str]:
+    """Return why the way of sharing with the most in its favour is refused, without the reasons already named.
+
+    Not of ``except_way``, nor of the two that need another host or another program.
+    """
+    others = [advice.of(way) for way in CONCURRENT if way not in {except_way, Way.VGPU, Way.STREAMS}]
+    nearest = max((verdict for verdict in others if verdict.refused), key=lambda verdict: verdict.score, default=None)
     if nearest is None:
         return []
     return [
@@ -484,15 +509,16 @@ def _vetoes_of_nearest(advice: Advice, but: Way, already_named: Sequence[str] = 
 
 def _why_nothing(advice: Advice) -> list[str]:
     """Return why even the whole GPU is refused, and why the nearest way of sharing is."""
-    whole = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
-    several = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
-    return [*whole, *(_vetoes_of_nearest(advice, Way.WHOLE, whole) if several else [])] or [
-        "no GPU of this host can do it"
-    ]
+    reasons = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
+    # One job alone, or one with several GPUs, is not to share.
+    may_share = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
+    if may_share:
+        reasons += _vetoes_of_nearest(advice, Way.WHOLE, reasons)
+    return reasons or ["no GPU of this host can do it"]
 
 
 def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
-    """Return what every answer of this kind has to say."""
+    """Return the risks of the winner, which hold for all its answers: what it does not limit, reserve or keep."""
     if way is Way.MPS_PRIORITY:
         return ["priority is a hint: the GPU may not follow it, and it reserves nothing for production"]
     if way in LEAVING:
@@ -500,8 +526,9 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
     if situation.several and Way.TIMESLICE in {way.outer, way.inner}:
         commands = [line.command for line in made.lines if line.command] if made is not None else []
         jobs = [command for command in commands if " run " in command]
-        limited = bool(commands) and all("--memory" in job or "--wait" in job for job in jobs)
-        if limited:
+        # In line, a job waits until there is room for its limit.
+        all_limited = bool(commands) and all("--memory" in job or "--wait" in job for job in jobs)
+        if all_limited:
             return [
                 "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its limit for 0.2 s"
             ]
@@ -511,14 +538,17 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:
     """Return the memory budget as it is printed, with the sentence that fits the way."""
-    situation, best = advice.situation, advice.best
+    situation = advice.situation
+    best = advice.best
     budget = situation.plain if best is None else situation.budget_of(best.way)
     limits = None if best is None else limits_sum(situation, best.way)
+    at_a_time = None if best is None else situation.wave_size(best.way)
+
+    # The sum of all jobs says nothing where each has a GPU of its own.
     rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)
     enough = budget.fits or rank_per_gpu or not situation.short_of_memory
-    alone = best is not None and best.way is Way.WHOLE and enough
-    turns = None if best is None else situation.in_turns(best.way)
-    sentence = None if alone and (situation.several or situation.own_gpu) else budget.calculation(turns)
+    alone = best is not None and best.way is Way.WHOLE and enough and (situation.several or situation.own_gpu)
+    sentence = None if alone else budget.calculation(at_a_time)
     if best is not None and best.way in ALL_MIG:
         sentence = instances_sentence(situation, best.way) or sentence
     elif limits is not None:

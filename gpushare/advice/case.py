@@ -213,16 +213,16 @@ class Case:
             return None
         if any(work.same_user is False for work in self.workloads):
             return False
-        return (
-            True if all(work.same_user or work.user or (work.processes or 1) == 1 for work in self.workloads) else None
-        )
+        if all(work.same_user or work.user or (work.processes or 1) == 1 for work in self.workloads):
+            return True
+        return None
 
 
 def check_users(case: Case) -> Case:
-    """Return a case whose users do not contradict each other.
+    """Return the case, if its users do not contradict each other.
 
     Raises:
-        BadUsage: the same user under several names.
+        BadUsage: all are said to be one user, and have several names.
     """
     names = sorted({work.user for work in case.workloads if work.user is not None})
     if len(names) > 1 and all(work.same_user for work in case.workloads):
@@ -283,19 +283,31 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         BadUsage: an unknown key (`unknown_key`) or an invalid value.
     """
     values: dict[str, Any] = {}
-    if words.get("like") is not None:
-        kind = _parse_choice("like", words["like"], list(LIKE), str)
-        words = {**LIKE[kind], **{key: value for key, value in words.items() if value is not None}, "like": kind}
-        needs = LIKE[kind].get("needs")
-        if needs is not None and words["needs"] != needs:
-            needs_given = _split_words(words["needs"])
-            words["needs"] = needs_given if f"no-{needs}" in needs_given else [needs, *needs_given]
-    for key, value in words.items():
+    for key, value in _with_usual_properties(words).items():
         if key not in KEYS:
             raise BadUsage(f"{quoted(key)} is not a property of a workload", _close_hint(key, KEYS), code="unknown_key")
         if value is not None:
             values.update(_parse_property(key, value))
-    workload = Workload(**values)
+    return _with_counts(Workload(**values))
+
+
+def _with_usual_properties(words: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the properties of a workload with the usual ones of its kind (``like``), where the user gives no other."""
+    if words.get("like") is None:
+        return words
+    kind = _parse_choice("like", words["like"], list(LIKE), str)
+    stated = {key: value for key, value in words.items() if value is not None}
+    merged = {**LIKE[kind], **stated, "like": kind}
+    usual_need = LIKE[kind].get("needs")
+    if usual_need is not None and merged["needs"] != usual_need:
+        # Needs add up, unless the user says the opposite.
+        stated_needs = _split_words(merged["needs"])
+        merged["needs"] = stated_needs if f"no-{usual_need}" in stated_needs else [usual_need, *stated_needs]
+    return merged
+
+
+def _with_counts(workload: Workload) -> Workload:
+    """Return a workload with the number of processes that its shares or models imply; BadUsage if counts contradict."""
     if workload.shares is not None and len(workload.shares) > 1:
         if workload.processes not in {None, len(workload.shares)}:
             raise BadUsage(
@@ -316,8 +328,10 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
 
 
 def sizes_of(memory: Any) -> list[str]:
-    """Return the sizes of memory of processes that need different ones: ``34G,17G``, or a list; empty: none is given."""
-    return [] if memory is None else list(map(str, memory)) if isinstance(memory, list) else str(memory).split(",")
+    """Return the sizes in the property ``memory``: ``34G,17G``, or a list; empty: none is given."""
+    if memory is None:
+        return []
+    return list(map(str, memory)) if isinstance(memory, list) else str(memory).split(",")
 
 
 def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
@@ -329,7 +343,9 @@ def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
     memory = words.get("memory")
     sizes = sizes_of(memory)
     if len(sizes) <= 1:
-        return (workload_of({**words, "memory": sizes[0] if isinstance(memory, list) and sizes else memory}),)
+        if isinstance(memory, list) and sizes:
+            memory = sizes[0]
+        return (workload_of({**words, "memory": memory}),)
     count = len(sizes) if words.get("processes") is None else words["processes"]
     return of_sizes(workload_of({**words, "memory": None, "processes": count}), sizes)
 
@@ -338,7 +354,7 @@ def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
     """Return one workload for each size of memory, which is else as ``base``.
 
     Raises:
-        BadUsage: a size is none, or there are not as many sizes as processes and shares.
+        BadUsage: a size is not valid, or there are not as many sizes as processes and shares.
     """
     shares = (None,) * len(sizes) if base.shares is None else base.shares
     if base.processes not in {None, len(sizes)} or len(shares) != len(sizes):
@@ -384,10 +400,16 @@ def _parse_text(key: str, value: Any) -> str:
     return str(value)
 
 
-def _parse_memory(text: str) -> int:
-    """Return a size in bytes."""
+# A smaller number is no size in bytes: its unit is missing.
+_LEAST_BYTES: Final = 1025
+
+
+def _parse_memory(value: Any) -> int:
+    """Return a size in bytes, from a number of bytes or a text with a unit."""
+    if isinstance(value, int) and value >= _LEAST_BYTES:
+        return value
     try:
-        return parse_memory_limit(text)
+        return parse_memory_limit(str(value))
     except BadUsage as error:
         # In a file there is no option to name.
         raise error.restated(hint="give a size with its unit: 6G or 1500M") from None
@@ -435,12 +457,12 @@ def _parse_need(text: str) -> dict[str, Any]:
     if text.startswith("weights="):
         return _parse_shares(text.removeprefix("weights=").split(":"))
     word = text.replace("_", "-")
-    names = {name.replace("_", "-"): name for name in NEEDS}
+    fields_by_word = {name.replace("_", "-"): name for name in NEEDS}
     needed = not word.startswith("no-")
-    name = word if needed else word.removeprefix("no-")
-    if name not in names:
-        raise BadUsage(f"unknown need {quoted(text)}", _close_hint(name, names), code="bad_value")
-    return {names[name]: needed}
+    word = word.removeprefix("no-")
+    if word not in fields_by_word:
+        raise BadUsage(f"unknown need {quoted(text)}", _close_hint(word, fields_by_word), code="bad_value")
+    return {fields_by_word[word]: needed}
 
 
 def _parse_needs(words: list[str]) -> dict[str, Any]:
@@ -470,9 +492,11 @@ def _parse_shares(texts: list[Any]) -> dict[str, Any]:
 
 
 def _percentages(shares: Sequence[float]) -> tuple[float, ...]:
-    """Return shares as parts of 100; one alone is a part of what others have, which are not known here."""
+    """Return shares as percentages of their sum; one alone as it is, because those of the others are not known here."""
+    if len(shares) == 1:
+        return tuple(shares)
     total = sum(shares)
-    return tuple(shares) if len(shares) == 1 else tuple(round(100 * share / total, 1) for share in shares)
+    return tuple(round(100 * share / total, 1) for share in shares)
 
 
 def _parse_weights(value: Any) -> dict[str, Any]:
@@ -523,7 +547,7 @@ def _parse_latency(value: Any) -> dict[str, Any]:
 
 _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
     "users": lambda value: {"same_user": _parse_choice("users", value, ["same", "different"], str) == "same"},
-    "memory": lambda value: {"memory": value if isinstance(value, int) and value > 1024 else _parse_memory(str(value))},
+    "memory": lambda value: {"memory": _parse_memory(value)},
     "isolation": lambda value: {"isolation": _parse_isolation(value)},
     "latency": _parse_latency,
     "weights": _parse_weights,
@@ -546,6 +570,7 @@ def read_case(text: str, path: str) -> Case:
         problem = "has several documents" if more else "is empty"
         raise BadUsage(f"{path} {problem}", _HINT, code="bad_file")
     root = None
+    # Else the mapping is a workload itself.
     if isinstance(content, Located) and not content.keys().isdisjoint(_TOP):
         for name, mark in content.keys_at.items():
             if name not in _TOP:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import mps_clients, no_static_partitions
+from gpushare.advice.facts import mps_clients, too_old_for_static_partitions
 from gpushare.advice.table import Cell, Table, dated_values, driver_branch, options_of
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import counted, format_bytes
@@ -14,7 +14,7 @@ from gpushare.gpu_models import named_model
 from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.mig.profile import Profile
@@ -146,11 +146,15 @@ def _mps_sm_text(place: _Place) -> str | None:
 def _has_static_partitions(place: _Place) -> bool:
     """Return whether this GPU, driver and MPS can reserve SMs for a client."""
     options = place.table.cell(Way.MPS, "sm_isolation", place.host.driver or "0").options
-    return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
+    return (
+        bool(options)
+        and too_old_for_static_partitions(place.host, place.gpu) == ()
+        and bool(place.gpu.compute_capability)
+    )
 
 
 def _mps_errors_text(place: _Place) -> str | None:
-    """Return what ends with a client where no partitions are; None: the table's text holds."""
+    """Return which programs an error of a client ends, without partitions; None: the table's text holds."""
     if _has_static_partitions(place):
         return None
     return place.table.cell(Way.MPS, "error_isolation", "0").today
@@ -200,7 +204,7 @@ def _mig_max_text(place: _Place) -> str | None:
 
 
 def _mig_sm_text(place: _Place) -> str | None:
-    """Return how many SMs an instance has, the least and the most; None: the driver lists no profiles."""
+    """Return how many SMs an instance has, at least and at most; None: the driver lists no profiles."""
     counts = (profile.multiprocessors for profile in _plain_profiles(place))
     sizes = [count for count in counts if count is not None]
     if not sizes:
@@ -306,26 +310,30 @@ def explanation(
     entry = table.entries[way, row_key]
     cell = table.cell(way, row_key, driver)
     row = table.row(row_key)
-    lines = [("question", row.question), ("published 2022", cell.published)]
-    today = dated_values(entry["today"], "text")
-    lines += [("today" if since is None else f"driver {since} on", text) for since, text in today]
-    if len(today) > 1:
-        lines[2] = (f"before driver {today[1][0]}", lines[2][1])
+    lines = [("question", row.question), ("published 2022", cell.published), *_lines_by_driver(entry)]
     lines += _host_lines(table, way, row_key, host, why_no_host)
     lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
     branch = driver_branch(driver)
     for option in options_of(entry):
         since = "" if option.since is None else f", driver {option.since} on"
-        missing = branch is not None and option.since is not None and branch < option.since
-        lines.append(
-            (
-                "option",
-                f"{option.key}{since}{' (not this driver)' if missing else ''}: {option.text}; level {option.level}",
-            )
-        )
-    lines += [("sources disagree", cell.contradiction)] if cell.contradiction else []
-    lines += [("note", cell.note)] if cell.note else []
+        if branch is not None and option.since is not None and branch < option.since:
+            since += " (not this driver)"
+        lines.append(("option", f"{option.key}{since}: {option.text}; level {option.level}"))
+    if cell.contradiction:
+        lines.append(("sources disagree", cell.contradiction))
+    if cell.note:
+        lines.append(("note", cell.note))
     lines += [("source", f"{source.title} ({source.date}), {source.where}") for source in cell.sources]
+    return lines
+
+
+def _lines_by_driver(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is true today of a cell of the file; one line for each driver branch from which it differs."""
+    texts = dated_values(entry["today"], "text")
+    lines = [("today" if since is None else f"driver {since} on", text) for since, text in texts]
+    if len(texts) > 1:
+        second_since, _ = texts[1]
+        lines[0] = (f"before driver {second_since}", lines[0][1])
     return lines
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
-from gpushare.advice.facts import no_static_partitions
+from gpushare.advice.facts import too_old_for_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.steps import FIRST_SLICES
 from gpushare.advice.ways import ALL_MPS, LEAVING
@@ -20,8 +20,8 @@ _FIRST_CHECKPOINT: Final = 570
 _MILLISECONDS: Final = 0.005
 # Replicas of one GPU with MPS under the Kubernetes device plugin, which takes 7.0 for older than Volta.
 _REPLICAS: Final = 48
-_REPLICAS_BEFORE: Final = 16
-_FIRST_WITH_ALL: Final = (7, 5)
+_REPLICAS_BEFORE_7_5: Final = 16
+_FIRST_WITH_ALL_REPLICAS: Final = (7, 5)
 
 
 def _wants(*kinds: Isolation) -> Condition:
@@ -34,10 +34,15 @@ def _wants(*kinds: Isolation) -> Condition:
 
 
 def _gpus_here(s: Situation) -> int:
-    """Return how many GPUs that hold it a job may have at the same time, idle or not."""
-    whole = [gpu for gpu in s.other_gpus if bool(gpu.mig_enabled) is bool(s.gpu.mig_enabled)]
-    able = (s.plain.largest_bytes or 0) <= (s.gpu.memory_total_bytes or 0)
-    return 1 + sum((gpu.memory_total_bytes or 0) >= (s.plain.largest_bytes or 0) for gpu in whole) if able else 0
+    """Return how many GPUs, idle or not, a job may have at the same time: those that hold its largest process.
+
+    0 if this GPU does not. Others count only if MIG is on or off there as on this one.
+    """
+    largest = s.plain.largest_bytes or 0
+    if largest > (s.gpu.memory_total_bytes or 0):
+        return 0
+    same_mode = [gpu for gpu in s.other_gpus if bool(gpu.mig_enabled) is bool(s.gpu.mig_enabled)]
+    return 1 + sum((gpu.memory_total_bytes or 0) >= largest for gpu in same_mode)
 
 
 def _gpus_idle(s: Situation, _: Way) -> str:
@@ -48,13 +53,15 @@ def _gpus_idle(s: Situation, _: Way) -> str:
 def _replicas(s: Situation) -> int:
     """Return how many replicas the Kubernetes device plugin accepts with MPS on this GPU."""
     capability = s.gpu.compute_capability
-    return _REPLICAS_BEFORE if capability is not None and capability < _FIRST_WITH_ALL else _REPLICAS
+    if capability is not None and capability < _FIRST_WITH_ALL_REPLICAS:
+        return _REPLICAS_BEFORE_7_5
+    return _REPLICAS
 
 
 def _pods_idle(s: Situation, way: Way) -> bool:
     """Return whether pods that are mostly idle share the time, and fit without the contexts of those that are idle."""
-    own = sum((work.memory or 0) * (work.processes or 1) for work in s.case.workloads)
-    fits = s.plain.usable_bytes is not None and own <= s.plain.usable_bytes
+    without_contexts = sum((work.memory or 0) * (work.processes or 1) for work in s.case.workloads)
+    fits = s.plain.usable_bytes is not None and without_contexts <= s.plain.usable_bytes
     return way is Way.TIMESLICE and bool(s.case.any("kubernetes")) and s.idle_often and fits
 
 
@@ -62,10 +69,10 @@ def _pods_idle(s: Situation, way: Way) -> bool:
 
 
 def _instances_may_go(s: Situation, _: Way) -> bool:
-    """Return whether a job that no instance can serve needs the GPU, whose instances are idle and nobody's."""
-    needs_all = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
-    free = not any(instance.busy or instance.name or instance.granted for instance in s.kept)
-    return bool(s.gpu.mig_enabled) and bool(s.kept) and free and needs_all and s.may_be_root is not False
+    """Return whether MIG may be turned off for a job that no instance can serve: all instances are idle and nobody's."""
+    needs_whole_gpu = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
+    nobodys = not any(instance.busy or instance.name or instance.granted for instance in s.kept)
+    return bool(s.gpu.mig_enabled and s.kept) and nobodys and needs_whole_gpu and s.may_be_root is not False
 
 
 def _mig_stays(s: Situation, way: Way) -> bool:
@@ -73,16 +80,17 @@ def _mig_stays(s: Situation, way: Way) -> bool:
     if way is Way.WHOLE and _instances_may_go(s, way):
         return False
     # Instances are never destroyed only in order to measure.
-    instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
-    return bool(s.gpu.mig_enabled) and (s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and instances))
+    has_instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
+    must_stay = s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and has_instances)
+    return bool(s.gpu.mig_enabled) and must_stay
 
 
 def _why_mig_stays(s: Situation, _: Way) -> str:
     """Return why MIG cannot be turned off, for the text of a rule."""
     if s.kept:
-        may = s.may_be_root is not False and not all(instance.busy for instance in s.kept)
-        idle = " (--destroy: idle ones may go)" if may else ""
-        return f"its instances stay: {', '.join(map(instance_title, s.kept))}{idle}"
+        some_may_go = s.may_be_root is not False and not all(instance.busy for instance in s.kept)
+        option = " (--destroy: idle ones may go)" if some_may_go else ""
+        return f"its instances stay: {', '.join(map(instance_title, s.kept))}{option}"
     return "only root can turn it off" if s.may_be_root is False else "its instances stay"
 
 
@@ -109,7 +117,10 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
 
 
 def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
-    """Return the shares that the chosen profiles come to and those that are wanted; None if others chose them."""
+    """Return the shares that the chosen profiles come to, and those that are wanted, as ``43:57``.
+
+    None if no percentages are wanted, or no profiles are known that fit.
+    """
     slices = s.slices(way)
     shares = s.shares(way)
     if slices is None or not slices.profiles or not all(share.percent for share in shares):
@@ -155,18 +166,22 @@ def _why_no_mig_for_all(s: Situation, _: Way) -> str:
 def _too_many_clients(s: Situation, way: Way) -> bool | None:
     """Return whether more clients would be on one MPS server than it takes; None: unknown."""
     limit = s.mps_clients_in(way)
-    inside = s.clients_of(way)
-    return None if limit is None or inside is None else inside > limit and s.in_turns(way) is None
+    clients = s.clients_of(way)
+    if limit is None or clients is None:
+        return None
+    # In waves, only as many run as it takes.
+    return clients > limit and s.wave_size(way) is None
 
 
 def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
-    limits = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
-    return bool(s.before_volta) and (limits or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
+    """Return whether limits of MPS are needed on a GPU older than Volta, where it has none."""
+    asked_for = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
+    return bool(s.before_volta) and (asked_for or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
 
 
 def _no_static(s: Situation, _: Way) -> bool | None:
     """Return whether MPS has no static partitions here; None: unknown."""
-    if no_static_partitions(s.host, s.gpu):
+    if too_old_for_static_partitions(s.host, s.gpu):
         return True
     return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
 
@@ -179,10 +194,10 @@ def _driver_before(branch: int) -> Condition:
 def _limits_tight(s: Situation, _: Way) -> bool:
     """Return whether all fit, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
-    if usable is None or not (s.under_mps.fits or s.in_turns(Way.MPS)):
+    if usable is None or not (s.under_mps.fits or s.wave_size(Way.MPS)):
         return False
-    each = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
-    limits = (limit_for(work.memory) * (count or 1) for work, count in each if work.memory is not None)
+    works = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
+    limits = (limit_for(work.memory) * (count or 1) for work, count in works if work.memory is not None)
     return sum(limits) > usable
 
 
@@ -192,14 +207,17 @@ def _free_now(s: Situation) -> int:
 
 
 def short_now(s: Situation, way: Way) -> bool:
-    """Return whether the programs that are on the GPU leave too little memory."""
+    """Return whether the programs that are on the GPU leave too little memory; False where it is unknown."""
     budget = s.budget_of(way)
     needed = budget.largest_bytes if way in {Way.WHOLE, *LEAVING} else budget.needed_bytes
     return s.in_use and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
-    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown."""
+    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown.
+
+    False where all fit on the GPU: then no job has to leave.
+    """
     cost = s.leaving_cost(way) if s.fit_together is False else None
     if cost is None:
         return False
@@ -215,8 +233,9 @@ def _production_too_large(s: Situation, _: Way) -> bool:
 
 
 def _leavers_answer(s: Situation, way: Way) -> bool | None:
-    """Return whether a job that would leave answers sooner than it can come back: of a pair, production stays."""
+    """Return whether a job that would leave has to answer sooner than it can come back; None: unknown."""
     if way is Way.SWAP and s.pair:
+        # Production stays, and nobody waits for an answer of the other.
         return False
     return any_of(
         work.latency if work.latency_seconds is None else work.latency_seconds < s.switch_seconds(way)
@@ -227,31 +246,37 @@ def _leavers_answer(s: Situation, way: Way) -> bool | None:
 def wakes_late(s: Situation, _: Way) -> bool:
     """Return whether a server is to answer sooner than an engine that sleeps can copy its memory back."""
     cost = s.leaving_cost(Way.TURNS)
-    late = 0.0 if cost is None else cost.in_seconds
-    return any(work.latency_seconds is not None and work.latency_seconds < late for work in s.case.workloads)
+    wake_seconds = 0.0 if cost is None else cost.in_seconds
+    return any(work.latency_seconds is not None and work.latency_seconds < wake_seconds for work in s.case.workloads)
 
 
 def _own_time(s: Situation, _: Way) -> bool:
     """Return whether several people have long work, and nobody stated that its order does not matter."""
-    long = s.case.pattern is Pattern.STEADY and s.case.same_user is False
-    return s.short_of_memory and not s.pair and long and s.case.any("progress") is not False
+    long_work_of_several = s.case.pattern is Pattern.STEADY and s.case.same_user is False
+    return s.short_of_memory and not s.pair and long_work_of_several and s.case.any("progress") is not False
 
 
 def _total_counts(s: Situation, _: Way) -> bool:
-    """Return whether nobody waits for a part of the work: then only the total time counts."""
-    one_user = s.case.same_user is not False and s.case.any("progress") is None
-    waits = s.case.any("progress") or s.case.pattern is Pattern.INTERACTIVE or s.pair or s.servers
-    in_waves = s.in_turns(Way.MPS) is not None
-    batch = one_user or s.case.any("progress") is False
-    return s.short_of_memory and not (waits or s.together or in_waves) and batch
+    """Return whether only the total time counts for jobs that do not all fit: nobody waits for a part of the work.
+
+    Of several users, somebody does unless the user says otherwise. In waves, they need not be one after another.
+    """
+    progress = s.case.any("progress")
+    somebody_waits = bool(progress) or s.pair or s.servers or (progress is None and s.case.same_user is False)
+    in_waves = s.wave_size(Way.MPS) is not None
+    return s.short_of_memory and not somebody_waits and not s.together and not in_waves
 
 
 def _untried(s: Situation, _: Way) -> str:
     """Return in words the uses of the jobs for which gpushare does not try to copy them out of a GPU."""
     mode = s.gpu.compute_mode
-    uses = ["graphics"] if s.case.any("graphics") else []
-    uses += ["profilers and debuggers"] if s.case.any("profiler") else []
-    uses += [f"compute mode {mode.title}"] if mode is not None and mode is not ComputeMode.DEFAULT else []
+    uses = []
+    if s.case.any("graphics"):
+        uses.append("graphics")
+    if s.case.any("profiler"):
+        uses.append("profilers and debuggers")
+    if mode is not None and mode is not ComputeMode.DEFAULT:
+        uses.append(f"compute mode {mode.title}")
     return ", ".join(uses)
 
 
@@ -259,8 +284,9 @@ def _untried(s: Situation, _: Way) -> str:
 
 
 def _ranks(s: Situation, _: Way) -> bool:
-    """Return whether the processes work together, as MPI ranks do, and one does not fill the GPU."""
-    together = s.case.any("cooperating") or (s.several and s.case.any("one_application") and s.case.processes)
+    """Return whether the processes work together, as MPI ranks do, and none is known to fill the GPU."""
+    one_application = s.several and s.case.processes is not None and s.case.any("one_application")
+    together = s.case.any("cooperating") or one_application
     return bool(together) and s.case.same_user is not False and s.saturating is not True
 
 
@@ -273,18 +299,20 @@ def _half(s: Situation, _: Way) -> bool:
 def _leaves_half(s: Situation, _: Way) -> bool:
     """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
     slices = s.slices(Way.MIG)
+    if slices is None:
+        return True
     total = s.plain.total_bytes or 0
-    return slices is None or all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
+    return all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
 
 
 def _free_to_measure(s: Situation, _: Way) -> bool:
     """Return whether the ways can be measured against each other: several alike, which need no isolation and one GPU."""
-    hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
+    needs_isolation = s.isolation & {Isolation.FAULT, Isolation.FULL} or not s.trusted
     # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
     one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
     # Copies of one program are measured, or one after the other such engines.
     alike = len(s.case.workloads) == 1 or all(work.cuda_graphs for work in s.case.workloads)
-    return s.several and alike and not s.pair and not hard and s.trusted and one_gpu
+    return s.several and alike and not s.pair and not needs_isolation and one_gpu
 
 
 def _pattern(pattern: Pattern) -> Condition:
@@ -347,7 +375,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "limits_tight": _limits_tight,
     # memory
     "too_much_memory": lambda s, way: s.budget_of(way).may_fit is False,
-    "in_waves": lambda s, way: s.in_turns(way) is not None,
+    "in_waves": lambda s, way: s.wave_size(way) is not None,
     "one_too_large": lambda s, _: s.plain.one_fits is False,
     "memory_tight": lambda s, _: s.plain.fits is False and s.plain.may_fit,
     "short_now": short_now,
@@ -414,7 +442,7 @@ def _without_limits(s: Situation, _: Way) -> str:
 def _of_clients(s: Situation, way: Way) -> str:
     """Return in brackets how many clients MPS accepts, if that decides how many run at the same time."""
     clients = s.mps_clients_in(way) if way in ALL_MPS else None
-    return "" if clients is None or s.in_turns(way) != clients else f" (MPS accepts {clients} clients)"
+    return "" if clients is None or s.wave_size(way) != clients else f" (MPS accepts {clients} clients)"
 
 
 WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
@@ -428,7 +456,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "mps_clients": lambda s, way: s.mps_clients_in(way),
     "replicas": lambda s, _: _replicas(s),
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
-    "host_versions": lambda s, _: " with ".join(no_static_partitions(s.host, s.gpu)),
+    "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
     "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
     "mig_sms": _mig_sms,
@@ -445,7 +473,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "over": lambda s, _: format_bytes(max((s.plain.largest_bytes or 0) - (s.plain.usable_bytes or 0), 0)),
     "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
     "memory_free": lambda s, _: format_bytes(_free_now(s)),
-    "at_a_time": lambda s, way: s.in_turns(way),
+    "at_a_time": lambda s, way: s.wave_size(way),
     "of_clients": _of_clients,
     "without_limits": _without_limits,
     "host_needed": _host_needed,

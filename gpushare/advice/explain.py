@@ -40,7 +40,7 @@ _CUDA: Final = re.compile(
 _OWN: Final = re.compile(r'(?:gpushare[\s:]+)?(?:error[\s:]+)?(?:"?code"?[\s:=]+)?"?([a-z]+(?:_[a-z]+)*)"?,?')
 _NAME: Final = re.compile(r"\b(?:CUDA_ERROR_\w+|NVML_\w+|cudaError\w+)\b", re.IGNORECASE)
 # Shorter texts ("Not Found", "Timeout") are not significant inside a longer line.
-_TELLING: Final = 16
+_LEAST_SIGNIFICANT: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +141,9 @@ def explain(text: str) -> tuple[Match, ...]:
         NotFound: there is no explanation; the hint names close ones.
     """
     asked = text.strip()
-    whole = _CODE.fullmatch(asked)
-    if whole is not None:
-        entries = [
-            entry
-            for entry in explanations()
-            if entry.code == int(whole[2]) and (whole[1] or entry.kind).lower() == entry.kind
-        ]
-        if (whole[1] or "").lower() == "exit" and not entries:
-            entries = [_exit_explanation(int(whole[2]))]
+    code = _CODE.fullmatch(asked)
+    if code is not None:
+        entries = _explanations_of_code((code[1] or "").lower(), int(code[2]))
         if not entries:
             raise _not_explained_error(asked)
         return tuple(Match(explanation=entry, line=asked) for entry in entries)
@@ -160,27 +154,37 @@ def explain(text: str) -> tuple[Match, ...]:
     ]
     if asked and concepts:
         return tuple(Match(explanation=entry, line=asked) for entry in concepts)
-    own = _OWN.fullmatch(asked)
-    ours = own_codes().get(own[1]) if own is not None else None
-    matches = (*([Match(explanation=ours, line=asked)] if ours else []), *explain_log(text.splitlines()).matches)
+    matches = list(explain_log(text.splitlines()).matches)
+    own_code = _OWN.fullmatch(asked)
+    if own_code is not None and own_code[1] in own_codes():
+        matches.insert(0, Match(explanation=own_codes()[own_code[1]], line=asked))
     if not matches:
         raise _not_explained_error(asked)
-    return matches
+    return tuple(matches)
+
+
+def _explanations_of_code(kind: str, code: int) -> list[Explanation]:
+    """Return the explanations of a number; those of any kind if ``kind`` is empty."""
+    entries = [entry for entry in explanations() if entry.code == code and (kind or entry.kind) == entry.kind]
+    if kind == "exit" and not entries:
+        return [_exit_explanation(code)]
+    return entries
 
 
 def _exit_explanation(code: int) -> Explanation:
-    """Return what an exit code says that is not listed: a signal above 128, else it is the program's own."""
+    """Return the explanation of an exit code that is not listed: a signal above 128, else it is the program's own."""
+    number = code - 128
     try:
-        name: str | None = signal.Signals(code - 128).name
+        names: tuple[str, ...] = (signal.Signals(number).name,)
+        meaning = f"Signal {number} ended the program (128 + {number})."
     except ValueError:
-        name = None
+        names = ()
+        meaning = "The program ended with a code of its own."
     return Explanation(
         kind="exit",
         code=code,
-        names=() if name is None else (name,),
-        meaning="The program ended with a code of its own."
-        if name is None
-        else f"Signal {code - 128} ended the program (128 + {code - 128}).",
+        names=names,
+        meaning=meaning,
         cause="The program's output or manual says more.",
         next=("gpushare jobs", "gpushare logs JOB"),
         source="signal(7)",
@@ -199,7 +203,8 @@ def explain_log(lines: Iterable[str]) -> Log:
         line = text[:_LONGEST].strip()
         if not line or not _may_be_known(line):
             continue
-        # No code has four digits, and no time tells anything: then most lines of a log are the same.
+        # No code has four digits, and no time tells anything: without them most lines of a log are the same, and the
+        # search is made once for all of these.
         for entry in _explanations_of(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
             match = matches.get(entry)
             if match is None:
@@ -232,11 +237,14 @@ def _may_be_known(line: str) -> bool:
 
 
 class _Sought(NamedTuple):
-    """What tells in a line that an explanation is meant: a name, a text that is the whole line or a part of it, a pattern."""
+    """What is looked for in a line, as a sign that an explanation is meant."""
 
     entry: Explanation
+    # Words of the line, as plain names.
     names: frozenset[str]
+    # The whole line, as a plain name.
     texts: frozenset[str]
+    # Parts of the line, in lower case.
     parts: tuple[str, ...]
     pattern: re.Pattern[str] | None
 
@@ -248,8 +256,9 @@ def _all_sought() -> tuple[_Sought, ...]:
     for entry in explanations():
         if entry.kind == "concept":
             continue
-        texts = [*entry.names, *([entry.text] if entry.text else [])] if entry.kind != "mps" else []
-        parts = tuple(text.lower() for text in texts if len(text) >= _TELLING)
+        # A line of a log of MPS is told by its pattern.
+        texts = [] if entry.kind == "mps" else [*entry.names, *filter(None, [entry.text])]
+        parts = tuple(text.lower() for text in texts if len(text) >= _LEAST_SIGNIFICANT)
         pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
         names = frozenset(map(plain_name, entry.names))
         plain_texts = frozenset(map(plain_name, texts))
@@ -282,15 +291,13 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
 def _not_explained_error(asked: str) -> NotFound:
     close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
-    hint = (
-        f"close: {', '.join(close)}"
-        if close
-        else "give a code (805), a name, or a log line; for text from stdin: -; what a job printed: gpushare logs JOB"
-    )
+    hint = "give a code (805), a name, or a log line; for text from stdin: -; what a job printed: gpushare logs JOB"
+    if close:
+        hint = f"close: {', '.join(close)}"
     return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
 
 
-# The letters and digits of ``CUDA 812``.
+# Up to so many letters and digits, as in ``CUDA 812``, a name is short.
 _SHORT: Final = 7
 
 

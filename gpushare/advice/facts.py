@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
     from gpushare.advice.table import Table
     from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
+    from gpushare.gpu_models import GpuModel
     from gpushare.mig.profile import Layout, Profile
     from gpushare.snapshot import HostState
 
 # The first MPS program with 60 clients and static partitions (CUDA 13.1), and the last driver branch before it.
 _MPS_60: Final = 13010
 _BEFORE_590: Final = 589
+_CLIENTS_BEFORE_VOLTA: Final = 16
 _AMPERE: Final = (8, 0)
 # NVML_GPU_VIRTUALIZATION_MODE_*: inside a vGPU guest; on a host that makes vGPUs.
 _GUEST: Final = 2
@@ -143,10 +145,11 @@ def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
     (NVIDIA MPS guide; the program prints its version with ``-v``).
     """
     if gpu.compute_capability is not None and gpu.compute_capability < VOLTA:
-        return 16
+        return _CLIENTS_BEFORE_VOLTA
+    # The table has numbers by driver, and the version of the program counts: a container may contain an older one. So
+    # the table is asked for a driver of the program's age.
     driver = host.driver or "0"
     version = host.mps_version
-    # The version of the program counts, not the driver's: a container may contain an older one.
     if version is not None and version < _MPS_60:
         driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
     elif version is not None and (host.driver_major or 0) <= _BEFORE_590:
@@ -154,31 +157,31 @@ def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
     return table.cell(Way.MPS, "max_partitions", driver).limit
 
 
-def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
+def too_old_for_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
     """Return what is too old for static MPS partitions, which need Ampere, driver 590 and MPS from CUDA 13.1."""
-    lacks = []
-    if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
-        lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
+    too_old = []
+    capability = gpu.compute_capability
+    if capability is not None and capability < _AMPERE:
+        too_old.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, capability))})")
     if host.driver_major is not None and host.driver_major <= _BEFORE_590:
-        lacks.append(f"driver {host.driver}")
+        too_old.append(f"driver {host.driver}")
     elif host.mps_version is not None and host.mps_version < _MPS_60:
         # A container may contain an older program than the driver.
-        lacks.append(f"MPS {host.mps_version}")
-    return tuple(lacks)
+        too_old.append(f"MPS {host.mps_version}")
+    return tuple(too_old)
 
 
 def host_facts(state: HostState) -> HostFacts:
     """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing.
 
-    Programs run only when somebody asks for what they say.
+    nvidia-smi and the MPS program run only when a rule asks for the levels or the version.
     """
-    gpus = state.gpus
     daemons = tuple(row.daemon for row in or_none(lambda: state.daemons) or ())
     return HostFacts(
         host=state.host.spec,
         driver=state.driver_version,
         root=state.host.root,
-        gpus=tuple(_gpu_facts(state, gpu, daemons) for gpu in gpus),
+        gpus=tuple(_gpu_facts(state, gpu, daemons) for gpu in state.gpus),
         host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),
         mps_program=state.mps_installed,
         ask_mps_version=lambda: state.mps_version if state.mps_installed else None,
@@ -186,7 +189,7 @@ def host_facts(state: HostState) -> HostFacts:
 
 
 def _read_levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
-    """Return the time-slice levels by GPU index; empty: the driver has none; None: it does not answer."""
+    """Return the time-slice levels by GPU index; empty if the driver has none, None if nvidia-smi does not answer."""
     if not state.ask_levels():
         return None
     try:
@@ -204,7 +207,7 @@ def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuF
         "uuid": gpu.uuid,
         "name": gpu.name,
         "mps_daemons": sum(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in daemons),
-        "mps": next((Limits.of(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
+        "mps": next((Limits.of(daemon) for daemon in daemons if _is_our_daemon_of(daemon, gpu)), None),
     }
     if gpu.error is not None:
         return GpuFacts(**always_known, error=gpu.error)
@@ -212,15 +215,12 @@ def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuF
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
-    virtualization = or_none(lambda: nvml.virtualization_mode(gpu.index))
     model = named_model(gpu.name)
-    no_vgpu = virtualization == _GUEST or (model is not None and model.vgpu is False)
     return GpuFacts(
         **always_known,
         compute_capability=capability,
         multiprocessors=or_none(lambda: nvml.multiprocessors(gpu.index, capability)),
-        # On bare metal and in a VM with GPU passthrough, this depends on a driver that is not installed here.
-        vgpu_capable=True if virtualization in _VGPU_HOST else False if no_vgpu else None,
+        vgpu_capable=_vgpu_capable(or_none(lambda: nvml.virtualization_mode(gpu.index)), model),
         memory_total_bytes=gpu.memory_total_bytes,
         memory_used_bytes=gpu.memory_used_bytes,
         mig_capable=gpu.mig_capable,
@@ -234,7 +234,19 @@ def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuF
     )
 
 
-def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
+def _vgpu_capable(virtualization: int | None, model: GpuModel | None) -> bool | None:
+    """Return whether vGPUs can be made of a GPU, from NVML's virtualization mode and the model; None if unknown.
+
+    On bare metal and in a VM with GPU passthrough, this depends on a driver that is not installed here.
+    """
+    if virtualization in _VGPU_HOST:
+        return True
+    if virtualization == _GUEST or (model is not None and model.vgpu is False):
+        return False
+    return None
+
+
+def _is_our_daemon_of(daemon: MpsDaemon, gpu: Gpu) -> bool:
     """Return whether a daemon is ours, answers, and serves this whole GPU and no other."""
     return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
 
@@ -242,7 +254,8 @@ def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
 def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFacts:
     """Return the facts of one MIG instance of a GPU. Its compute mode, levels and layout belong to the whole GPU."""
     daemons = [row.daemon for row in or_none(lambda: state.daemons) or () if row.daemon.device_uuid == mig.uuid]
-    whole_sms, own_sms = gpu.multiprocessors, mig.multiprocessors
+    whole_sms = gpu.multiprocessors
+    own_sms = mig.multiprocessors
     return replace(
         gpu,
         uuid=mig.uuid,
@@ -270,7 +283,7 @@ def _read_layout(state: HostState, gpu: Gpu) -> Layout | None:
         # With names, grants and holders: what somebody has is not to be destroyed.
         layout = state.held_layouts([gpu])[gpu.index] if gpu.mig_enabled else state.layout(gpu)
     except NoPermission as error:
-        # No advice on what cannot be seen: it might turn off what others use.
+        # No advice on what cannot be seen: it might turn off what others use. So to name one instance does not help here.
         raise error.restated(hint=error.hint.partition("; or name it")[0]) from error
     except GpushareError:
         return None

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
     """Return the limit of one process with its CUDA context, in bytes; None is no limit.
 
-    Where the size is unknown, people who share a GPU get equal parts, and others no limit.
+    Where the size is unknown, people who share a GPU get equal parts, and others no limit. Clients of MPS get the first
+    limit with which all jobs fit: with CUDA's own memory, else the bare size, else none.
     """
-    usable, count = s.budget_of(way).usable_bytes, s.case.processes
+    usable = s.budget_of(way).usable_bytes
+    count = s.case.processes
     if work.memory is None:
-        equal = s.case.pattern is Pattern.INTERACTIVE or Isolation.QUOTA in s.isolation
-        return equal_limit(usable, count) if equal and usable and count else None
+        people_share = s.case.pattern is Pattern.INTERACTIVE or Isolation.QUOTA in s.isolation
+        return equal_limit(usable, count) if people_share and usable and count else None
     if way not in ALL_MPS:
         return whole_mib(work.memory + CONTEXT_BYTES)
-    if s.before_volta:
+    # MPS has no limits before Volta.
+    if s.before_volta or usable is None:
         return None
-    if usable is None:
-        return None
-    # A client of MPS may allocate what its job has, less one context. The first kind of limit with which all jobs fit is
-    # taken: with CUDA's own memory, else the bare size, else none.
+    # A client of MPS may allocate what its job has, less one context.
     for client_limit in (limit_for, whole_mib):
         total = 0
         for each, at_once in zip(s.case.workloads, s.counts_at_once(way), strict=True):
@@ -46,8 +46,13 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
 
 
 def memory_limits(s: Situation) -> list[int | None]:
-    """Return a limit of MPS per workload; None is no limit. All together fit the GPU, except that a quota is always a limit."""
-    works, usable = s.case.workloads, s.under_mps.usable_bytes
+    """Return the limit of an MPS client of each workload, in bytes; None is no limit.
+
+    All limits together fit the GPU. Where those with CUDA's own memory do not, none is set, unless a quota was asked for:
+    then it is the bare size. Clients of unknown size share the rest.
+    """
+    works = s.case.workloads
+    usable = s.under_mps.usable_bytes
     if s.before_volta:
         return [None] * len(works)
     limits = [None if work.memory is None else limit_for(work.memory) for work in works]
@@ -58,9 +63,9 @@ def memory_limits(s: Situation) -> list[int | None]:
     if limited_bytes > usable:
         quota = Isolation.QUOTA in s.isolation
         return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
-    open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
-    rest = equal_limit(usable - limited_bytes, open_count) if open_count else None
-    return [rest if limit is None else limit for limit in limits]
+    unlimited_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
+    part_of_rest = equal_limit(usable - limited_bytes, unlimited_count) if unlimited_count else None
+    return [part_of_rest if limit is None else limit for limit in limits]
 
 
 def limits_sum(s: Situation, way: Way) -> int | None:
@@ -79,10 +84,13 @@ def limits_sum(s: Situation, way: Way) -> int | None:
 _USABLE_PERCENT: Final = 98
 
 
-def inside_limit(way: Way, work: Workload, profile: Profile, inside: int) -> int | None:
-    """Return the limit of each of some processes in one instance; None is no limit. It is of a client of MPS, or of a job."""
+def inside_limit(way: Way, work: Workload, profile: Profile, processes: int) -> int | None:
+    """Return the limit of each of the processes of one instance of this profile, in bytes; None is no limit.
+
+    With MPS in the instance it is the limit of a client, which is at most its equal part; else that of a job.
+    """
     total = profile.memory_bytes
-    equal = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, inside)
+    equal = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, processes)
     if work.memory is None:
         return equal
     if way is Way.MIG_TIMESLICE:
@@ -92,9 +100,12 @@ def inside_limit(way: Way, work: Workload, profile: Profile, inside: int) -> int
 
 
 def client_job_memory(limit: int | None, profile: Profile) -> int | None:
-    """Return the limit of the job around a client of MPS in an instance."""
+    """Return the limit of the job around a client of MPS with this limit, at most what its instance has for jobs."""
+    if limit is None:
+        return None
+    with_context = limit + CLIENT_BYTES
     usable = (profile.memory_bytes or 0) * _USABLE_PERCENT // 100 // MIB * MIB
-    return None if limit is None else min(limit + CLIENT_BYTES, usable or limit + CLIENT_BYTES)
+    return min(with_context, usable) if usable else with_context
 
 
 def client_limits(share: float | None, memory: int | None) -> Limits:
@@ -105,21 +116,21 @@ def client_limits(share: float | None, memory: int | None) -> Limits:
 
 
 def threads_for(s: Situation, processes: int) -> float:
-    """Return the cap of each of N clients: the measured one, else 100/n to keep each within its share, or 200/n.
+    """Return the cap of each of N clients, in percent: the measured one, else 100/n to keep each within its share, or 200/n.
 
-    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested. Where the
+    SMs that each process needs are given and there are enough, the cap leaves them to all others.
     """
     if s.cap is not None:
         return s.cap
-    (work, *more), total = s.case.workloads, s.gpu.multiprocessors
-    if work.sms is not None and not more and total and work.sms * processes <= total:
-        # As much as the others leave, which is at least what it needs.
-        return 100.0 * (total - work.sms * (processes - 1)) / total
+    needed_sms = s.case.workloads[0].sms if len(s.case.workloads) == 1 else None
+    total = s.gpu.multiprocessors
+    if needed_sms is not None and total and needed_sms * processes <= total:
+        return 100.0 * (total - needed_sms * (processes - 1)) / total
     return min(100.0, threads_together(s) / processes)
 
 
 def threads_together(s: Situation) -> int:
     """Return what the thread caps of all clients add up to in percent: 100 keeps each within its share."""
-    case = s.case
-    apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in s.isolation
-    return 100 if apart else 200
+    within_shares = s.case.any("containment") or s.case.any("latency") or Isolation.QUOTA in s.isolation
+    return 100 if within_shares else 200

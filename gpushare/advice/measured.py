@@ -188,14 +188,14 @@ class _Finding(NamedTuple):
     against: Cell | None = None
 
 
-def _open(why: str) -> _Finding:
-    """Return the finding that nothing can be said, with the reason."""
+def _open_finding(why: str) -> _Finding:
+    """Return the finding that the measurement says nothing, with the reason: then the rules' answer stands."""
     return _Finding(Effect.OPEN, f"{why}; the rules' answer stands")
 
 
 def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     """Return the rules' answer as the final one, with the reason why nothing was measured."""
-    return MeasuredAdvice(rules=advice, final=advice, copies=copies, **_open(why)._asdict())
+    return MeasuredAdvice(rules=advice, final=advice, copies=copies, **_open_finding(why)._asdict())
 
 
 def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
@@ -208,7 +208,8 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     finding = _finding_of(advice, bench, cells, copies)
     if finding.effect is Effect.OPEN:
         return MeasuredAdvice(rules=advice, final=advice, copies=copies, **finding._asdict())
-    final, certain = advice, _certain_of(cells)
+    final = advice
+    certain = _certain_of(cells)
     if finding.chosen is not None and finding.effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
         final = with_way(advice, finding.chosen.way, cap=_cap_of_each(advice.situation, finding.chosen.name))
     if finding.effect is not Effect.KEPT:
@@ -223,32 +224,32 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
 def _finding_of(advice: Advice, bench: BenchAnswer, cells: Sequence[Cell], copies: int) -> _Finding:
     """Return what the ways that were measured and fit say about the rules' answer."""
     if advice.best is None:
-        return _open("nothing fits")
+        return _open_finding("nothing fits")
     way = advice.best.way
     if not cells:
-        return _open(f"nothing was measured{left_out_text(bench, copies)}")
+        return _open_finding(f"nothing was measured{left_out_text(bench, copies)}")
     if way is Way.MEASURE:
-        return _settled(advice, cells)
+        return _finding_without_rules(advice, cells)
     rules_cells = [cell for cell in cells if cell.way is way]
     if rules_cells:
-        return _compared(advice, cells, _rules_cell(advice.situation, rules_cells))
+        return _finding_against_rules(advice, cells, _rules_cell(advice.situation, rules_cells))
     failure = _failure_of(bench, way, copies)
     if failure is not None:
         choice = _preferred_cell(advice, cells)
         sentence = f"the rules said {_way_title(way)}, and its copies failed ({failure}), so {choice.title}"
         return _Finding(Effect.CHANGED, sentence, choice)
     best = max(cells, key=lambda cell: cell.speed)
-    return _open(
+    return _open_finding(
         f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others"
     )
 
 
-def _settled(advice: Advice, cells: Sequence[Cell]) -> _Finding:
-    """Return the finding if the rules left it to the measurement."""
+def _finding_without_rules(advice: Advice, cells: Sequence[Cell]) -> _Finding:
+    """Return the finding if the rules left the choice to the measurement."""
     choice = _preferred_cell(advice, cells)
     others = [cell for cell in cells if cell.way is not choice.way]
     if not others:
-        return _open(f"only {choice.title} was measured")
+        return _open_finding(f"only {choice.title} was measured")
     next_best = max(others, key=lambda cell: cell.speed)
     start = "the rules left it to a measurement: "
     if differ(choice, next_best) is False:
@@ -258,33 +259,33 @@ def _settled(advice: Advice, cells: Sequence[Cell]) -> _Finding:
     return _Finding(Effect.SETTLED, sentence, choice, next_best)
 
 
-def _compared(advice: Advice, cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
-    """Return the finding if the rules' way was measured, as ``rules_cell``."""
+def _finding_against_rules(advice: Advice, cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
+    """Return the finding if the rules' way was measured, as ``rules_cell``: it stands, or another is faster."""
     fastest = max(cells, key=lambda cell: cell.speed)
     if alike(rules_cell, fastest):
-        return _confirmed(cells, rules_cell)
+        return _finding_for_rules(cells, rules_cell)
     choice = _preferred_cell(advice, cells)
     ratio = ratio_text(choice, rules_cell)
     if choice.way is rules_cell.way:
         than = "without a cap" if choice.cap is None else f"{choice.cap:g} % each"
         sentence = f"the rules said {rules_cell.title}; measured: {than} is {ratio} it, so {than}"
         return _Finding(Effect.OTHER_CAP, sentence, choice, rules_cell)
-    wishes = _not_measured(advice.of(rules_cell.way), advice.of(choice.way))
-    if wishes:
+    reasons = _reasons_not_measured(advice.of(rules_cell.way), advice.of(choice.way))
+    if reasons:
         sentence = (
             f"{choice.title} is {ratio} {rules_cell.title}, but the rules' answer stands, for a reason that "
-            f"throughput does not show: {wishes[0].text}"
+            f"throughput does not show: {reasons[0].text}"
         )
         return _Finding(Effect.KEPT, sentence, rules_cell, choice)
     sentence = f"the rules said {rules_cell.title}; measured: {choice.title} is {ratio} it, so {choice.title}"
     return _Finding(Effect.CHANGED, sentence, choice, rules_cell)
 
 
-def _confirmed(cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
+def _finding_for_rules(cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
     """Return the finding that nothing measured is faster than the rules' answer."""
     others = sorted((cell for cell in cells if cell.way is not rules_cell.way), key=lambda cell: -cell.speed)
     if not others:
-        return _open(f"only {_way_title(rules_cell.way)} was measured")
+        return _open_finding(f"only {_way_title(rules_cell.way)} was measured")
     next_best = others[0]
     if alike(next_best, rules_cell):
         names = ", ".join(dict.fromkeys(_way_title(cell.way) for cell in others if alike(cell, rules_cell)))
@@ -302,7 +303,7 @@ def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
     fastest = max(cells, key=lambda cell: cell.speed)
     near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
     order = [verdict.way for verdict in advice.verdicts]
-    name = _rules_name(advice.situation)
+    name = _name_of_rules_cap(advice.situation)
     return min(near, key=lambda cell: (order.index(cell.way), cell.name != name, cell.cap is not None, -cell.speed))
 
 
@@ -311,11 +312,11 @@ def _rules_cell(situation: Situation, cells: Sequence[Cell]) -> Cell:
 
     The cell with the rules' cap counts, or the fastest if that cap was not measured.
     """
-    with_cap = [cell for cell in cells if cell.name == _rules_name(situation)]
+    with_cap = [cell for cell in cells if cell.name == _name_of_rules_cap(situation)]
     return max(with_cap or cells, key=lambda cell: cell.speed)
 
 
-def _rules_name(situation: Situation) -> str:
+def _name_of_rules_cap(situation: Situation) -> str:
     """Return the name that a cell of MPS with the rules' cap has: ``mps:50/n``."""
     return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
 
@@ -333,7 +334,7 @@ def _cap_of_each(situation: Situation, measured_way: str) -> float | None:
     return min(100.0, int(together[1]) / (situation.case.processes or 1))
 
 
-def _not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:
+def _reasons_not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:
     """Return the reasons for preferring one way to another that throughput does not show."""
     rules_for_other = {reason.rule for reason in other.of(Kind.FOR)}
     rules_against_best = {reason.rule for reason in best.of(Kind.AGAINST)}
@@ -346,12 +347,13 @@ def _changes(final: Advice) -> tuple[OtherAnswer, ...]:
     """Return the answers that still change it: those that refuse the way, or need what was not measured."""
     if final.best is None:
         return ()
-    way, changes = final.best.way, []
+    way = final.best.way
+    changes = []
     for question, answer, is_open, part in other_answers(final.situation):
         if part.way is way:
             continue
         judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
-        if part.best is None or judged.refused or _not_measured(part.best, judged):
+        if part.best is None or judged.refused or _reasons_not_measured(part.best, judged):
             changes.append(OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open))
     return tuple(changes)
 

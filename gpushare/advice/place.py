@@ -33,27 +33,26 @@ class Part:
     def at_once(self) -> bool:
         """Return whether all of its processes run at the same time."""
         alone = (self.situation.case.processes or 2) == 1 and self.way is not None
-        shared = self.way in {*CONCURRENT, Way.MEASURE} and self.situation.in_turns(self.way) is None
+        shared = self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
         return alone or shared
 
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
-    """Return the GPU on which a case has an answer, best at once; idle and uncut ones before others."""
+    """Return the GPU that a case is judged on first: one with an answer, without waiting, idle, and without instances."""
 
     def rank(gpu: GpuFacts) -> tuple[object, ...]:
-        """Return how good a GPU is for the case, the smallest first: an answer, no waiting, idle, uncut."""
+        """Return the sort key of a GPU, the best first; of equal ones, the one whose answer has the best score."""
         part = _judge_part(replace(situation, gpu=gpu))
         cut = gpu.layout is not None and bool(gpu.layout.instances)
         in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
         waits = part.way is Way.WHOLE and part.situation.among_others
         return part.best is None, waits, in_use, 0 if part.best is None else -part.best.score
 
-    # Of those that are alike and alike in use, one is judged.
-    unlike = {
-        (gpu.processes, gpu.memory_used_bytes, *key): gpu
-        for key, gpu in zip(map(_kind_key, reversed(gpus)), reversed(gpus), strict=True)
-    }
-    return gpus[0] if len(unlike) == 1 else min(sorted(unlike.values(), key=gpus.index), key=rank)
+    # Of those that are alike and alike in use, only the first is judged: to judge one takes long.
+    unlike: dict[object, GpuFacts] = {}
+    for gpu in gpus:
+        unlike.setdefault((gpu.processes, gpu.memory_used_bytes, *_kind_key(gpu)), gpu)
+    return gpus[0] if len(unlike) == 1 else min(unlike.values(), key=rank)
 
 
 def place(situation: Situation, *, apart: bool = True) -> tuple[Part, ...]:
@@ -74,35 +73,34 @@ def _find_placement(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
         # Of a list, each is one process unless said otherwise, also where it is placed without the others.
         works = tuple(replace(work, processes=work.processes or 1) for work in situation.case.workloads)
         situation = situation.variant(case=replace(situation.case, workloads=works))
-    # Instances that are there are left to others as long as all find room on GPUs like this one.
-    idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
-    chosen = _placed_on(situation, idle, apart=apart)
-    if len(idle) == len(situation.gpus_to_have) or all(part.at_once for part in chosen):
-        return chosen
-    return max(
-        chosen,
-        _placed_on(situation, situation.gpus_to_have, apart=apart),
-        key=lambda parts: _rank_of(parts, situation)[:2],
-    )
+    # GPUs with MIG are left to others as long as all find room on those without, and the other way round.
+    same_mode = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
+    on_same_mode = _placed_on(situation, same_mode, apart=apart)
+    if len(same_mode) == len(situation.gpus_to_have) or all(part.at_once for part in on_same_mode):
+        return on_same_mode
+    on_all = _placed_on(situation, situation.gpus_to_have, apart=apart)
+    # Only for an answer for all, or for all at once: not to use more GPUs.
+    return max(on_same_mode, on_all, key=lambda parts: _rank_of(parts, situation)[:2])
 
 
 def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> tuple[Part, ...]:
-    """Return the parts of a case on GPUs that have room now."""
+    """Return the parts of a case on GPUs that have room now; ``apart`` is as for `place`."""
     case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
         return _of_several_gpus(situation, idle)
-    alone = _judge_part(situation)
+    on_one_gpu = _judge_part(situation)
     count = case.processes
     if (
         len(idle) < _SEVERAL
         or count is None
         or count < _SEVERAL
         or case.any("running")
-        or alone.way is Way.STREAMS
+        or on_one_gpu.way is Way.STREAMS
         # What does not fit on one GPU may fit on several.
-        or (alone.way is Way.FIX and not alone.situation.short_of_memory)
+        or (on_one_gpu.way is Way.FIX and not on_one_gpu.situation.short_of_memory)
     ):
-        return (alone,)
+        return (on_one_gpu,)
+    # One job of several processes: a GPU of one kind for each.
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_judge_part(situation.on(kind[0], case, more=kind[1:count])),)
@@ -112,10 +110,10 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
         for sizes in _load_measures(gpus)
         if (parts := _split_over(situation, gpus, sizes))
     ]
-    even = max(choices, key=lambda parts: _rank_of(parts, situation), default=(alone,))
-    if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
-        return even
-    return max([even, *_placements_apart(situation, idle)], key=lambda parts: _rank_of(parts, situation))
+    spread = max(choices, key=lambda parts: _rank_of(parts, situation), default=(on_one_gpu,))
+    if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in spread):
+        return spread
+    return max([spread, *_placements_apart(situation, idle)], key=lambda parts: _rank_of(parts, situation))
 
 
 _SEVERAL: Final = 2
@@ -124,9 +122,13 @@ _MOST_APART: Final = 5
 
 
 def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
-    """Yield the placements that keep some workloads on other GPUs than the others: what one needs is no veto for all then."""
+    """Yield the placements that keep some workloads on other GPUs than the others.
+
+    A need of one workload, such as isolation, then rules out a way only on its own GPUs.
+    """
     alike: dict[object, list[Workload]] = {}
     for work in situation.case.workloads:
+        # In a long list, workloads that differ only in name and number stay together.
         key = work if len(situation.case.workloads) <= _MOST_APART else replace(work, name=None, processes=None)
         alike.setdefault(key, []).append(work)
     if len(alike) > _MOST_APART:
@@ -134,17 +136,22 @@ def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterato
     for blocks in _partitions([tuple(works) for works in alike.values()], len(idle)):
         cases = [replace(situation.case, workloads=tuple(itertools.chain(*block))) for block in blocks]
         cases.sort(key=lambda case: (-max(work.memory or 0 for work in case.workloads), -(case.processes or 1)))
-        gpus = sorted(idle, key=lambda gpu: -(gpu.memory_total_bytes or 0))
-        # What remains goes to those with the most processes.
-        sets = [[gpu] for gpu in gpus[: len(cases)]]
-        for gpu in gpus[len(cases) :]:
-            most = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(sets[number]))
-            sets[most].append(gpu)
-        # The partitions of a block are partitions themselves.
+        # Not apart again: the partitions of a block are among those of this loop.
         parts = [
-            _on_own_gpus(situation, case, own_gpus, apart=False) for case, own_gpus in zip(cases, sets, strict=True)
+            _on_own_gpus(situation, case, gpus, apart=False)
+            for case, gpus in zip(cases, _gpus_for_cases(cases, idle), strict=True)
         ]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
+
+
+def _gpus_for_cases(cases: Sequence[Case], idle: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
+    """Return GPUs for each case: a large one first, then what remains to those with the most processes per GPU."""
+    gpus = sorted(idle, key=lambda gpu: -(gpu.memory_total_bytes or 0))
+    gpus_of_case = [[gpu] for gpu in gpus[: len(cases)]]
+    for gpu in gpus[len(cases) :]:
+        fullest = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(gpus_of_case[number]))
+        gpus_of_case[fullest].append(gpu)
+    return gpus_of_case
 
 
 def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, apart: bool = True) -> tuple[Part, ...]:
@@ -163,13 +170,14 @@ def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[li
     """Yield the partitions of some items into two blocks or more, at most ``most``."""
 
     def grown(number: int, blocks: list[list[tuple[Workload, ...]]]) -> Iterator[list[list[tuple[Workload, ...]]]]:
-        """Yield the partitions that have these blocks so far, and the items from ``number`` on."""
+        """Yield the partitions that begin with these blocks, after each item from ``number`` on was put into one."""
         if number == len(items):
             if len(blocks) >= _SEVERAL:
                 yield blocks
             return
-        for block in range(len(blocks)):
-            yield from grown(number + 1, [[*b, items[number]] if n == block else b for n, b in enumerate(blocks)])
+        for chosen in range(len(blocks)):
+            larger_block = [*blocks[chosen], items[number]]
+            yield from grown(number + 1, [*blocks[:chosen], larger_block, *blocks[chosen + 1 :]])
         if len(blocks) < most:
             yield from grown(number + 1, [*blocks, [items[number]]])
 
@@ -186,43 +194,63 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
     rest = tuple(work for work in case.workloads if work is not first)
     if not rest:
         return (_shared_by_all(situation, idle),)
-    each = first.gpus or 1
+    gpus_each = first.gpus or 1
     choices = []
     situation_of_first = situation.on(situation.gpu, replace(case, workloads=(first,)))
-    for kind in [*_kinds(idle), idle]:
-        for sets in range(1, min(first.processes or 1, len(kind) // each) + 1):
-            free = [gpu for gpu in idle if gpu not in kind[: sets * each]]
-            if free:
-                part = _shared_by_all(situation_of_first, kind[: sets * each], beside=True)
-                choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), free)))
+    # All GPUs come last, for a host with too few of each kind.
+    for gpus in [*_kinds(idle), idle]:
+        for sets in range(1, min(first.processes or 1, len(gpus) // gpus_each) + 1):
+            gpus_of_first = gpus[: sets * gpus_each]
+            remaining = [gpu for gpu in idle if gpu not in gpus_of_first]
+            if remaining:
+                part = _shared_by_all(situation_of_first, gpus_of_first, beside=True)
+                choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), remaining)))
     return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_shared_by_all(situation, idle),))
 
 
 def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
-    """Return the part of jobs that have several GPUs each, on sets of GPUs of one kind; ``beside``: others have GPUs, too."""
-    case, each = situation.case, situation.gpus_each
-    largest = max(work.memory or 0 for work in case.workloads)
-    kind: Sequence[GpuFacts] = max(_kinds(idle), key=len, default=[])
-    if len(kind) < each:
-        # Of several kinds, the one with the least memory first, on which all is judged.
-        able = [gpu for gpu in idle if (gpu.memory_total_bytes or largest) >= largest]
-        kind = sorted(able, key=lambda gpu: gpu.memory_total_bytes or 0) if len(able) >= each else kind
-    # Those in use count too if there are too few others.
-    gpus = kind if len(kind) >= each else max(_kinds([situation.gpu, *situation.other_gpus]), key=len)
+    """Return the part of jobs that have several GPUs each, on sets of GPUs of one kind.
+
+    ``beside``: other workloads have GPUs next to them. Jobs for which there is no set wait for one.
+    """
+    case = situation.case
+    gpus_each = situation.gpus_each
+    idle_alike = _alike_for_a_set(situation, idle)
     jobs = case.processes or 1
-    sets = max(1, min(jobs, len(kind) // each))
-    inside = tuple(replace(work, processes=-(-(work.processes or 1) // sets)) for work in case.workloads)
+    sets = max(1, min(jobs, len(idle_alike) // gpus_each))
+    if len(idle_alike) >= gpus_each:
+        gpus = idle_alike[: sets * gpus_each]
+    else:
+        # Those in use count too if there are too few others.
+        gpus = max(_kinds([situation.gpu, *situation.other_gpus]), key=len)
+    works_of_a_set = tuple(replace(work, processes=-(-(work.processes or 1) // sets)) for work in case.workloads)
     if sets >= jobs:
-        inside = tuple(replace(work, same_user=True) for work in inside)
+        # Each job is alone on its set: it shares with nobody.
+        works_of_a_set = tuple(replace(work, same_user=True) for work in works_of_a_set)
     return _judge_part(
         situation.on(
             gpus[0],
-            replace(case, workloads=inside),
-            more=gpus[1 : sets * each] if gpus is kind else gpus[1:],
+            replace(case, workloads=works_of_a_set),
+            more=gpus[1:],
             whole=case if jobs > 1 else None,
             own_gpu=sets >= jobs and (jobs > 1 or beside),
         )
     )
+
+
+def _alike_for_a_set(situation: Situation, idle: Sequence[GpuFacts]) -> Sequence[GpuFacts]:
+    """Return the largest kind of idle GPUs; if it has too few for a job, all that hold one, if these are enough.
+
+    Of several kinds, the one with the least memory is first: all is judged on the first GPU.
+    """
+    kind: Sequence[GpuFacts] = max(_kinds(idle), key=len, default=[])
+    if len(kind) >= situation.gpus_each:
+        return kind
+    largest = max(work.memory or 0 for work in situation.case.workloads)
+    large_enough = [gpu for gpu in idle if (gpu.memory_total_bytes or largest) >= largest]
+    if len(large_enough) < situation.gpus_each:
+        return kind
+    return sorted(large_enough, key=lambda gpu: gpu.memory_total_bytes or 0)
 
 
 def _judge_part(situation: Situation) -> Part:
@@ -231,7 +259,7 @@ def _judge_part(situation: Situation) -> Part:
 
 
 def _kinds(gpus: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
-    """Return the GPUs by what matters to the rules: model, memory, MIG and compute mode."""
+    """Return the GPUs in groups that are alike in what matters to the rules: model, memory, MIG and compute mode."""
     kinds: dict[object, list[GpuFacts]] = {}
     for gpu in gpus:
         kinds.setdefault(_kind_key(gpu), []).append(gpu)
@@ -251,12 +279,16 @@ def _gpu_sets(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequen
     for kind in kinds:
         if len(kinds) > 1:
             yield kind
-        fewer = range(1, len(kind)) if situation.consolidate else (1,)
-        yield from (kind[:count] for count in fewer)
+        # Else one GPU alone is tried too: there, all may keep more of what they asked for.
+        counts = range(1, len(kind)) if situation.consolidate else (1,)
+        yield from (kind[:count] for count in counts)
 
 
 def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
-    """Return how good a placement is: all have an answer, all run at the same time, on as many GPUs as there are."""
+    """Return how good a placement is, the largest is best: all have an answer, all run at the same time, on more GPUs.
+
+    With ``consolidate``, fewer GPUs are better.
+    """
     used = sum(len(part.situation.spread) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
     return (
@@ -268,7 +300,10 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
 
 
 def _load_measures(gpus: Sequence[GpuFacts]) -> list[list[int]]:
-    """Return what unequal GPUs may be loaded by: their memory, evenly, the number of their MIG instances."""
+    """Return the measures by which GPUs may be loaded, each as a number per GPU; equal GPUs need only one.
+
+    They are the memory, the same for each, and the number of MIG instances.
+    """
     by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
     if len(set(by_memory)) == 1:
         return [by_memory]
@@ -316,45 +351,62 @@ def _with_processes(case: Case, processes: int) -> Case:
 
 
 def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
-    """Split a case over GPUs by their sizes; None for a GPU that gets no part.
+    """Split a case over GPUs by their sizes (see `_load_measures`); None for a GPU that gets no part."""
+    if len(case.workloads) > 1:
+        return _split_list(case, gpus, sizes)
+    (work,) = case.workloads
+    portions = (_portion(work, count) for count in _units_per_gpu(work.groups or work.processes or 1, sizes))
+    return [None if portion is None else replace(case, workloads=(portion,)) for portion in portions]
 
-    Groups stay together. Production has GPUs of its own if there are enough.
+
+def _portion(work: Workload, units: int) -> Workload | None:
+    """Return the part of a workload that has so many of its groups, or processes if it has none; None if that is nothing."""
+    if not units:
+        return None
+    processes = -(-(work.processes or 1) * units // (work.groups or work.processes or 1))
+    # Shares of all processes say nothing of a part of them.
+    has_all = work.shares is not None and units == len(work.shares)
+    portion = replace(
+        work,
+        processes=processes,
+        groups=units if work.groups else None,
+        shares=work.shares if has_all else None,
+    )
+    if processes == 1 and (work.processes or 1) > 1:
+        # A process alone on its GPU does not share it with other users either.
+        return replace(portion, same_user=True)
+    return portion
+
+
+def _split_list(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
+    """Split a list of workloads over GPUs: each process to the least loaded GPU that holds it, the largest first.
+
+    Production has GPUs of its own if there are enough.
     """
-    if len(case.workloads) == 1:
-        (work,) = case.workloads
-        counts = _units_per_gpu(work.groups or work.processes or 1, sizes)
-        cases: list[Case | None] = []
-        for count in counts:
-            processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
-            portion = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
-            if processes == 1 and (work.processes or 1) > 1:
-                # A process alone on its GPU does not share it with other users either.
-                portion = replace(portion, same_user=True)
-            if work.shares is not None and count == len(work.shares):
-                portion = replace(portion, shares=work.shares)
-            cases.append(replace(case, workloads=(portion,)) if count else None)
-        return cases
-    bins: list[list[Workload]] = [[] for _ in gpus]
-    each = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
-    each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
-    production = sum(work.role is Role.PRODUCTION for work in each)
-    room = [gpu.memory_total_bytes or 1 for gpu in gpus]
+    works_on: list[list[Workload]] = [[] for _ in gpus]
+    processes = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
+    processes.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
+    production = sum(work.role is Role.PRODUCTION for work in processes)
+    memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
 
-    def load(n: int) -> tuple[float, int, int]:
+    def load(number: int) -> tuple[float, int, int]:
         # Of empty GPUs the smallest is first: the larger ones may be needed for other workloads.
-        return sum(work.memory or 1 for work in bins[n]) / sizes[n], len(bins[n]), room[n]
+        used = sum(work.memory or 1 for work in works_on[number])
+        return used / sizes[number], len(works_on[number]), memory[number]
 
-    for work in each:
+    for work in processes:
         allowed = list(range(len(gpus)))
         if work.role is not Role.PRODUCTION and 0 < production < len(gpus):
-            allowed = [n for n in allowed if not any(other.role is Role.PRODUCTION for other in bins[n])]
-        large = [n for n in allowed if room[n] >= (work.memory or 1)]
-        bins[min(large or allowed, key=load)].append(work)
-    return [replace(case, workloads=_merged(works)) if works else None for works in bins]
+            allowed = [
+                number for number in allowed if not any(other.role is Role.PRODUCTION for other in works_on[number])
+            ]
+        large_enough = [number for number in allowed if memory[number] >= (work.memory or 1)]
+        works_on[min(large_enough or allowed, key=load)].append(work)
+    return [replace(case, workloads=_merged(works)) if works else None for works in works_on]
 
 
 def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
-    """Return equal workloads as one with the number of its processes."""
+    """Return the workloads of one GPU, each of one process, with equal ones as one that has the number of its processes."""
     if len(works) == 1:
         # A process alone on its GPU does not share it with other users either.
         return (replace(works[0], same_user=True),)

@@ -45,9 +45,8 @@ class Question:
 
 
 def _yes_no_answers(yes: str | None, no: str | None = None) -> tuple[Answer, ...]:
-    """Return the answers yes and no, with their texts; None: only asked for, and not among the changes."""
-    texts = (("yes", True, yes), ("no", False, no))
-    return tuple(Answer(word=word, value=value, text=text or "") for word, value, text in texts)
+    """Return the answers yes and no, with their texts; one without a text is asked for, and not among the changes."""
+    return (Answer(word="yes", value=True, text=yes or ""), Answer(word="no", value=False, text=no or ""))
 
 
 def _isolation_answer(word: str, text: str, *kinds: Isolation) -> Answer:
@@ -177,7 +176,7 @@ _ROLES: Final = {
 
 
 def with_answer(situation: Situation, field: str, value: Any) -> Situation:
-    """Return the situation with another answer to one question."""
+    """Return the situation with this answer to one question; of a pair, some are about one of the two jobs."""
     case = situation.case
     if field in {"root", "destroy"}:
         # About the host, not about its workloads.
@@ -225,17 +224,19 @@ def _applies(situation: Situation, question: Question) -> bool:
 def other_answers(situation: Situation) -> Iterator[tuple[Question, Answer, bool, Part]]:
     """Yield every other possible answer, whether the question is open, and the first part of the placement then."""
     for question in QUESTIONS:
+        if not _applies(situation, question):
+            continue
         current = answer_of(situation, question.field)
         for answer in question.answers:
-            trivial = current is None and answer.value is False and question.field == "running"
-            if current == answer.value or not answer.text or trivial or not _applies(situation, question):
-                continue
-            yield (
-                question,
-                answer,
-                current is None,
-                place(with_answer(situation, question.field, answer.value), apart=False)[0],
-            )
+            # Jobs that nobody said are running are taken as not running already.
+            assumed = current is None and answer.value is False and question.field == "running"
+            if answer.text and not assumed and answer.value != current:
+                yield question, answer, current is None, _first_part_with(situation, question, answer)
+
+
+def _first_part_with(situation: Situation, question: Question, answer: Answer) -> Part:
+    """Return the first part of the placement with this answer to a question."""
+    return place(with_answer(situation, question.field, answer.value), apart=False)[0]
 
 
 def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:
@@ -254,17 +255,15 @@ def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Q
     ]
     for question in open_questions:
         others = (other for other in open_questions if other is not question)
-        worlds = [
+        situations = [
             situation,
             *(with_answer(situation, other.field, answer.value) for other in others for answer in other.answers),
         ]
-        if any(len(ways_of(world, question)) > 1 for world in worlds):
+        if any(len(ways_of(variant, question)) > 1 for variant in situations):
             return question
     return None
 
 
 def ways_of(situation: Situation, question: Question) -> set[Way | None]:
     """Return the ways that the answers to a question lead to."""
-    return {
-        place(with_answer(situation, question.field, answer.value), apart=False)[0].way for answer in question.answers
-    }
+    return {_first_part_with(situation, question, answer).way for answer in question.answers}

@@ -205,7 +205,7 @@ def _mps(steps: Steps, way: Way) -> None:
     """Add the lines of MPS: the daemons with their limits, and the jobs."""
     s = steps.s
     works, total = s.case.workloads, s.counts_of_all[0]
-    processes = s.in_turns(Way.MPS) or s.case.processes
+    processes = s.wave_size(Way.MPS) or s.case.processes
     share = None if processes is None or s.before_volta else threads_for(s, processes)
     if way is Way.MPS_STREAMS:
         steps.say("inside each program: put independent work on separate CUDA streams")
@@ -243,7 +243,7 @@ def _clients(steps: Steps, work: Workload, total: int | None, at_once: int | Non
         what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
         steps.run(what, work, memory=memory)
     else:
-        wait = len(s.spread) > 1 or s.in_turns(Way.MPS) is not None
+        wait = len(s.spread) > 1 or s.wave_size(Way.MPS) is not None
         _equal_jobs(steps, work, total, memory=memory, wait=wait)
 
 
@@ -523,7 +523,7 @@ def _timeslice(steps: Steps, way: Way) -> None:
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
         steps.lines.append(steps.typed("running programs share the GPU as they do now; see", *see))
-    waits = len(s.spread) > 1 or s.in_turns(way) is not None
+    waits = len(s.spread) > 1 or s.wave_size(way) is not None
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         memory = job_memory(s, way, work)
         if work.running:
@@ -602,7 +602,7 @@ def _measure(steps: Steps, _: Way) -> None:
     s = steps.s
     shut = s.shut and s.may_be_root is False
     ways = " --ways queue,mps" if shut else "" if s.case.same_user is not False else " --ways queue,timeslice,mig"
-    turns = [number for number in map(s.in_turns, (Way.TIMESLICE, Way.MPS)) if number is not None]
+    turns = [number for number in map(s.wave_size, (Way.TIMESLICE, Way.MPS)) if number is not None]
     processes = min(turns, default=s.case.processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     bench = f"gpushare bench -g {s.gpu.selector} --copies {copies}{ways} -- {s.case.workloads[0].command or 'CMD'}"
@@ -640,7 +640,7 @@ def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
     # More pods than fit wait in the cluster; those that are mostly idle may be more.
-    pods = max(2, min(s.in_turns(way) or s.case.processes or 4, 48))
+    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, 48))
     # What the file of the host says of its GPUs; none is needed where the GPU stays as it is.
     layout, shares_text, options = "", f"{pods} pods share each GPU", ["--replicas", str(pods)]
     if way.outer is Way.MPS:

@@ -65,7 +65,11 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule: the ways that it speaks of, with weights for preferences; ``unknown`` is the condition where it cannot tell."""
+    """One rule: the ways that it speaks of, with weights for preferences.
+
+    ``unknown`` is the text of the condition that it sets where it is unknown whether the rule applies; None: it then says
+    nothing. ``words`` are those that ``text`` is filled with.
+    """
 
     id: str
     # None: it requires a level of the table.
@@ -79,15 +83,14 @@ class Rule:
     needs: Requirement | None
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
-        """Yield what it says about each of its ways in a situation; nothing where its condition does not hold."""
+        """Yield what the rule says about each of its ways in a situation; nothing where its condition does not hold."""
         for way, weight in self.ways.items():
             applies = self.when(situation, way)
             if applies is False or (applies is None and self.unknown is None):
                 continue
             if self.needs is not None:
-                yield from (
-                    (way, reason) for reason in self._requirement_reasons(situation, way, self.needs, asked=not applies)
-                )
+                for reason in self._requirement_reasons(situation, way, self.needs, unanswered=applies is None):
+                    yield way, reason
             elif applies is None:
                 text = self.unknown or ""
                 yield way, Reason(rule=self.id, kind=Kind.CONDITION, text=text, source=self.source, open=True)
@@ -96,28 +99,31 @@ class Rule:
                 yield way, Reason(rule=self.id, kind=self.kind, text=text, source=self.source, weight=weight)
 
     def _requirement_reasons(
-        self, situation: Situation, way: Way, needs: Requirement, *, asked: bool
+        self, situation: Situation, way: Way, needs: Requirement, *, unanswered: bool
     ) -> Iterable[Reason]:
-        """Yield why a way does not meet a requirement; ``asked``: whether it applies is an open question of the case."""
+        """Yield why a way does not meet a requirement; ``unanswered``: the user has not said whether it applies."""
         if way.outer is None:
             return
-        table, driver = situation.table, situation.host.driver
+        table = situation.table
+        driver = situation.host.driver
         cell = table.cell(way.outer, needs.row, driver)
         best = table.level(way.outer, needs.row, driver, option=way.table_option)
+        # These two are themselves the option of their cell; other ways have its level only with a special setup.
         usual = best if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
         enough = table.at_least(needs.row, usual, needs.wanted)
-        if asked:
+        if unanswered:
             if not enough and not table.at_least(needs.row, best, needs.floor):
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", unanswered=True)
         elif not enough:
             yield self._below_level(situation, way, cell, best, needs)
         elif way.inner is not None and way.outer is Way.MIG and needs.inside and not situation.grouped:
+            # Instances meet it, but each process shares its instance.
             inner = table.cell(way.inner, needs.row, driver)
-            level = table.level(way.inner, needs.row, driver)
-            if not table.at_least(needs.row, level, needs.floor):
-                yield self._reason(inner, Kind.VETO, f"{self.text}: that is so between instances, not within one")
-            elif not table.at_least(needs.row, level, needs.wanted):
-                yield self._reason(inner, Kind.CONDITION, f"{self.text}: that is so between instances, not within one")
+            text = f"{self.text}: that is so between instances, not within one"
+            if not table.at_least(needs.row, inner.level, needs.floor):
+                yield self._reason(inner, Kind.VETO, text)
+            elif not table.at_least(needs.row, inner.level, needs.wanted):
+                yield self._reason(inner, Kind.CONDITION, text)
 
     def _below_level(self, situation: Situation, way: Way, cell: Cell, best: str, needs: Requirement) -> Reason:
         """Return the reason for a cell below the wanted level: a condition if an option or the floor helps."""
@@ -125,16 +131,16 @@ class Rule:
         if way is Way.VGPU and table.at_least(needs.row, best, needs.wanted):
             if situation.gpu.mig_capable is not False:
                 return self._reason(cell, Kind.CONDITION, f"{self.text}: only with MIG-backed vGPU")
-            hard = self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos")
-            if not hard:
+            asks_for_bandwidth = self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos")
+            if not asks_for_bandwidth:
                 # A virtual machine is isolated by more than its SMs.
                 text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
                 return self._reason(cell, Kind.CONDITION, text)
             return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
-        says = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
+        text = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
         if table.at_least(needs.row, best, needs.floor):
-            return self._reason(cell, Kind.CONDITION, says)
-        return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")
+            return self._reason(cell, Kind.CONDITION, text)
+        return self._reason(cell, Kind.VETO, text if best == cell.level else f"{text}, at best {best}")
 
     def _reason(self, cell: Cell, kind: Kind, text: str, *, unanswered: bool = False) -> Reason:
         """Return a reason that comes from a cell of the table; ``unanswered``: the user has not said whether it applies.
@@ -156,6 +162,7 @@ class Rule:
 
 _GROUPS: Final = {"mig*": ALL_MIG, "mps*": ALL_MPS, "leaving*": LEAVING, "concurrent*": CONCURRENT}
 _PREFERENCES: Final = (Kind.FOR, Kind.AGAINST)
+# In a condition: unknown(same_user) holds where that is unknown.
 _EXACTLY: Final = {"yes": True, "no": False, "unknown": None}
 
 
@@ -186,7 +193,8 @@ def _compile_condition(node: ast.expr) -> Condition:
         part = _compile_condition(node.operand)
         return lambda s, way: negated(part(s, way))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _EXACTLY:
-        part, wanted = _compile_condition(node.args[0]), _EXACTLY[node.func.id]
+        part = _compile_condition(node.args[0])
+        wanted = _EXACTLY[node.func.id]
         return lambda s, way: part(s, way) is wanted
     if isinstance(node, ast.Name):
         if node.id in CONDITIONS or hasattr(Situation, node.id) or node.id in Workload.__dataclass_fields__:
@@ -197,12 +205,13 @@ def _compile_condition(node: ast.expr) -> Condition:
 
 def _parse_rule(row: Mapping[str, Any]) -> Rule:
     """Return the rule of one row of the file."""
+    # The key that says what kind of rule it is has the ways, of preferences with their weights.
     kind = next((kind for kind in Kind if kind.value in row), None)
-    given: Any = row.get("ways") if kind is None else row[kind.value]
+    ways_of_row: Any = row.get("ways") if kind is None else row[kind.value]
     if kind in _PREFERENCES:
-        ways = {Way(name): weight for name, weight in given.items()}
+        ways = {Way(name): weight for name, weight in ways_of_row.items()}
     else:
-        ways = dict.fromkeys(_ways_named(given), 0)
+        ways = dict.fromkeys(_ways_named(ways_of_row), 0)
     needs = row.get("needs")
     if needs is not None:
         needs = Requirement(**{"floor": needs["wanted"], "inside": row.get("inside", True), **needs})
@@ -227,10 +236,10 @@ def rules() -> tuple[Rule, ...]:
 
 def cannot_leave(situation: Situation) -> bool:
     """Return whether the driver cannot copy these jobs out of this GPU, or gpushare does not try."""
-    return any(rule.when(situation, Way.SWAP) for rule in rules() if rule.id in _IMMOVABLE)
+    return any(rule.when(situation, Way.SWAP) for rule in rules() if rule.id in _RULES_AGAINST_LEAVING)
 
 
-_IMMOVABLE: Final = frozenset(
+_RULES_AGAINST_LEAVING: Final = frozenset(
     f"leaving-{why}" for why in ("driver", "instance", "peers", "ipc", "managed", "together", "vms", "containers")
 )
 
@@ -289,7 +298,7 @@ BASE: Final = {
 }
 _ORDER: Final = {Kind.VETO: 0, Kind.CONDITION: 1, Kind.FOR: 2, Kind.AGAINST: 3}
 _SIGNS: Final = {Kind.FOR: 1, Kind.AGAINST: -1}
-_TO_COMPARE: Final = 2
+_LEAST_TO_COMPARE: Final = 2
 _NOTHING_TO_COMPARE: Final = Reason(
     rule="nothing-to-compare",
     kind=Kind.VETO,
@@ -309,26 +318,28 @@ def _judge_all(situation: Situation) -> tuple[WayVerdict, ...]:
     for rule in rules():
         for way, reason in rule.reasons(situation):
             reasons[way].append(reason)
-    judged = [_judge_way(way, reasons[way]) for way in ADVISED]
-    comparable = [verdict for verdict in judged if not verdict.refused and verdict.way in SHARING]
-    if len([verdict for verdict in comparable if verdict.way is not Way.VGPU]) < _TO_COMPARE:
-        judged = [
-            _judge_way(verdict.way, [*verdict.reasons, _NOTHING_TO_COMPARE]) if verdict.way is Way.MEASURE else verdict
-            for verdict in judged
-        ]
-    return tuple(sorted(judged, key=lambda verdict: (verdict.refused, -verdict.score)))
+    judged = {way: _judge_way(way, reasons[way]) for way in ADVISED}
+    # `gpushare bench` cannot measure vGPUs.
+    comparable = [way for way in SHARING if way is not Way.VGPU and not judged[way].refused]
+    if len(comparable) < _LEAST_TO_COMPARE:
+        judged[Way.MEASURE] = _judge_way(Way.MEASURE, [*reasons[Way.MEASURE], _NOTHING_TO_COMPARE])
+    return tuple(sorted(judged.values(), key=lambda verdict: (verdict.refused, -verdict.score)))
 
 
 def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
     """Return the best verdict; None if every way of sharing or queueing is refused."""
     usable = [verdict for verdict in judged if not verdict.refused]
-    # These are answers only if something speaks for them.
-    unasked = {Way.MEASURE, Way.FIX, Way.VGPU}
-    if not any(
-        verdict.way not in unasked or (verdict.way is not Way.MEASURE and verdict.of(Kind.FOR)) for verdict in usable
-    ):
-        return None
-    return usable[0]
+    return usable[0] if any(map(_is_answer, usable)) else None
+
+
+def _is_answer(verdict: WayVerdict) -> bool:
+    """Return whether a usable way shows that something fits.
+
+    Measuring alone does not, and a change of the program or vGPU only if a rule speaks for it.
+    """
+    if verdict.way in {Way.FIX, Way.VGPU}:
+        return bool(verdict.of(Kind.FOR))
+    return verdict.way is not Way.MEASURE
 
 
 def _judge_way(way: Way, reasons: list[Reason]) -> WayVerdict:

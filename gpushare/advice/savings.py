@@ -117,6 +117,7 @@ def savings(
     gpus_now = len(work)
     cost = None if price is None else price.cost(gpus_now)
     options: list[Consolidation] = []
+    # Why the largest number of GPUs that is too small is that.
     refused: str | None = None
     for gpus in range(1, gpus_now):
         bins = _pack(work, gpus, gpu_memory_bytes)
@@ -137,6 +138,9 @@ def savings(
             options[-1] = replace(option, recommended=True)
             break
     total = sum((workload.load for workload in work), Decimal(0))
+    warnings = _warnings(work, options, total, target_load, gpu_memory_bytes)
+    if refused is not None:
+        warnings.insert(0, refused)
     return Savings(
         gpus=gpus_now,
         total_load_percent=total,
@@ -144,7 +148,7 @@ def savings(
         price=price,
         cost=cost,
         options=tuple(options),
-        warnings=(*([refused] if refused else []), *_warnings(work, options, total, target_load, gpu_memory_bytes)),
+        warnings=tuple(warnings),
     )
 
 
@@ -220,13 +224,16 @@ def _consolidate(
     p95 = [_sum_p95(place) for place in bins]
     memory = [_sum_memory(place) for place in bins]
     new_cost = None if price is None else price.cost(gpus)
+    verdict = "fits"
+    if max_load > target_load:
+        verdict = "no_headroom" if max_load >= 100 else "above_target"
     return Consolidation(
         gpus=gpus,
         places=tuple(tuple(workload.name for workload in place) for place in bins),
         max_load_percent=max_load,
         max_p95_percent=None if None in p95 else max(value for value in p95 if value is not None),
         max_memory_bytes=None if None in memory else max(value for value in memory if value is not None),
-        verdict="fits" if max_load <= target_load else "no_headroom" if max_load >= 100 else "above_target",
+        verdict=verdict,
         cost=new_cost,
         saving=None if cost is None or new_cost is None else cost - new_cost,
         saving_percent=(Decimal(100) * (gpus_now - gpus) / gpus_now).quantize(Decimal("0.1"), ROUND_HALF_UP),

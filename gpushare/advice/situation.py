@@ -41,6 +41,8 @@ HEADROOM_PERCENT: Final = 2
 _STEP: Final = 256 * MIB
 # MIG divides no GPU into more.
 _MOST_INSTANCES: Final = 7
+# Limits are worth up to a tenth of the clients that could run at once.
+_LEAST_PART_LIMITED: Final = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,8 +236,12 @@ class Share:
     percent: float = 0.0
 
     def __str__(self) -> str:
-        parts = [format_bytes(self.memory_bytes)] if self.memory_bytes else []
-        return " and ".join([*parts, *([f"{self.sms} SMs"] if self.sms else [])]) or "any size"
+        parts = []
+        if self.memory_bytes:
+            parts.append(format_bytes(self.memory_bytes))
+        if self.sms:
+            parts.append(f"{self.sms} SMs")
+        return " and ".join(parts) or "any size"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +262,7 @@ _NEARLY: Final = 0.9
 
 
 def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
-    """Return the largest instances that fit these shares next to those that are kept, if need be with nearly the SMs."""
+    """Return the largest instances that fit these shares next to those that are kept; if need be, with nearly the SMs asked for."""
     exact = _slices_for(layout, shares, kept)
     if exact.why_not is None or not any(share.sms for share in shares):
         return exact
@@ -272,17 +278,20 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
     """
     room = replace(layout, instances=kept)
     kinds = {graphics: _profiles_of_kind(layout, graphics=graphics) for graphics in (False, True)}
+    # The smallest profile for each share: if these do not fit, nothing does.
     smallest = [_smallest_holding(kinds[share.graphics], share) for share in shares]
     too_large = next((share for share, profile in zip(shares, smallest, strict=True) if profile is None), None)
     if too_large is not None:
         return Slices(why_not=f"no instance has {too_large}{_largest_text(kinds[too_large.graphics], too_large)}")
     chosen = [profile for profile in smallest if profile is not None]
     if not _fit_together(room, chosen):
-        worst = max(shares)
-        needed = chosen[shares.index(worst)]
+        largest = max(shares)
+        needed = chosen[shares.index(largest)]
         most_that_fit = _most_that_fit(room, needed)
-        reason = f"{len(shares)} instances with {worst} do not fit: {most_that_fit or 'none'} of {needed.name} would"
+        reason = f"{len(shares)} instances with {largest} do not fit: {most_that_fit or 'none'} of {needed.name} would"
         return Slices(why_not=reason)
+
+    # Then larger ones: by the wanted percentages, equal for equal shares, else each as large as fits.
     if all(share.percent for share in shares):
         weighted = _weighted_profiles(room, [kinds[share.graphics] for share in shares], shares)
         if weighted is not None:
@@ -312,9 +321,12 @@ def _largest_text(profiles: Sequence[Profile], share: Share) -> str:
 
 
 def _as_share(profile: Profile, share: Share) -> Share:
-    """Return how much a profile has of what a share asks for."""
-    memory = profile.memory_bytes or 0 if share.memory_bytes or not share.sms else 0
-    return Share(memory, profile.multiprocessors or 0 if share.sms else 0)
+    """Return how much a profile has of what a share asks for: memory, SMs or both; memory if it asks for nothing."""
+    memory = 0
+    if share.memory_bytes or not share.sms:
+        memory = profile.memory_bytes or 0
+    sms = (profile.multiprocessors or 0) if share.sms else 0
+    return Share(memory, sms)
 
 
 def _smallest_holding(ordinary: Sequence[Profile], share: Share) -> Profile | None:
@@ -341,18 +353,20 @@ def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
 
 def _most_that_fit(room: Layout, profile: Profile) -> int:
     """Return how many instances of a profile fit next to those of the layout."""
-    return next((n for n in range(profile.instances or 8, 0, -1) if _fit_together(room, [profile] * n)), 0)
+    most = profile.instances or _MOST_INSTANCES
+    return next((count for count in range(most, 0, -1) if _fit_together(room, [profile] * count)), 0)
 
 
 def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
-    """Return the profile with the most SMs, then the least memory, that fits ``count`` times."""
+    """Return ``count`` times the same profile: of those that fit so often, the one with the most SMs, then the least memory."""
     better = [
         profile
         for profile in ordinary
         if (profile.memory_bytes or 0) >= (least.memory_bytes or 0) and profile.slices >= least.slices
     ]
     better.sort(key=lambda profile: (-(profile.multiprocessors or profile.slices), profile.memory_bytes or 0))
-    return [next((profile for profile in better if _fit_together(room, [profile] * count)), least)] * count
+    best = next((profile for profile in better if _fit_together(room, [profile] * count)), least)
+    return [best] * count
 
 
 # So many profiles, each chosen for one share, are tried in every combination.
@@ -395,9 +409,11 @@ def _enlarge(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Prof
 
 def _enlarge_one(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> list[Profile] | None:
     """Return the chosen profiles with the smallest that can grow by one step enlarged; None if none can."""
-    for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
+    smallest_first = sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0))
+    for number in smallest_first:
         current = chosen[number]
         for larger in kinds[number]:
+            # More memory and as many slices, or fewer of one of them, is no step up.
             if larger.slices <= current.slices or (larger.memory_bytes or 0) < (current.memory_bytes or 0):
                 continue
             enlarged = [*chosen[:number], larger, *chosen[number + 1 :]]
@@ -410,7 +426,8 @@ def _fitting_instances(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> 
     """Return an idle instance for each share, the smallest that fits; None if one share has none."""
     unused = sorted(idle, key=lambda instance: (instance.profile.memory_bytes or 0, instance.profile.slices))
     chosen: dict[int, GpuInstance] = {}
-    for number in sorted(range(len(shares)), key=lambda number: shares[number], reverse=True):
+    largest_first = sorted(range(len(shares)), key=lambda number: shares[number], reverse=True)
+    for number in largest_first:
         fits = next((instance for instance in unused if _holds(instance.profile, shares[number])), None)
         if fits is None:
             return None
@@ -456,10 +473,13 @@ class Situation:
 
     @cached_property
     def gpus_each(self) -> int:
-        """Return how many GPUs a job has at the same time: 1 for each of the ranks of one job."""
+        """Return how many GPUs one process has at the same time, at most.
+
+        N ranks of one job on N GPUs have one each, although the job is said to need N.
+        """
         most = max(work.gpus or 1 for work in self.case.workloads)
-        one_job = len(self.case.workloads) == 1 and self.case.processes == most
-        ranks = one_job and any(map(self.case.any, ("nccl", "cooperating", "one_application")))
+        as_many_processes = len(self.case.workloads) == 1 and self.case.processes == most
+        ranks = as_many_processes and any(map(self.case.any, ("nccl", "cooperating", "one_application")))
         return 1 if ranks else most
 
     @property
@@ -474,8 +494,10 @@ class Situation:
 
     @property
     def placed_processes(self) -> int:
-        """Return the number of processes on all of these GPUs; 2 if unknown."""
-        return 1 if self.whole is None and self.one_process else (self.whole or self.case).processes or 2
+        """Return the number of processes on all of these GPUs; if unknown, 2, or 1 of one application."""
+        if self.whole is None and self.one_process:
+            return 1
+        return (self.whole or self.case).processes or 2
 
     def on(
         self,
@@ -540,25 +562,28 @@ class Situation:
     @cached_property
     def saturating(self) -> bool | None:
         """Return whether a process fills the GPU; in a pair, whether production does."""
-        works = self.case.workloads
-        if self.pair:
-            works = tuple(work for work in works if work.role is Role.PRODUCTION)
-        values = [work.saturating for work in works]
-        return True if True in values else None if None in values else False
+        if not self.pair:
+            return self.case.any("saturating")
+        return any_of(work.saturating for work in self.case.workloads if work.role is Role.PRODUCTION)
 
     @cached_property
     def gaps(self) -> bool | None:
-        """Return whether production of a pair waits between requests: as stated; bursty work does, an LLM that decodes does not."""
-        production = [work for work in self.case.workloads if work.role is Role.PRODUCTION]
+        """Return whether production of a pair waits between requests, so that the GPU is idle in between; None if unknown.
+
+        If it is not stated, interactive and bursty work does, and an LLM that decodes (CUDA graphs) does not.
+        """
         if not self.pair:
             return None
+        production = [work for work in self.case.workloads if work.role is Role.PRODUCTION]
         if self.saturating is True:
             return False
         if any(work.gaps is not None for work in production):
             return any(work.gaps for work in production)
         if any(work.cuda_graphs for work in production):
             return False
-        return True if any(work.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for work in production) else None
+        if any(work.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for work in production):
+            return True
+        return None
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
@@ -609,17 +634,17 @@ class Situation:
     @cached_property
     def together(self) -> bool:
         """Return whether the processes are one job on one GPU: all have to run, and none can wait for another to end."""
-        needs = ("cooperating", "nccl", "ipc", "one_application")
+        signs_of_one_job = ("cooperating", "nccl", "ipc", "one_application")
         # Where the order of their ends is all the same, none waits for another.
         any_order = self.case.any("progress") is False and not self.case.any("nccl") and not self.case.any("p2p")
-        one_job = self.several and not self.pair and self.gpus_each == 1 and not any_order
-        return one_job and any(self.case.any(need) for need in needs)
+        may_be_one_job = self.several and not self.pair and self.gpus_each == 1 and not any_order
+        return may_be_one_job and any(map(self.case.any, signs_of_one_job))
 
     @cached_property
     def in_phases(self) -> bool:
         """Return whether processes that work together all have to advance, and may do so one after the other."""
-        ranks = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.spread) >= (self.case.processes or 2)
-        return self.together and not ranks and bool(self.case.any("cooperating") and self.case.any("progress"))
+        at_once = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.spread) >= (self.case.processes or 2)
+        return self.together and not at_once and bool(self.case.any("cooperating") and self.case.any("progress"))
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
@@ -669,15 +694,17 @@ class Situation:
         return any_of([self.plain.may_fit, self.under_mps.may_fit])
 
     def leavers(self, way: Way) -> list[tuple[Workload, int | None]]:
-        """Return the workloads that leave the GPU, with the number of their processes: of a pair, one that can wait."""
-        each = zip(self.case.workloads, self.case.counts, strict=True)
-        yielding = way is Way.SWAP and self.pair
-        return [(work, count) for work, count in each if not yielding or work.role is Role.OPPORTUNISTIC]
+        """Return the workloads that leave the GPU, with the number of their processes: of a pair that swaps, the opportunistic one."""
+        works = zip(self.case.workloads, self.case.counts, strict=True)
+        production_stays = way is Way.SWAP and self.pair
+        return [(work, count) for work, count in works if not production_stays or work.role is Role.OPPORTUNISTIC]
 
     def leaving_cost(self, way: Way) -> LeavingCost | None:
         """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
         leavers = [(work.memory + CONTEXT_BYTES, count or 1) for work, count in self.leavers(way) if work.memory]
-        return self.once(("cost", way, *leavers), lambda: self._swap_cost(way, leavers)) if leavers else None
+        if not leavers:
+            return None
+        return self.once(("cost", way, *leavers), lambda: self._swap_cost(way, leavers))
 
     def switch_seconds(self, way: Way) -> float:
         """Return how long it takes until one job is out and the next is back; 0 if no size is known."""
@@ -693,7 +720,9 @@ class Situation:
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, swap_times
 
         largest = max(size for size, _ in leavers)
-        out, back = swap_times(largest).out_seconds, swap_times(largest).in_seconds
+        times = swap_times(largest)
+        out = times.out_seconds
+        back = times.in_seconds
         turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
         # All others have their turn first; with room for several at a time, or an unknown number of jobs, nobody can tell.
         wait = None
@@ -712,10 +741,10 @@ class Situation:
             source=SOURCE,
         )
 
-    def in_turns(self, way: Way) -> int | None:
-        """Return how many run at a time if not all fit at once and the rest can wait.
+    def wave_size(self, way: Way) -> int | None:
+        """Return how many processes run at a time where they run in waves: not all fit at once, and the rest can wait.
 
-        None: all run at once, at most one does, or none can wait for another.
+        None: there are no waves, as all run at once, at most one does, or none can wait for another.
         """
         processes = self.case.processes
         if processes is None or not self._can_wait or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
@@ -746,18 +775,19 @@ class Situation:
     def _fewer_for_limits(self, way: Way, at_once: int) -> int:
         """Return how many run at once so that each client of MPS has a limit, which includes the memory of its context.
 
-        If these are less than 0.9 of all that could run at once, return all, which then have no limits.
+        If these are too few of all that could run at once, return all, which then have no limits.
         """
-        size, usable = self.case.workloads[0].memory, self.budget_of(way).usable_bytes
+        size = self.case.workloads[0].memory
+        usable = self.budget_of(way).usable_bytes
         if not _is_under_mps(way) or self.before_volta or size is None or usable is None:
             return at_once
         limited = min(at_once, usable // (whole_mib(size) + CLIENT_BYTES))
-        return limited if limited >= at_once * 0.9 else at_once
+        return limited if limited >= at_once * _LEAST_PART_LIMITED else at_once
 
     def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
         """Return the number of processes of each workload that run at the same time."""
-        turns = self.in_turns(way)
-        return self.case.counts if turns is None else (turns,)
+        wave = self.wave_size(way)
+        return self.case.counts if wave is None else (wave,)
 
     @cached_property
     def by_room(self) -> bool:
@@ -792,10 +822,15 @@ class Situation:
 
         For a few processes, which each version accepts in the smallest instance too, no program is asked for its version.
         """
-        clients, processes = mps_clients(self.table, HostFacts(host=self.host.host), self.gpu), self.case.processes
+        processes = self.case.processes
+        # A host whose driver and program are unknown.
+        unknown_host = HostFacts(host=self.host.host)
+        clients = mps_clients(self.table, unknown_host, self.gpu)
         if clients is None or processes is None or processes > clients // _MOST_INSTANCES:
             clients = mps_clients(self.table, self.host, self.gpu)
-        return clients if clients is None or self.gpu.instance is None else max(1, int(clients * self.gpu.sm_share))
+        if clients is None or self.gpu.instance is None:
+            return clients
+        return max(1, int(clients * self.gpu.sm_share))
 
     def clients_of(self, way: Way) -> int | None:
         """Return how many clients one MPS server has: of the GPU, or of the fullest instance."""
@@ -808,15 +843,17 @@ class Situation:
         return -(-processes // max(len(self.shares(way)), 1))
 
     def mps_clients_in(self, way: Way) -> int | None:
-        """Return how many clients MPS accepts there: an instance has a part of those of the GPU (MIG user guide)."""
+        """Return how many clients one MPS server accepts: of the GPU, or of the smallest instance; None if unknown.
+
+        An instance has a part of those of the GPU, by its slices (MIG user guide).
+        """
         if way is not Way.MIG_MPS or self.mps_clients is None:
             return self.mps_clients
-        free = self.free_instances(way)
-        slices = self.slices(way)
-        profiles = [instance.profile for instance in free] if free else slices.profiles if slices else ()
-        total = max((profile.slices for profile in self.gpu.layout.profiles), default=0) if self.gpu.layout else 0
-        smallest = min((profile.slices for profile in profiles), default=0)
-        return max(1, self.mps_clients * smallest // total) if smallest and total else None
+        smallest = min((profile.slices for profile in self.profiles(way)), default=None)
+        if smallest is None or self.gpu.layout is None:
+            return None
+        whole = max(profile.slices for profile in self.gpu.layout.profiles)
+        return max(1, self.mps_clients * smallest // whole)
 
     @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:
@@ -870,17 +907,7 @@ class Situation:
         """Return what each instance must hold: one process with plain MIG, one party if the instance is shared."""
         works = self.case.workloads
         if way is Way.MIG:
-            count = self.case.processes or 2
-            if len(works) == 1:
-                share = _share_of(works[0], 1, CONTEXT_BYTES)
-                if not works[0].shares:
-                    return (share,) * count
-                return tuple(replace(share, percent=part) for part in works[0].shares)
-            each = [_share_of(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
-            parts = self.case.shares or ()
-            if len(parts) == len(each):
-                return tuple(replace(share, percent=part) for share, part in zip(each, parts, strict=True))
-            return tuple(each)
+            return self._shares_of_processes()
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
         if len(works) > 1:
             return tuple(
@@ -892,27 +919,38 @@ class Situation:
         parties = self.case.groups or self._parties_for(processes)
         return (_share_of(works[0], -(-processes // parties), context),) * parties
 
+    def _shares_of_processes(self) -> tuple[Share, ...]:
+        """Return what the instance of each process must hold, with its percentage if the user gave unequal ones."""
+        works = self.case.workloads
+        if len(works) == 1:
+            share = _share_of(works[0], 1, CONTEXT_BYTES)
+            if not works[0].shares:
+                return (share,) * (self.case.processes or 2)
+            return tuple(replace(share, percent=percent) for percent in works[0].shares)
+        shares = [_share_of(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
+        percentages = self.case.shares or ()
+        if len(percentages) == len(shares):
+            shares = [replace(share, percent=percent) for share, percent in zip(shares, percentages, strict=True)]
+        return tuple(shares)
+
     def _parties_for(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible.
 
-        Without root, or without room for others, it is those that are there.
+        Where no instance can be created, for want of root or of room, it is at most those that are idle.
         """
         if self.idle_instances and (self.may_be_root is False or not self._has_room):
             return max(1, min(len(self.idle_instances), processes - 1))
         most = max(1, min((self.most_instances or _MOST_INSTANCES), processes // 2))
-        return next((n for n in range(most, 1, -1) if processes % n == 0), most)
+        return next((count for count in range(most, 1, -1) if processes % count == 0), most)
 
     @cached_property
     def _has_room(self) -> bool:
         """Return whether any instance can be created next to those that stay."""
         layout = self.gpu.layout
-        smallest = (
-            None
-            if layout is None
-            else min(_profiles_of_kind(layout, graphics=False), key=lambda profile: profile.slices, default=None)
-        )
-        if layout is None or smallest is None:
+        profiles = [] if layout is None else _profiles_of_kind(layout, graphics=False)
+        if layout is None or not profiles:
             return True
+        smallest = min(profiles, key=lambda profile: profile.slices)
         return _fit_together(replace(layout, instances=self.kept), [smallest])
 
     def slices(self, way: Way) -> Slices | None:
@@ -929,13 +967,16 @@ class Situation:
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}")
         if self.gpu.mig_enabled and layout.instances:
-            # Next to all that exists; with --destroy, otherwise, next to what is in use.
-            for stay in dict.fromkeys((layout.instances, self.kept)):
-                slices = slices_for(layout, shares, stay)
-                if slices.why_not is None:
-                    return slices
+            # Nothing is destroyed if there is room next to all instances.
+            next_to_all = slices_for(layout, shares, layout.instances)
+            if next_to_all.why_not is None or self.kept == layout.instances:
+                next_to_kept = next_to_all
+            else:
+                next_to_kept = slices_for(layout, shares, self.kept)
+            if next_to_kept.why_not is None or not self.kept:
+                return next_to_kept
             kept = ", ".join(map(instance_title, self.kept))
-            return replace(slices, why_not=f"{slices.why_not}, next to {kept}" if kept else slices.why_not)
+            return replace(next_to_kept, why_not=f"{next_to_kept.why_not}, next to {kept}")
         if len(shares) == 1:
             # One process leaves half of the GPU to others, if half is enough for it.
             half = slices_for(layout, shares * 2)
@@ -952,37 +993,13 @@ class Situation:
             return None
         if all(profile.memory_bytes and profile.placements for profile in profiles):
             return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), shares).why_not
-        # Without placements the slices are added up; without its memory a profile has its part of the GPU's.
-        slices = max(profile.slices for profile in profiles)
-
-        def slices_needed(share: Share) -> int | None:
-            """Return the slices of the smallest profile that holds a share; None: none does."""
-            attributes = {"+gfx"} if share.graphics else set()
-            sizes = (
-                (profile.slices, profile.memory_bytes or total * profile.slices // slices or share.memory_bytes)
-                for profile in profiles
-                if profile.attributes == attributes
-            )
-            return min((number for number, size in sizes if size >= share.memory_bytes), default=None)
-
-        needed = [slices_needed(share) for share in shares]
-        if None not in needed and sum(filter(None, needed)) <= slices:
-            return None
-        largest = max(shares)
-        if len(set(shares)) > 1:
-            return f"{len(shares)} instances, the largest with {largest}, do not fit together"
-        most = slices // (slices_needed(largest) or slices + 1)
-        return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
+        return _why_slices_too_few(profiles, shares, total)
 
     def short_of_sms(self, way: Way) -> str | None:
-        """Return which profile has fewer SMs than asked for, in words."""
-        free = self.free_instances(way)
-        slices = self.slices(way)
-        shares = self.shares(way)
-        profiles = [instance.profile for instance in free] if free is not None else slices.profiles if slices else ()
+        """Return which profile has fewer SMs than asked for, in words; None: none has."""
         short = {
             f"{profile.name} has {profile.multiprocessors} of the {share.sms} SMs"
-            for profile, share in zip(profiles, shares, strict=False)
+            for profile, share in zip(self.profiles(way), self.shares(way), strict=False)
             if (profile.multiprocessors or share.sms) < share.sms
         }
         return ", ".join(sorted(short)) or None
@@ -990,6 +1007,42 @@ class Situation:
     def free_instances(self, way: Way) -> list[GpuInstance] | None:
         """Return an existing idle instance for each share of a way, or None."""
         return _fitting_instances(self.idle_instances, self.shares(way)) if self.idle_instances else None
+
+    def profiles(self, way: Way) -> tuple[Profile, ...]:
+        """Return the profile of each share's instance: of idle ones that exist, else of those to create; empty: none fit."""
+        free = self.free_instances(way)
+        if free is not None:
+            return tuple(instance.profile for instance in free)
+        slices = self.slices(way)
+        return () if slices is None else slices.profiles
+
+
+def _why_slices_too_few(profiles: Sequence[Profile], shares: Sequence[Share], total: int) -> str | None:
+    """Return why profiles without placements cannot hold all shares; None if they may. ``total``: the GPU's memory in bytes.
+
+    Their compute slices are added up. A profile of unknown memory has its part of the GPU's.
+    """
+    whole = max(profile.slices for profile in profiles)
+
+    def slices_needed(share: Share) -> int | None:
+        """Return the slices of the smallest profile that holds a share; None: none does."""
+        attributes = {"+gfx"} if share.graphics else set()
+        sizes = (
+            (profile.slices, profile.memory_bytes or total * profile.slices // whole or share.memory_bytes)
+            for profile in profiles
+            if profile.attributes == attributes
+        )
+        return min((slices for slices, size in sizes if size >= share.memory_bytes), default=None)
+
+    needed = [slices_needed(share) for share in shares]
+    if None not in needed and sum(filter(None, needed)) <= whole:
+        return None
+    largest = max(shares)
+    if len(set(shares)) > 1:
+        return f"{len(shares)} instances, the largest with {largest}, do not fit together"
+    needed_each = slices_needed(largest)
+    most = 0 if needed_each is None else whole // needed_each
+    return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
 
 
 def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
@@ -1016,15 +1069,16 @@ def may_go(instance: GpuInstance) -> bool:
 
 def instance_title(instance: GpuInstance) -> str:
     """Return an instance with why it stays: its name, its users, a program in it."""
-    stranger = None if instance.made or instance.name or instance.granted or instance.busy else "not made by gpushare"
-    facts = [
-        instance.name,
-        instance.granted and f"granted to {', '.join(instance.granted)}",
-        "in use" if instance.busy else None,
-        stranger,
-    ]
-    text = ", ".join(str(fact) for fact in facts if fact)
-    return f"{instance} ({text})" if text else str(instance)
+    reasons = []
+    if instance.name:
+        reasons.append(instance.name)
+    if instance.granted:
+        reasons.append(f"granted to {', '.join(instance.granted)}")
+    if instance.busy:
+        reasons.append("in use")
+    if not reasons and not instance.made:
+        reasons.append("not made by gpushare")
+    return f"{instance} ({', '.join(reasons)})" if reasons else str(instance)
 
 
 def _share_of(workload: Workload, processes: int, context: int) -> Share:
@@ -1038,18 +1092,14 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
 
     None for a way without MIG, without the memory of a process, or if the driver lists no profiles.
     """
-    layout, shares = situation.gpu.layout, situation.shares(way)
+    layout = situation.gpu.layout
+    shares = situation.shares(way)
     if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):
         return None
-    free = situation.free_instances(way)
-    slices = situation.slices(way)
-    if free is not None:
-        pairs = zip([instance.profile.name for instance in free], shares, strict=True)
-    else:
-        pairs = zip([profile.name for profile in slices.profiles] if slices else [], shares, strict=False)
+    names = (profile.name for profile in situation.profiles(way))
     sizes = {profile.name: profile.memory_bytes for profile in layout.profiles}
     sums = []
-    for (name, share), count in Counter(pairs).items():
+    for (name, share), count in Counter(zip(names, shares, strict=False)).items():
         size = sizes.get(name)
         if size is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,17 +68,22 @@ class Change:
     @property
     def words(self) -> tuple[str, ...]:
         """Return its command line after ``gpushare``."""
-        return (
-            *self.verb.value.split(),
-            *(() if self.level is None else (self.level.title,)),
-            *("-g", self.selector),
-            *(() if self.limits is None else self.limits.options()),
-            *map(str, self.wish),
-            *(("--name", ",".join(self.names)) if self.names else ()),
-            *(("all",) if self.verb is Verb.MIG_DESTROY else ()),
-            *(("--destroy",) if self.destroy else ()),
-            *(("-y",) if self.yes else ()),
-        )
+        words = self.verb.value.split()
+        if self.level is not None:
+            words.append(self.level.title)
+        words += ["-g", self.selector]
+        if self.limits is not None:
+            words += self.limits.options()
+        words += map(str, self.wish)
+        if self.names:
+            words += ["--name", ",".join(self.names)]
+        if self.verb is Verb.MIG_DESTROY:
+            words.append("all")
+        if self.destroy:
+            words.append("--destroy")
+        if self.yes:
+            words.append("-y")
+        return tuple(words)
 
 
 @dataclass(frozen=True)
@@ -120,15 +126,16 @@ def join_recipes(recipes: Sequence[Recipe]) -> Recipe:
 
 def _merge_lines(lines: Iterable[AdviceStep]) -> tuple[AdviceStep, ...]:
     """Return the lines without duplicates; equal changes of several GPUs are one."""
-    kinds: dict[AdviceStep, tuple[int, ...]] = {}
+    gpus_of_line: dict[AdviceStep, set[int]] = {}
     for line in lines:
         gpus = () if line.change is None else line.change.gpus
-        key = line if line.change is None else replace(line, change=replace(line.change, gpus=()))
-        kinds[key] = (*kinds.get(key, ()), *gpus)
-    return tuple(
-        line if line.change is None else replace(line, change=replace(line.change, gpus=tuple(sorted(set(gpus)))))
-        for line, gpus in kinds.items()
-    )
+        gpus_of_line.setdefault(_with_gpus(line, ()), set()).update(gpus)
+    return tuple(_with_gpus(line, sorted(gpus)) for line, gpus in gpus_of_line.items())
+
+
+def _with_gpus(line: AdviceStep, gpus: Sequence[int]) -> AdviceStep:
+    """Return a line with its change on other GPUs; the same line if it changes nothing."""
+    return line if line.change is None else replace(line, change=replace(line.change, gpus=tuple(gpus)))
 
 
 def _selector(gpus: Iterable[int]) -> str:
@@ -192,13 +199,19 @@ class Steps:
             self.undo[:0] = undo_of(self, s, line.change)
 
     def free_name(self, name: str) -> str:
-        """Return a name of a job, with a number if a job on another GPU has it."""
+        """Return a name of a job, with a number if a job on another GPU has it.
+
+        Jobs on the GPUs of the answer keep their names: their lines say that they run already.
+        """
         taken = {job.name for job in self.s.host.jobs} - set(self.s.jobs)
-        names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(free for free in names if free not in taken)
 
     def run(self, what: str, work: Workload, **options: Any) -> None:
-        """Add the line of a job, by default on one of the GPUs of the situation; one of this name that runs there stays."""
+        """Add the line of a job, by default on one of the GPUs of the situation; a job of its name that runs there stays.
+
+        ``options`` are fields of `JobCommand`.
+        """
         key = "production" if options.get("production") else "name"
         name = options.get(key)
         if name is not None:
@@ -216,37 +229,47 @@ class Steps:
     def copies(
         self, work: Workload, count: int | None, how: str | None = None, default: str = "job", **options: Any
     ) -> None:
-        """Add the line of equal jobs with names of their own."""
+        """Add the line of one of some equal jobs, with the names of the others; ``default`` is for a workload without a name."""
         name = clean_name(work.name, 1, default)
-        names = [name] if count in {None, 1} else [f"{name}-{number}" for number in range(1, (count or 1) + 1)]
-        free = {self.free_name(name): name for name in names}
-        # Of those that run, the last ones: the line is of a job that does not run.
-        first, *others = sorted(free, key=self.s.jobs.__contains__)
+        names = [name]
+        if count is not None and count > 1:
+            names = [f"{name}-{number}" for number in range(1, count + 1)]
+        wanted_names = {self.free_name(name): name for name in names}
+        # Jobs that run come last: the line is to start one that does not run.
+        first, *others = sorted(wanted_names, key=self.s.jobs.__contains__)
         what = which(count, label_of(work), how)
         if len(others) == 1:
             what += f"; the other is {others[0]}"
         elif others:
             listed = f"{others[0]} to {others[-1]}" if others == names[1:] else ", ".join(others)
             what += f"; the others are {listed}"
-        self.run(what, work, name=free[first], **options)
+        self.run(what, work, name=wanted_names[first], **options)
         self.job_names += others
 
     def made(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""
         undo = list(self.undo)
-        # Looked for only where the answer names jobs.
-        running = {job.name for job in self.s.host.jobs} if self.job_names else set()
-        # The undo ends no job that ran before, unless all of them did: then the set-up is there already, and the undo ends it.
-        ended = [name for name in self.job_names if name not in running]
-        ended = ended or [name for name in self.job_names if name in self.s.jobs]
-        if ended and not any(line.command for line in undo):
-            undo.insert(0, self.typed("end the jobs: what they set ends with them", "stop", *ended))
+        if not any(line.command for line in undo):
+            undo[:0] = self._end_of_jobs()
         return Recipe(
             lines=_merge_lines(self.lines),
             undo=_merge_lines(undo),
             measure=tuple(self.measure),
             several_shells=self.several_shells,
         )
+
+    def _end_of_jobs(self) -> list[AdviceStep]:
+        """Return the line that ends the jobs of the recipe; none if it names none.
+
+        It ends no job that ran before, unless all of them did: then the set-up is there already, and the undo ends it.
+        """
+        # The running jobs are looked for only where there are names.
+        if not self.job_names:
+            return []
+        running = {job.name for job in self.s.host.jobs}
+        ended = [name for name in self.job_names if name not in running]
+        ended = ended or [name for name in self.job_names if name in self.s.jobs]
+        return [self.typed("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
 
 
 def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
@@ -270,7 +293,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     if verb is Verb.MIG_CREATE and change.names:
         what = "destroy the instance and stop its MPS daemon"
         return [steps.typed(what, "mig", "destroy", *change.names, "-y", root=True)]
-    # What has got a name would be asked for.
+    # An instance with a name is not destroyed without a question, and the change gives names.
     yes = bool(change.names)
     if not gpu.mig_enabled:
         return [steps.changed("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
@@ -308,13 +331,15 @@ def label_of(work: Workload) -> str | None:
 
 
 def which(processes: int | None, name: str | None = None, how: str | None = None) -> str:
-    """Return which program a line starts, and how often."""
+    """Return which program a line starts, how often, and how: ``worker, 3 times, one at a time``."""
     label = "each program" if name is None and processes is None else name or "the program"
     times = "" if processes in {None, 1} else f", {processes} times"
     return f"{label}{times}" + (f", {how}" if how else "")
 
 
 def clean_name(text: str | None, number: int, default: str = "group") -> str:
-    """Return a name that needs no quoting."""
+    """Return a text as a name that needs no quoting; if nothing is left of it, the default with its number."""
     clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
-    return clean if clean[:1].isalpha() else f"{default}{number if number > 1 else ''}"
+    if clean[:1].isalpha():
+        return clean
+    return default if number <= 1 else f"{default}{number}"

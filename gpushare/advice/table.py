@@ -96,12 +96,13 @@ class Table:
 
     def _cell(self, way: Way, row_key: str, driver: str | None) -> Cell:
         """Return a cell as it is on a driver, from its entry for all drivers."""
-        row, entry = self.row(row_key), self.entries[way, row_key]
+        row = self.row(row_key)
+        entry = self.entries[way, row_key]
         branch = driver_branch(driver)
-        since_text, today = _newest_on(dated_values(entry["today"], "text"), branch)
-        since_level, level = _newest_on(dated_values(entry["level"], "level"), branch)
-        since_limit, limit = _newest_on(dated_values(entry.get("limit"), "limit"), branch)
-        changes = [since for since in (since_text, since_level, since_limit) if since is not None]
+        text_since, today = _newest_on(dated_values(entry["today"], "text"), branch)
+        level_since, level = _newest_on(dated_values(entry["level"], "level"), branch)
+        limit_since, limit = _newest_on(dated_values(entry.get("limit"), "limit"), branch)
+        branches = [since for since in (text_since, level_since, limit_since) if since is not None]
         return Cell(
             way=way,
             row=row.key,
@@ -109,7 +110,7 @@ class Table:
             today=entry["published"] if today is None else today,
             level=row.levels[0] if level is None else level,
             sources=tuple(self.sources[key] for key in entry["source"]),
-            since=max(changes, default=None),
+            since=max(branches, default=None),
             limit=limit,
             options=tuple(
                 choice

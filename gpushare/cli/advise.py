@@ -867,7 +867,7 @@ def _with_copies(situation: Situation, copies: int | None) -> tuple[Situation, i
     case = situation.case
     if case.processes is not None:
         if copies is None:
-            at_a_time = [situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS)]
+            at_a_time = [situation.wave_size(way) for way in (Way.TIMESLICE, Way.MPS)]
             copies = min((count for count in at_a_time if count is not None), default=case.processes)
         return situation, copies
     copies = copies or _FEWEST_COPIES

@@ -99,7 +99,7 @@ def test_leaving_is_never_preferred_to_what_fits(words: dict[str, Any], progress
         return
     assert made.plain.may_fit is made.under_mps.may_fit is False
     # Only in waves, the others waiting.
-    assert all(found[way].refused or made.in_turns(way) for way in CONCURRENT if way is not Way.VGPU)
+    assert all(found[way].refused or made.wave_size(way) for way in CONCURRENT if way is not Way.VGPU)
 
 
 @settings(max_examples=25)
