@@ -32,8 +32,8 @@ from gpushare.advice.steps import (
     exactly,
     label_of,
     mig_as_it_was,
+    program_text,
     undo_of,
-    which,
 )
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, LEAVING
 from gpushare.base.model import Priority, TimeSlice, Way
@@ -51,8 +51,11 @@ if TYPE_CHECKING:
 # -- MIG ---------------------------------------------------------------------------------------------
 
 
-def _given_away(s: Situation) -> bool:
-    """Return whether idle instances that the user lets go would be asked for: named, granted or not made by gpushare."""
+def _needs_yes(s: Situation) -> bool:
+    """Return whether to destroy the idle instances asks a question, because one has a name or a grant, or is not ours.
+
+    The user lets them go, so their line has ``-y``.
+    """
     layout = s.gpu.layout
     return layout is not None and any(instance not in s.kept and not may_go(instance) for instance in layout.instances)
 
@@ -79,30 +82,40 @@ def _mig(steps: Steps, way: Way) -> None:
     ]
     if free is None and (slices is None or not slices.profiles):
         if not s.gpu.mig_enabled:
-            steps.change("turn MIG on", s, Verb.MIG_ENABLE)
+            steps.add_change("turn MIG on", s, Verb.MIG_ENABLE)
         words = ("mig", "profiles", "-g", str(s.gpu.index))
-        steps.lines.append(steps.typed("list the profiles that the driver offers, and choose", *words))
-        steps.say("then, in each instance: gpushare run --mig PROFILE -- CMD")
+        steps.lines.append(steps.command_line("list the profiles that the driver offers, and choose", *words))
+        steps.add_line("then, in each instance: gpushare run --mig PROFILE -- CMD")
         return
+
+    # Instances get names where a command or a grant has to tell them apart.
     users = {work.user for work in s.case.workloads if work.user is not None}
     steps.several_shells = free is None and (way is not Way.MIG or not s.trusted or len(users) > 1)
-    for on_gpu in steps.each_gpu() if free is None else ():
-        _layout(steps, on_gpu, way, _parties(on_gpu, way, named=True) if steps.several_shells else [])
-    if free is None and s.case.same_user is not True and not all(work.user for work in s.case.workloads):
-        steps.say(_WHO_MAY)
+    if free is None:
+        for on_gpu in steps.each_gpu():
+            parties = _parties(on_gpu, way, named=True) if steps.several_shells else []
+            _create_instances(steps, on_gpu, way, parties)
+        if s.case.same_user is not True and not all(work.user for work in s.case.workloads):
+            steps.add_line(_WHO_MAY)
+    _add_jobs_in_instances(steps, way)
+
+
+def _add_jobs_in_instances(steps: Steps, way: Way) -> None:
+    """Add the lines of the jobs: of each instance, or one for all jobs of a profile if any instance of it will do."""
+    s = steps.s
     if steps.several_shells or way is not Way.MIG:
         for on_gpu in steps.each_gpu():
             for party in _parties(on_gpu, way, named=steps.several_shells):
                 _run_inside(steps, on_gpu, way, party)
         return
     if s.one_process and s.case.any("code"):
-        steps.say("in the program: independent work on separate streams overlaps inside its instance, too")
-    # Any instance of the profile will do.
-    only = steps.gpu if len(s.host.gpus) > len(s.spread) else None
-    kinds = Counter((party.profile.name, party.work) for party in _parties(s, way, named=False))
-    for (profile, work), count in kinds.items():
-        total = s.counts_of_all[0] if len(kinds) == 1 and len(s.case.workloads) == 1 else count
-        steps.run(which(total, label_of(work)), work, gpu=only, mig=profile)
+        steps.add_line("in the program: independent work on separate streams overlaps inside its instance, too")
+    # They name GPUs only if the host has others.
+    gpus = steps.gpu if len(s.host.gpus) > len(s.spread) else None
+    lines = Counter((party.profile.name, party.work) for party in _parties(s, way, named=False))
+    for (profile, work), count in lines.items():
+        total = s.counts_of_all[0] if len(lines) == 1 and len(s.case.workloads) == 1 else count
+        steps.add_job(program_text(total, label_of(work)), work, gpu=gpus, mig=profile)
 
 
 _WHO_MAY: Final = (
@@ -111,79 +124,95 @@ _WHO_MAY: Final = (
 )
 
 
-def _layout(steps: Steps, s: Situation, way: Way, parties: Sequence[_Party]) -> None:
-    """Add the lines that create the instances of one GPU, with the names of the parties if there are any."""
-    slices, layout = s.slices(way), s.gpu.layout
+def _create_instances(steps: Steps, s: Situation, way: Way, parties: Sequence[_Party]) -> None:
+    """Add the lines that create the instances of one GPU, with names and grants if parties are given."""
+    slices = s.slices(way)
+    layout = s.gpu.layout
     wish = () if slices is None else slices.wish
-    # In the order of the wish.
+    # In the order of the wish, which `Slices.wish` sorts by profile.
     names = tuple(party.name for party in sorted(parties, key=lambda party: party.profile.name, reverse=True))
     if not s.gpu.mig_enabled or layout is None or not layout.instances:
         what = "create the instances" if s.gpu.mig_enabled else "turn MIG on and create the instances"
-        steps.change(what, s, Verb.MIG_APPLY, wish=wish, names=names)
+        steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, names=names)
     elif not addable(layout, wish) and not parties:
         # Those that stay are in the list too: what is not in it is destroyed.
         what = "create the instances; idle ones that are not in the list are destroyed"
         wish = merged((*wish_of(s.kept), *wish))
-        steps.change(what, s, Verb.MIG_APPLY, wish=wish, yes=_given_away(s))
+        steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, yes=_needs_yes(s))
     else:
         if not addable(layout, wish):
             idle = [f"{s.gpu.index}/{instance.id}" for instance in layout.instances if instance not in s.kept]
-            words = ("mig", "destroy", *idle, *(["-y"] if _given_away(s) else []))
-            steps.lines.append(steps.typed("make room: destroy the idle instances", *words, root=True))
+            words = ["mig", "destroy", *idle]
+            if _needs_yes(s):
+                words.append("-y")
+            steps.lines.append(steps.command_line("make room: destroy the idle instances", *words, root=True))
             steps.undo[:0] = mig_as_it_was(steps, s)
         if not parties:
-            steps.change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
+            steps.add_change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
         for party in parties:
             options: dict[str, Any] = {"wish": (Request(profile=party.profile.name),), "names": (party.name,)}
-            steps.change(f"create the instance of {party.name}", s, Verb.MIG_CREATE, **options)
+            steps.add_change(f"create the instance of {party.name}", s, Verb.MIG_CREATE, **options)
     for party in parties:
         if party.work.user is not None:
-            words = ("mig", "grant", party.name, party.work.user)
-            steps.lines.append(steps.typed(f"only {party.work.user} and root may use it", *words, root=True))
+            words = ["mig", "grant", party.name, party.work.user]
+            steps.lines.append(steps.command_line(f"only {party.work.user} and root may use it", *words, root=True))
 
 
 def _parties(s: Situation, way: Way, *, named: bool) -> list[_Party]:
-    """Return who has which instance; named ones have the names of the parties."""
+    """Return who has which instance: one per share of the way, with the instances of the GPU in this order.
+
+    ``named``: the commands name the instances by the names of the parties, else by UUID, or by profile if they are new.
+    """
     works = s.case.workloads
-    free = s.free_instances(way)
-    slices = s.slices(way)
     # A name is of the whole host.
     prefix = "" if s.gpu.index == s.host.gpus[0].index else f"gpu{s.gpu.index}-"
-    each: list[tuple[str, Workload, int]] = []
+    named_works: list[tuple[str, Workload, int]] = []
     for work in works:
-        count = len(s.shares(way)) if len(works) == 1 else (work.processes or 1) if way is Way.MIG else work.groups or 1
+        if len(works) == 1:
+            count = len(s.shares(way))
+            name = "group"
+        else:
+            count = (work.processes if way is Way.MIG else work.groups) or 1
+            name = clean_name(label_of(work) or work.user, len(named_works) + 1)
+        # An instance that is shared has two if the number is unknown.
         processes = work.processes or (count if way is Way.MIG else 2 * count)
-        name = "group" if len(works) == 1 else clean_name(label_of(work) or work.user, len(each) + 1)
         for number in range(count):
             inside = max(1, processes // count + (number < processes % count))
-            each.append((f"{prefix}{name}" + (f"-{number + 1}" if count > 1 else ""), work, inside))
+            suffix = f"-{number + 1}" if count > 1 else ""
+            named_works.append((f"{prefix}{name}{suffix}", work, inside))
+    profiles = s.profiles(way)
+    free = s.free_instances(way)
     if free is not None:
-        places = [(instance.profile, str(instance.compute[0].uuid)) for instance in free]
+        wheres = [str(instance.compute[0].uuid) for instance in free]
     else:
-        places = [(profile, profile.name) for profile in slices.profiles] if slices is not None else []
+        wheres = [profile.name for profile in profiles]
     return [
         _Party(name=name, work=work, processes=inside, profile=profile, where=name if named else where)
-        for (name, work, inside), (profile, where) in zip(each, places, strict=True)
+        for (name, work, inside), profile, where in zip(named_works, profiles, wheres, strict=True)
     ]
 
 
 def _run_inside(steps: Steps, s: Situation, way: Way, party: _Party) -> None:
-    """Add the lines for the programs of one instance, which has a name, or was there before."""
-    work, where = party.work, party.where
+    """Add the lines for the programs of one instance: the start of MPS in it, if that is the way, and the jobs."""
+    work = party.work
+    where = party.where
     title = party.name if steps.several_shells else label_of(work) or party.name
-    what = which(party.processes, title)
+    what = program_text(party.processes, title)
     limit = inside_limit(way, work, party.profile, party.processes)
     if way is Way.MIG:
-        steps.run(what, work, gpu=None, mig=where)
+        steps.add_job(what, work, gpu=None, mig=where)
     elif way is Way.MIG_TIMESLICE:
-        steps.run(what, work, gpu=where, slice=OWN_SLICE, memory=limit)
+        steps.add_job(what, work, gpu=where, slice=OWN_SLICE, memory=limit)
     else:
         limits = client_limits(threads_for(s, party.processes), limit)
-        start = steps.changed(f"start MPS in the instance of {title}", s, Verb.MPS_START, instance=where, limits=limits)
+        start = steps.change_line(
+            f"start MPS in the instance of {title}", s, Verb.MPS_START, instance=where, limits=limits
+        )
         steps.lines.append(start)
+        # The undo of a new instance stops its daemon, too.
         if start.change is not None and not steps.several_shells:
             steps.undo[:0] = undo_of(steps, s, start.change)
-        steps.run(what, work, gpu=where, memory=client_job_memory(limit, party.profile))
+        steps.add_job(what, work, gpu=where, memory=client_job_memory(limit, party.profile))
 
 
 # -- MPS ---------------------------------------------------------------------------------------------
@@ -196,19 +225,19 @@ def _daemons(steps: Steps, what: str, limits: Limits) -> None:
     """Add the lines that start MPS on each GPU with these limits, or set them at a daemon that runs."""
     for s in steps.each_gpu():
         if s.mps_serves:
-            steps.change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=exactly(limits))
+            steps.add_change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=exactly(limits))
         else:
-            steps.change(what, s, Verb.MPS_START, limits=limits)
+            steps.add_change(what, s, Verb.MPS_START, limits=limits)
 
 
 def _mps(steps: Steps, way: Way) -> None:
     """Add the lines of MPS: the daemons with their limits, and the jobs."""
     s = steps.s
-    works, total = s.case.workloads, s.counts_of_all[0]
+    works = s.case.workloads
     processes = s.wave_size(Way.MPS) or s.case.processes
     share = None if processes is None or s.before_volta else threads_for(s, processes)
     if way is Way.MPS_STREAMS:
-        steps.say("inside each program: put independent work on separate CUDA streams")
+        steps.add_line("inside each program: put independent work on separate CUDA streams")
     if s.case.any("weights") and processes is not None and processes > 1 and share is not None:
         _daemons(steps, "start MPS", Limits())
         _shares(steps, way)
@@ -216,12 +245,12 @@ def _mps(steps: Steps, way: Way) -> None:
         _daemons(steps, "start MPS", Limits())
         threads = client_limits(share, None).threads_percent
         for work in works:
-            what = which(work.processes or 1, label_of(work))
-            steps.run(what, work, threads_percent=threads, memory=job_memory(s, way, work))
+            what = program_text(work.processes or 1, label_of(work))
+            steps.add_job(what, work, threads_percent=threads, memory=job_memory(s, way, work))
     else:
         limits = client_limits(share, memory_limits(s)[0])
         _daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
-        _clients(steps, works[0], total, processes, job_memory(s, way, works[0]))
+        _run_clients(steps, works[0], at_once=processes, memory=job_memory(s, way, works[0]))
     steps.measure.append("total steps per second of all programs, with and without MPS")
     if not s.before_volta:
         steps.measure.append(
@@ -230,18 +259,19 @@ def _mps(steps: Steps, way: Way) -> None:
         )
 
 
-def _clients(steps: Steps, work: Workload, total: int | None, at_once: int | None, memory: int | None) -> None:
+def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: int | None) -> None:
     """Add the line of equal clients: a farm, where they end by themselves and belong to one user."""
     s = steps.s
-    farm = total is not None and total > 1 and s.case.same_user and not s.together and not s.servers
-    if farm and total is not None and s.gpu.instance is None:
+    total = s.counts_of_all[0]
+    can_be_farm = s.case.same_user and not s.together and not s.servers and s.gpu.instance is None
+    if total is not None and total > 1 and can_be_farm:
         parallel = None if at_once is None else at_once * len(s.spread)
-        few = f", {parallel} at a time" if parallel is not None and parallel < total else ""
-        what = f"{which(total)}{few}; {{}} in CMD is the number of the copy"
-        steps.run(what, work, copies=total, parallel=parallel, memory=memory)
+        some_wait = f", {parallel} at a time" if parallel is not None and parallel < total else ""
+        what = f"{program_text(total)}{some_wait}; {{}} in CMD is the number of the copy"
+        steps.add_job(what, work, copies=total, parallel=parallel, memory=memory)
     elif s.together and total is not None:
         what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
-        steps.run(what, work, memory=memory)
+        steps.add_job(what, work, memory=memory)
     else:
         wait = len(s.spread) > 1 or s.wave_size(Way.MPS) is not None
         _equal_jobs(steps, work, total, memory=memory, wait=wait)
@@ -250,24 +280,25 @@ def _clients(steps: Steps, work: Workload, total: int | None, at_once: int | Non
 def _equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
     """Add the lines of equal jobs: with names of their own where they do not end by themselves."""
     if steps.s.servers and steps.s.gpu.instance is None:
-        steps.copies(work, count, **options)
+        steps.add_copies(work, count, **options)
     else:
-        steps.run(which(count, label_of(work)), work, **options)
+        steps.add_job(program_text(count, label_of(work)), work, **options)
 
 
 def _mps_static(steps: Steps, _: Way) -> None:
     """Add the lines of static partitions, which only NVIDIA's own commands make."""
     s = steps.s
     # A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide).
-    newer = s.gpu.compute_capability is not None and s.gpu.compute_capability >= HOPPER
+    since_hopper = s.gpu.compute_capability is not None and s.gpu.compute_capability >= HOPPER
+    sms_of_chunk = 8 if since_hopper else 4
     processes = s.case.processes or 2
-    chunks = max((s.gpu.multiprocessors or 0) // (8 if newer else 4) // processes, 1)
+    chunks = max((s.gpu.multiprocessors or 0) // sms_of_chunk // processes, 1)
     add = f"echo 'sm_partition add {s.gpu.uuid or s.gpu.index} {chunks}' | nvidia-cuda-mps-control"
-    steps.say("gpushare cannot start static partitions yet: use NVIDIA's commands")
-    steps.say("start the daemon in static mode", "nvidia-cuda-mps-control -d -S")
-    steps.say(which(processes, f"add a partition of {chunks} chunks on GPU {s.gpu.index}"), add)
-    steps.say("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control")
-    steps.say("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD")
+    steps.add_line("gpushare cannot start static partitions yet: use NVIDIA's commands")
+    steps.add_line("start the daemon in static mode", "nvidia-cuda-mps-control -d -S")
+    steps.add_line(program_text(processes, f"add a partition of {chunks} chunks on GPU {s.gpu.index}"), add)
+    steps.add_line("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control")
+    steps.add_line("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD")
     steps.undo.append(AdviceStep("stop the daemon", "echo quit | nvidia-cuda-mps-control"))
     steps.measure.append(
         "the rate of each program alone in its partition and with the others: only memory bandwidth is shared"
@@ -367,19 +398,19 @@ def _production(steps: Steps, way: Way) -> None:
         if work.running and way is Way.SLICES:
             _set_slice_of_running(steps, work, count, whose)
         elif work.running:
-            steps.say(which(count, label_of(work), "runs already, and stays as it is"))
+            steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
         elif produces:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
             options = {pair.name: _service(work, services, running_production), "wait": pair.wait}
-            steps.run(which(count or 1, label_of(work), _joined(how, whose)), work, memory=memory, **options)
+            steps.add_job(program_text(count or 1, label_of(work), _joined(how, whose)), work, memory=memory, **options)
         else:
             others += 1
             how = pair.note_apart if without_role else pair.note and pair.note.format(name=target)
             name = "other" if others == 1 else f"other{others}"
-            steps.copies(work, count, _joined(how, whose), name, memory=memory, **yielding)
+            steps.add_copies(work, count, _joined(how, whose), name, memory=memory, **yielding)
     if way is Way.SWAP and not without_role:
         early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
-        steps.say(
+        steps.add_line(
             f"{early}The other job leaves in time for steady growth of production; a large allocation at once, before it "
             f"has left{seconds}, is refused"
         )
@@ -411,8 +442,8 @@ def _yielding_options(s: Situation, way: Way, target: str | None, *, without_rol
 def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, whose: str | None) -> None:
     """Add the line that sets the slice of jobs that run already; ``whose`` says that their own user has to."""
     slice_of_job = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
-    what = f"the slice of {which(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
-    steps.say(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
+    what = f"the slice of {program_text(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
+    steps.add_line(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
     steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
 
 
@@ -436,9 +467,11 @@ def _whole(steps: Steps, way: Way) -> None:
     if s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
         machine = "one virtual machine at a time" if s.several else "the virtual machine"
-        steps.say(f"on the hypervisor: pass the whole GPU to {machine} (PCI passthrough)")
+        steps.add_line(f"on the hypervisor: pass the whole GPU to {machine} (PCI passthrough)")
     elif s.case.any("kubernetes"):
-        steps.say("for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU")
+        steps.add_line(
+            "for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU"
+        )
     elif s.together and s.case.any("nccl") is not False and s.placed_processes > 1:
         _one_job(steps)
     elif may_pause(s):
@@ -447,12 +480,12 @@ def _whole(steps: Steps, way: Way) -> None:
     else:
         for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
             if work.running:
-                steps.say(which(count, label_of(work), "runs already, and stays as it is"))
+                steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
             else:
                 _alone(steps, work, count)
         if s.placed_processes > s.places:
             if not s.by_room:
-                steps.say("a program that gpushare did not start is not held back")
+                steps.add_line("a program that gpushare did not start is not held back")
             steps.measure.append("the total time of all, one after the other: sharing has to beat that")
 
 
@@ -462,12 +495,10 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
     In line and without a limit of memory, a job claims the whole GPU.
     """
     s = steps.s
-    # One process alone needs no more than it needs.
-    by_need = s.by_room or (s.placed_processes == 1 and work.memory is not None)
     how: str | None = None
     if s.placed_processes <= s.places:
-        own = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
-        how = f"each gets {own}" if s.placed_processes > 1 else None
+        own_gpus = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
+        how = f"each gets {own_gpus}" if s.placed_processes > 1 else None
     elif s.by_room:
         how = "as many at a time as fit"
     elif s.pair:
@@ -476,18 +507,23 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
         how = f"{s.places} at a time"
     else:
         how = "one at a time" if s.places == 1 else "one at a time on each GPU"
-    swap = s.by_room and not cannot_leave(s)
-    options: dict[str, Any] = {"swap": "request"} if swap else {"slice": steps.own_slice}
+    options: dict[str, Any] = {"slice": steps.own_slice}
     if s.gpus_each > 1:
         # Jobs on several GPUs run outside MPS by themselves.
         options = {}
-    memory = job_memory(s, Way.WHOLE, work) if by_need else None
-    steps.run(which(count, label_of(work), how), work, wait=True, memory=memory, **options)
+    elif s.by_room and not cannot_leave(s):
+        options = {"swap": "request"}
+    # One process alone claims only what it needs, too.
+    claims_its_size = s.by_room or (s.placed_processes == 1 and work.memory is not None)
+    memory = job_memory(s, Way.WHOLE, work) if claims_its_size else None
+    steps.add_job(program_text(count, label_of(work), how), work, wait=True, memory=memory, **options)
 
 
 def _one_job(steps: Steps) -> None:
     """Add the line of processes that depend on each other: in a queue, the first would wait forever."""
-    s, processes, gpus = steps.s, steps.s.placed_processes, len(steps.s.spread)
+    s = steps.s
+    processes = s.placed_processes
+    gpus = len(s.spread)
     count = min(processes, gpus)
     if gpus == 1:
         what = "the processes depend on each other and cannot run in turn: start it with one process"
@@ -497,13 +533,16 @@ def _one_job(steps: Steps) -> None:
         what = f"start it once: each of its {processes} processes gets a GPU"
     for work in s.case.workloads:
         options: dict[str, Any] = {"gpus": count} if count > 1 else {"gpus": None, "slice": steps.own_slice}
-        steps.run(what, work, wait=True, **options)
+        steps.add_job(what, work, wait=True, **options)
     if gpus > 1:
         steps.measure.append("the rate with one process, and with one process per GPU")
 
 
 def may_pause(s: Situation) -> bool:
-    """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
+    """Return whether `gpushare run` can keep both jobs of a pair on the GPU, the opportunistic one paused.
+
+    For that both run under MPS, except those on several GPUs.
+    """
     if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.places > 1:
         return False
     return s.gpus_each > 1 or not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused
@@ -519,41 +558,49 @@ def _timeslice(steps: Steps, way: Way) -> None:
     s = steps.s
     for on_gpu in steps.each_gpu():
         if on_gpu.shut and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
-            steps.change("admit several programs", on_gpu, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
+            steps.add_change("admit several programs", on_gpu, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
-        steps.lines.append(steps.typed("running programs share the GPU as they do now; see", *see))
+        steps.lines.append(steps.command_line("running programs share the GPU as they do now; see", *see))
     waits = len(s.spread) > 1 or s.wave_size(way) is not None
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         memory = job_memory(s, way, work)
         if work.running:
             continue
         if steps.own_slice is None:
-            steps.run(which(count, label_of(work)), work, swap="request", memory=memory, wait=waits)
+            steps.add_job(program_text(count, label_of(work)), work, swap="request", memory=memory, wait=waits)
         else:
             slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
             _equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=waits and memory is not None)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
-        steps.say("the memory is divided equally, because what each needs is not known; with --memory SIZE it is that")
+        steps.add_line(
+            "the memory is divided equally, because what each needs is not known; with --memory SIZE it is that"
+        )
     steps.measure.append("p99 and rate of each program, alone and with the others")
 
 
 def _shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
-    s, given_shares = steps.s, steps.s.case.shares
-    works, counts = s.case.workloads, [count or 1 for count in s.case.counts]
-    if len(works) == 1:
-        counts = [1] * len(given_shares) if given_shares is not None else [1, (s.case.processes or 2) - 1]
-    # Where none are given, the first has twice the share of each other.
-    shares = given_shares if given_shares is not None else (2.0, *[1.0] * (len(counts) - 1))
+    s = steps.s
+    works = s.case.workloads
+    counts = [count or 1 for count in s.case.counts]
+    if s.case.shares is not None:
+        shares = s.case.shares
+        if len(works) == 1:
+            counts = [1] * len(shares)
+    else:
+        # Where none are given, the first has twice the share of each other.
+        if len(works) == 1:
+            counts = [1, (s.case.processes or 2) - 1]
+        shares = (2.0, *[1.0] * (len(counts) - 1))
     total = sum(share * count for share, count in zip(shares, counts, strict=True))
     for number, (share, count) in enumerate(zip(shares, counts, strict=True)):
         work = works[number if len(works) > 1 else 0]
         options: dict[str, Any] = {"weight": share / min(shares)}
         if way in ALL_MPS:
             options = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
-        what = which(count, f"the program with {share:g} of {total:g}")
-        steps.run(what, work, memory=job_memory(s, way, work), **options)
+        what = program_text(count, f"the program with {share:g} of {total:g}")
+        steps.add_job(what, work, memory=job_memory(s, way, work), **options)
     if way is Way.SLICES:
         steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
 
@@ -561,17 +608,24 @@ def _shares(steps: Steps, way: Way) -> None:
 def _leaving(steps: Steps, way: Way) -> None:
     """Add the lines for jobs in turns, or for jobs that leave while they are idle."""
     s = steps.s
-    by_own_user = ", each by its own user" if s.case.same_user is False else ""
-    how, swap = ("in turns", "turns") if way is Way.TURNS else ("out after 10 min without work", "idle=10m")
+    if way is Way.TURNS:
+        how = "in turns"
+        swap = "turns"
+        measure = (
+            "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
+        )
+    else:
+        how = "out after 10 min without work"
+        swap = "idle=10m"
+        measure = (
+            "how long the first work after a pause takes: the job comes back first, and waits while the others work"
+        )
+    if s.case.same_user is False:
+        how += ", each by its own user"
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         memory = job_memory(s, way, work)
-        steps.copies(work, count, how + by_own_user, memory=memory, wait=way is Way.SWAP, swap=swap)
-    steps.measure += [
-        _LISTED,
-        "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
-        if way is Way.TURNS
-        else "how long the first work after a pause takes: the job comes back first, and waits while the others work",
-    ]
+        steps.add_copies(work, count, how, memory=memory, wait=way is Way.SWAP, swap=swap)
+    steps.measure += [_LISTED, measure]
 
 
 # -- answers without a share of a GPU ------------------------------------------------------------------
@@ -579,7 +633,7 @@ def _leaving(steps: Steps, way: Way) -> None:
 
 def _streams(steps: Steps, _: Way) -> None:
     """Add the lines of streams, which only the program itself can make."""
-    steps.say(
+    steps.add_line(
         "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory"
     )
     _alone(steps, steps.s.case.workloads[0], 1)
@@ -591,22 +645,27 @@ def _vgpu(steps: Steps, _: Way) -> None:
     s = steps.s
     backed = s.gpu.mig_capable and (s.case.any("bandwidth_qos") or Isolation.FULL in s.isolation)
     kind = "a MIG-backed vGPU type" if backed else "a vGPU type with enough frame buffer for the work"
-    steps.say("gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor")
-    steps.say(f"give each virtual machine {kind}")
-    steps.say("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {s.gpu.index}")
+    steps.add_line("gpushare does not set up vGPU: install NVIDIA's vGPU host driver and a licence on the hypervisor")
+    steps.add_line(f"give each virtual machine {kind}")
+    steps.add_line("list the vGPU types that the GPU offers", f"nvidia-smi vgpu -s -i {s.gpu.index}")
     steps.measure.append("the rate of the program in one virtual machine, alone and with the others")
 
 
 def _measure(steps: Steps, _: Way) -> None:
     """Add the line that measures the ways against each other."""
     s = steps.s
-    shut = s.shut and s.may_be_root is False
-    ways = " --ways queue,mps" if shut else "" if s.case.same_user is not False else " --ways queue,timeslice,mig"
-    turns = [number for number in map(s.wave_size, (Way.TIMESLICE, Way.MPS)) if number is not None]
-    processes = min(turns, default=s.case.processes)
+    ways = ""
+    if s.shut and s.may_be_root is False:
+        # Nobody can change the compute mode, which admits one program or MPS.
+        ways = " --ways queue,mps"
+    elif s.case.same_user is False:
+        # Clients of one MPS server belong to one user.
+        ways = " --ways queue,timeslice,mig"
+    waves = [size for size in map(s.wave_size, (Way.TIMESLICE, Way.MPS)) if size is not None]
+    processes = min(waves, default=s.case.processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     bench = f"gpushare bench -g {s.gpu.selector} --copies {copies}{ways} -- {s.case.workloads[0].command or 'CMD'}"
-    steps.say("run it under each way in turn; the host is restored afterwards", bench)
+    steps.add_line("run it under each way in turn; the host is restored afterwards", bench)
     steps.measure.append("total runs per second, and p99; overlapping intervals mean no difference")
 
 
@@ -614,39 +673,51 @@ def _fix(steps: Steps, _: Way) -> None:
     """Add the lines for a problem that no way of sharing solves: too many engines, too little memory or input."""
     s = steps.s
     if s.batched:
-        steps.say(
+        steps.add_line(
             "run one engine with continuous batching instead of the copies: it batches the requests of all of them "
             "(vLLM, TensorRT-LLM, SGLang)"
         )
-        steps.run("one engine, with the memory of all copies", s.case.workloads[0], slice=steps.own_slice, wait=True)
+        steps.add_job(
+            "one engine, with the memory of all copies", s.case.workloads[0], slice=steps.own_slice, wait=True
+        )
         measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
     elif s.short_of_memory and (s.in_phases or s.case.any("server")):
         measure = "requests per second and p99 of each server with less memory, next to the other"
         if not wakes_late(s, Way.FIX):
-            steps.say(
+            steps.add_line(
                 "vLLM: start each with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, on a trusted network, and put the idle"
                 " one to sleep (POST /sleep, /wake_up)"
             )
             measure = "how long the first answer after a sleep takes"
-        steps.say("less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
+        steps.add_line("less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
     else:
-        steps.say("use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data")
-        steps.lines.append(steps.typed("see whether the GPU waits", "status", "-g", s.gpu.selector))
+        steps.add_line(
+            "use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data"
+        )
+        steps.lines.append(steps.command_line("see whether the GPU waits", "status", "-g", s.gpu.selector))
         measure = "the rate with synthetic input: if it is much higher, the input is the bottleneck"
     steps.measure.append(measure)
+
+
+# The device plugin takes no more replicas of a GPU with MPS.
+_MOST_PODS: Final = 48
 
 
 def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
     # More pods than fit wait in the cluster; those that are mostly idle may be more.
-    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, 48))
-    # What the file of the host says of its GPUs; none is needed where the GPU stays as it is.
-    layout, shares_text, options = "", f"{pods} pods share each GPU", ["--replicas", str(pods)]
+    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, _MOST_PODS))
+    # What the file of the host says of its GPUs; empty where the GPU stays as it is.
+    layout = ""
+    shares_text = f"{pods} pods share each GPU"
+    options = ["--replicas", str(pods)]
     if way.outer is Way.MPS:
-        layout, shares_text = "mps: {}", "MPS, equal shares"
+        layout = "mps: {}"
+        shares_text = "MPS, equal shares"
     elif way.outer is Way.MIG:
-        slices, shares_text = s.slices(way), "a resource for each MIG profile"
+        slices = s.slices(way)
+        shares_text = "a resource for each MIG profile"
         # Rounded up: no pod is left without a place.
         pods_in_each = -(-pods // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
         options = ["--mig-replicas", str(pods_in_each)] if pods_in_each > 1 else []
@@ -654,11 +725,11 @@ def _kubernetes(steps: Steps, way: Way) -> None:
             layout = f"mig: [{', '.join(map(str, slices.wish))}]"
     stdin = ["-f", "-"] if layout else []
     what = f"write the configuration of the device plugin: {shares_text}"
-    line = steps.typed(what, "export", "k8s", *stdin, *options, "--to", "k8s")
+    line = steps.command_line(what, "export", "k8s", *stdin, *options, "--to", "k8s")
     if layout:
         line = replace(line, text=f"echo '{{version: 1, gpus: [{{match: all, {layout}}}]}}' | {line.text}")
     steps.lines.append(line)
-    steps.say("it prints the kubectl commands that apply it; files are in ./k8s")
+    steps.add_line("it prints the kubectl commands that apply it; files are in ./k8s")
     steps.measure.append("p99 and rate of a pod, alone and with the others")
 
 
@@ -674,43 +745,43 @@ def recipe(s: Situation, way: Way) -> Recipe:
     if s.case.any("kubernetes") and way.outer in _FOR_PODS:
         _kubernetes(steps, way)
         return steps.made()
-    _clear(steps, way)
-    write = _RECIPES[way]
+    _turn_off_obstacles(steps, way)
+    add_lines = _RECIPES[way]
     if s.pair and way in {Way.SLICES, Way.SWAP}:
-        write = _production
-    write(steps, way)
+        add_lines = _production
+    add_lines(steps, way)
     if s.case.any("containers") and way.outer in _FOR_PODS:
-        steps.say(
+        steps.add_line(
             "for containers: gpushare run --container podman (or docker) ... -- IMAGE CMD, with the same options; or "
             "export the share as flags: gpushare export docker, or gpushare export compose"
         )
     if way in LEAVING:
         steps.undo.append(AdviceStep("nothing of the host is changed; a job that is out comes back by itself"))
     if way is not Way.FIX and any(map(s.case.any, ("replicas", "multi_model", "cuda_graphs"))):
-        steps.measure += _one_server(s)
+        steps.measure += _measures_of_one_server(s)
     return steps.made()
 
 
-def _clear(steps: Steps, way: Way) -> None:
-    """Add the lines that turn off what is in the way, MIG or MPS."""
+def _turn_off_obstacles(steps: Steps, way: Way) -> None:
+    """Add the lines that turn off MIG and MPS where the way cannot be used with them, with their undo."""
     for s in steps.each_gpu():
         if s.gpu.mig_enabled and way in _WITHOUT_MIG:
-            cut = s.gpu.layout is None or bool(s.gpu.layout.instances)
+            may_have_instances = s.gpu.layout is None or bool(s.gpu.layout.instances)
             if s.gpu.mps_daemons:
                 steps.undo[:0] = [
                     AdviceStep("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each")
                 ]
-            steps.change("turn MIG off", s, Verb.MIG_DISABLE, destroy=cut, yes=_given_away(s))
+            steps.add_change("turn MIG off", s, Verb.MIG_DISABLE, destroy=may_have_instances, yes=_needs_yes(s))
         if s.mps_in_the_way(way):
             if s.gpu.mps is None:
-                steps.say("stop the MPS daemon of the GPU the way it was started: see gpushare mps status")
+                steps.add_line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status")
                 steps.undo[:0] = [AdviceStep("start the MPS daemon again the same way")]
             else:
-                steps.change("stop the running MPS daemon; waits for its programs", s, Verb.MPS_STOP)
+                steps.add_change("stop the running MPS daemon; waits for its programs", s, Verb.MPS_STOP)
 
 
-def _one_server(s: Situation) -> list[str]:
-    """Return what to compare with where an inference server may do the sharing itself."""
+def _measures_of_one_server(s: Situation) -> list[str]:
+    """Return what to measure against the way where an inference server may do the sharing itself."""
     if s.case.any("multi_model"):
         return ["instances of each model and dynamic batching in the server itself"]
     if not s.several or s.apart:

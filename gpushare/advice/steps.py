@@ -177,23 +177,23 @@ class Steps:
     def each_gpu(self) -> list[Situation]:
         return [self.s.on(gpu) for gpu in self.s.spread]
 
-    def say(self, what: str, command: str | None = None) -> None:
+    def add_line(self, what: str, command: str | None = None) -> None:
         """Add a line that changes nothing of the host itself."""
         self.lines.append(AdviceStep(what, command))
 
-    def typed(self, what: str, *words: str, root: bool = False) -> AdviceStep:
+    def command_line(self, what: str, *words: str, root: bool = False) -> AdviceStep:
         """Return a line with a command of gpushare that no `Change` stands for."""
         return AdviceStep(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
 
-    def changed(self, what: str, s: Situation, verb: Verb, **how: Any) -> AdviceStep:
+    def change_line(self, what: str, s: Situation, verb: Verb, **how: Any) -> AdviceStep:
         """Return the line of a change of a GPU; ``how`` are further fields of `Change`."""
         sudo = bool(self.root) and verb not in _NEEDS_NO_ROOT
         own = {"gpus": (s.gpu.index,), "instance": s.gpu.instance, "sudo": sudo}
         return AdviceStep(what, change=Change(**{"verb": verb, **own, **how}))
 
-    def change(self, what: str, s: Situation, verb: Verb, **how: Any) -> None:
+    def add_change(self, what: str, s: Situation, verb: Verb, **how: Any) -> None:
         """Add a change of a GPU and what undoes it; what was done last is undone first."""
-        line = self.changed(what, s, verb, **how)
+        line = self.change_line(what, s, verb, **how)
         self.lines.append(line)
         if line.change is not None:
             self.undo[:0] = undo_of(self, s, line.change)
@@ -207,7 +207,7 @@ class Steps:
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(free for free in names if free not in taken)
 
-    def run(self, what: str, work: Workload, **options: Any) -> None:
+    def add_job(self, what: str, work: Workload, **options: Any) -> None:
         """Add the line of a job, by default on one of the GPUs of the situation; a job of its name that runs there stays.
 
         ``options`` are fields of `JobCommand`.
@@ -218,15 +218,15 @@ class Steps:
             free = options[key] = self.free_name(name)
             self.job_names.append(free)
             if free in self.s.jobs:
-                self.say(f"{what}: '{free}' runs already, and stays as it is")
+                self.add_line(f"{what}: '{free}' runs already, and stays as it is")
                 return
             if free != name:
                 what += f"; '{name}' is a job on another GPU"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
-        self.say(what, str(job))
+        self.add_line(what, str(job))
 
-    def copies(
+    def add_copies(
         self, work: Workload, count: int | None, how: str | None = None, default: str = "job", **options: Any
     ) -> None:
         """Add the line of one of some equal jobs, with the names of the others; ``default`` is for a workload without a name."""
@@ -237,13 +237,13 @@ class Steps:
         wanted_names = {self.free_name(name): name for name in names}
         # Jobs that run come last: the line is to start one that does not run.
         first, *others = sorted(wanted_names, key=self.s.jobs.__contains__)
-        what = which(count, label_of(work), how)
+        what = program_text(count, label_of(work), how)
         if len(others) == 1:
             what += f"; the other is {others[0]}"
         elif others:
             listed = f"{others[0]} to {others[-1]}" if others == names[1:] else ", ".join(others)
             what += f"; the others are {listed}"
-        self.run(what, work, name=wanted_names[first], **options)
+        self.add_job(what, work, name=wanted_names[first], **options)
         self.job_names += others
 
     def made(self) -> Recipe:
@@ -269,22 +269,22 @@ class Steps:
         running = {job.name for job in self.s.host.jobs}
         ended = [name for name in self.job_names if name not in running]
         ended = ended or [name for name in self.job_names if name in self.s.jobs]
-        return [self.typed("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
+        return [self.command_line("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
 
 
 def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     """Return the lines that undo a change of a GPU, from what is there before it."""
     verb, gpu = change.verb, s.gpu
     if verb is Verb.MPS_START:
-        return [steps.changed("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
+        return [steps.change_line("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
     if verb is Verb.MPS_SET and gpu.mps is None:
         return [AdviceStep("restore the limits with the line that `gpushare mps set` printed")]
     if verb is Verb.MPS_SET and gpu.mps is not None:
-        return [steps.changed("restore the limits", s, verb, limits=exactly(gpu.mps))]
+        return [steps.change_line("restore the limits", s, verb, limits=exactly(gpu.mps))]
     if verb is Verb.MPS_STOP:
-        return [steps.changed("start MPS again with its current limits", s, Verb.MPS_START, limits=gpu.mps)]
+        return [steps.change_line("start MPS again with its current limits", s, Verb.MPS_START, limits=gpu.mps)]
     if verb is Verb.TIMESLICE_SET:
-        lines = [steps.changed("restore the default", s, Verb.TIMESLICE_RESET)]
+        lines = [steps.change_line("restore the default", s, Verb.TIMESLICE_RESET)]
         if gpu.time_slice not in {None, TimeSlice.DEFAULT}:
             what = "then the level, which gpushare sets only in a compute mode that admits several programs"
             level = f"compute-policy -i {gpu.index} --set-timeslice {int(gpu.time_slice or 0)}"
@@ -292,13 +292,13 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
         return lines
     if verb is Verb.MIG_CREATE and change.names:
         what = "destroy the instance and stop its MPS daemon"
-        return [steps.typed(what, "mig", "destroy", *change.names, "-y", root=True)]
+        return [steps.command_line(what, "mig", "destroy", *change.names, "-y", root=True)]
     # An instance with a name is not destroyed without a question, and the change gives names.
     yes = bool(change.names)
     if not gpu.mig_enabled:
-        return [steps.changed("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
+        return [steps.change_line("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
     if verb is not Verb.MIG_DISABLE and (gpu.layout is None or not gpu.layout.instances):
-        return [steps.changed("destroy the instances again", s, Verb.MIG_DESTROY, yes=yes)]
+        return [steps.change_line("destroy the instances again", s, Verb.MIG_DESTROY, yes=yes)]
     return mig_as_it_was(steps, s)
 
 
@@ -311,15 +311,15 @@ def mig_as_it_was(steps: Steps, s: Situation) -> list[AdviceStep]:
     """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
     layout = s.gpu.layout
     if layout is None or not layout.instances:
-        return [steps.changed("turn MIG on again", s, Verb.MIG_ENABLE)]
+        return [steps.change_line("turn MIG on again", s, Verb.MIG_ENABLE)]
     wish = wish_of(layout.instances)
-    lines = [steps.changed("restore the current instances", s, Verb.MIG_APPLY, wish=wish)]
+    lines = [steps.change_line("restore the current instances", s, Verb.MIG_APPLY, wish=wish)]
     for instance in layout.instances:
         if instance.name:
             words = ("mig", "name", instance.name, str(instance), "-g", str(s.gpu.index))
-            lines.append(steps.typed("restore the name", *words, root=True))
+            lines.append(steps.command_line("restore the name", *words, root=True))
             lines += [
-                steps.typed("restore the grant", "mig", "grant", instance.name, user, root=True)
+                steps.command_line("restore the grant", "mig", "grant", instance.name, user, root=True)
                 for user in instance.granted
             ]
     return lines
@@ -330,7 +330,7 @@ def label_of(work: Workload) -> str | None:
     return work.name or (None if work.role is None else work.role.value)
 
 
-def which(processes: int | None, name: str | None = None, how: str | None = None) -> str:
+def program_text(processes: int | None, name: str | None = None, how: str | None = None) -> str:
     """Return which program a line starts, how often, and how: ``worker, 3 times, one at a time``."""
     label = "each program" if name is None and processes is None else name or "the program"
     times = "" if processes in {None, 1} else f", {processes} times"
