@@ -62,9 +62,9 @@ class Durations:
 
 @dataclass
 class Slices:
-    """The time-slice that each copy gets as soon as it has a context; None: only whether it could get one is found out.
+    """The time-slice that each copy gets as soon as it has a context.
 
-    ``refused`` is why not.
+    ``microseconds`` None: only whether a copy could get one is found out. ``refused`` is why it could not.
     """
 
     experiment: Experiment
@@ -73,7 +73,7 @@ class Slices:
     _due: float = -math.inf
 
     def set_due(self, copies: Sequence[_Copy], at: float) -> None:
-        """Set the slices of the copies that have none yet, from time to time."""
+        """Set the slices of the copies that have none yet, if it is time: each try asks NVML."""
         if at < self._due:
             return
         for copy in copies:
@@ -87,7 +87,8 @@ class Slices:
                 copy.sliced = True
             except GpushareError as error:
                 if error.code not in PASSING:
-                    copy.unsliced, self.refused = error.message, error
+                    copy.unsliced = error.message
+                    self.refused = error
         self._due = at + _SLICE_SECONDS
 
 
@@ -170,7 +171,8 @@ class Copies:
         """
         first = min((copy.program.started for copy in copies), default=self.clock())
         opened: float | None = None
-        hung = interrupted = False
+        hung = False
+        interrupted = False
         while True:
             at = self._look(copies, usage)
             running = [copy for copy in copies if copy.program.runs]
@@ -185,17 +187,15 @@ class Copies:
                 if usage is not None:
                     usage.restart()
             measured = opened is not None and self.durations.window is not None and at - opened >= self.durations.window
-            # With a window, only the wait for it can hang.
-            hung = (opened is None or self.durations.window is None) and at - first >= self.durations.limit
-            hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
+            # Once the window is open, nothing can hang.
+            hung = opened is None and (at - first >= self.durations.limit or any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
             if opened is None and self.on_wait is not None and at - first >= _WAITS_SECONDS:
                 self.on_wait()
                 self.on_wait = None
-            interrupted = self._interrupted_within(
-                _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
-            )
+            pause = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
+            interrupted = self._interrupted_within(pause)
         closed = self.clock()
         if usage is not None:
             usage.stop()
@@ -219,7 +219,7 @@ class Copies:
         time.sleep(seconds)
         return False
 
-    def _hurried(self) -> bool:
+    def _asked_again(self) -> bool:
         """Return whether the user has asked for the end again: then nothing is waited for."""
         return self.signals is not None and self.signals.came()
 
@@ -238,7 +238,7 @@ class Copies:
         for copy in copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
-        self.group.end([copy.program for copy in copies], hurry=self._hurried)
+        self.group.end([copy.program for copy in copies], hurry=self._asked_again)
 
     def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
         """End what copies that ended by themselves left running: the next run would be measured next to it.
@@ -252,7 +252,7 @@ class Copies:
         for copy in ended:
             copy.left_behind = left_behind.get(copy.program.pid, ())
         if left_behind:
-            self.group.end_left_behind(left_behind, hurry=self._hurried)
+            self.group.end_left_behind(left_behind, hurry=self._asked_again)
 
     def _result_of(
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
@@ -287,9 +287,8 @@ class Copies:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
-                return _no_number_text(copy.printed) + (
-                    "" if copy.printed.refused else f" in {self.durations.limit:g} s"
-                )
+                reason = _no_number_text(copy.printed)
+                return reason if copy.printed.refused else f"{reason} in {self.durations.limit:g} s"
             return f"did not end within {self.durations.limit:g} s"
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"
@@ -354,7 +353,7 @@ class Measurement:
 
 
 def measured_as(cell: Cell, settings: Settings) -> Cell:
-    """Return the cell whose runs measure this one: some are equivalent."""
+    """Return the cell whose runs measure this one: itself, or an equivalent one, so that nothing is measured twice."""
     way, copies = cell
     outside = way.kind in {Way.WHOLE, Way.TIMESLICE, Way.SLICES, *IN_ONE} and settings.alone.kind is Way.WHOLE
     # In turn, a printed rate is the rate of one copy.
@@ -374,20 +373,17 @@ def schedule(settings: Settings) -> list[Cell]:
 
 def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step, ...]:
     """Return what a round would run, to be shown: the start of an MPS daemon where one is needed, and each cell once."""
-    cells, argv = schedule(settings), settings.argv
-    # Set for each run, and set back after it.
-    levels = dict.fromkeys(way.level for way, _ in cells if way.level is not None)
-    return (
-        *Grounds(host, device, argv[0]).left_steps(),
-        *(MpsShare(host, device, Limits()).steps() if any(way.kind is Way.MPS for way, _ in cells) else ()),
-        *(step for level in levels for step in plan_level(host, [device], level, beside_mps=True).steps),
-        *(
-            step_of_run(
-                f"run {format_copies(copies)} under {way.name}, {counted(settings.repeat, 'time')}", shlex.join(argv)
-            )
-            for way, copies in cells
-        ),
-    )
+    cells = schedule(settings)
+    steps = list(Grounds(host, device, settings.argv[0]).left_steps())
+    if any(way.kind is Way.MPS for way, _ in cells):
+        steps += MpsShare(host, device, Limits()).steps()
+    # Levels are set for each run, and set back after it.
+    for level in dict.fromkeys(way.level for way, _ in cells if way.level is not None):
+        steps += plan_level(host, [device], level, beside_mps=True).steps
+    for way, copies in cells:
+        title = f"run {format_copies(copies)} under {way.name}, {counted(settings.repeat, 'time')}"
+        steps.append(step_of_run(title, shlex.join(settings.argv)))
+    return tuple(steps)
 
 
 class Bench:
@@ -406,8 +402,14 @@ class Bench:
         progress: Callable[[str, int, int, float | None], None],
         note: Callable[[str], None],
     ) -> None:
-        self._host, self._device, self._settings = host, device, settings
-        self._experiment, self._signals, self._progress, self._note = experiment, signals, progress, note
+        self._host = host
+        self._device = device
+        self._settings = settings
+        self._experiment = experiment
+        self._signals = signals
+        self._progress = progress
+        self._note = note
+        # How long the last run of a cell took, in seconds.
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
         # Why time-slices cannot be set.
@@ -432,7 +434,7 @@ class Bench:
             )
         else:
             try:
-                self._leave_out(warm)
+                self._leave_out_impossible(warm)
                 self._rounds(schedule(self._settings))
             except GpushareError as error:
                 if not measurement.runs:
@@ -443,14 +445,18 @@ class Bench:
 
     def _rounds(self, cells: list[Cell]) -> None:
         """Run all cells in each round, back and forth; one that fails twice is left out."""
-        measurement, repeat = self.measurement, self._settings.repeat
-        tries: dict[Cell, int] = {}
-        done, total = 1, 1 + len(cells) * repeat
+        measurement = self.measurement
+        repeat = self._settings.repeat
+        # How often a cell has failed.
+        failed: dict[Cell, int] = {}
+        # With the warm-up.
+        done = 1
+        total = 1 + len(cells) * repeat
         for number in range(1, repeat + 1):
             # Back and forth: drift over time (clocks, temperature) then affects the first and the last cell alike.
             order = cells if number % 2 else cells[::-1]
             for place, cell in enumerate(order):
-                if tries.get(cell, 0) >= _TRIES:
+                if failed.get(cell, 0) >= _TRIES:
                     done += 1
                     continue
                 title = f"{_cell_title(cell)}, round {number} of {repeat}"
@@ -463,7 +469,7 @@ class Bench:
                 done += 1
                 if run.failures:
                     # A hanging run costs too much to be tried again.
-                    tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
+                    failed[cell] = _TRIES if run.result.hung else failed.get(cell, 0) + 1
             measurement.rounds_done = number
 
     def _seconds_left(self, rest: Sequence[Cell], number: int) -> float:
@@ -475,12 +481,17 @@ class Bench:
         if cell in self._took:
             return self._took[cell]
         alone = self._took.get((self._settings.alone, 1), 1.0)
+        way, copies = cell
         # With a window every run takes as long; else time-sliced copies take about as long as in turn.
-        return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind is not Way.MIG else 1)
+        if self._settings.window is not None or way.kind is Way.MIG:
+            return alone
+        return alone * copies
 
-    def _leave_out(self, warm: RunResult) -> None:
+    def _leave_out_impossible(self, warm: RunResult) -> None:
         """Leave out what one copy alone has shown not to work: slices that cannot be set, and copies without room."""
-        settings, peak, total = self._settings, warm.usage.memory_peak_bytes, self._device.memory_total_bytes
+        settings = self._settings
+        peak = warm.usage.memory_peak_bytes
+        total = self._device.memory_total_bytes
         unsliced = self._unsliced
         if unsliced is not None and all(way.kind is Way.SLICES for way, _ in settings.cells):
             raise unsliced
@@ -502,8 +513,11 @@ class Bench:
     def _run(self, number: int, cell: Cell) -> RunResult:
         """Run the copies of a cell under its way, and return what was measured."""
         way, copies = cell
-        settings, before, experiment = self._settings, time.monotonic(), self._experiment
-        grounds, under_mps = experiment.grounds, self._under_mps(way)
+        before = time.monotonic()
+        settings = self._settings
+        experiment = self._experiment
+        grounds = experiment.grounds
+        under_mps = self._under_mps(way)
         usage = UsageMeter(
             self._host,
             self._device,
@@ -556,8 +570,10 @@ class Bench:
 
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
         """Return how to start the copies under a way."""
-        settings, grounds = self._settings, self._experiment.grounds
-        argv, number = settings.argv, copies
+        settings = self._settings
+        grounds = self._experiment.grounds
+        argv = settings.argv
+        number = copies
         if way.kind in IN_ONE:
             argv = [*argv, *(word.replace("{}", str(copies)) for word in settings.in_one[way.name])]
             number = 1
@@ -669,10 +685,10 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
     settings = replace(wished, cells=cells, alone=alone)
     uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit_notes(host, device) if uncapped else ()
-    return Prepared(settings=settings, left_out=left_out, notes=(*notes, *_clients_all(device, settings)))
+    return Prepared(settings=settings, left_out=left_out, notes=(*notes, *_shut_out_notes(device, settings)))
 
 
-def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
+def _shut_out_notes(device: Device, settings: Settings) -> tuple[str, ...]:
     """Return a note if runs without MPS are clients of the MPS server too, as no other program gets in."""
     kinds = {settings.alone.kind, *(way.kind for way, _ in settings.cells)}
     if Way.MPS not in kinds or kinds == {Way.MPS} or not one_at_a_time(device):
@@ -723,7 +739,7 @@ def measure(
     note: Callable[[str], None] = lambda _: None,
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
-    settings, left_out = prepared.settings, list(prepared.left_out)
+    settings = prepared.settings
     instances_needed = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
     if settings.alone.kind is Way.MIG:
         instances_needed = max(instances_needed, 1)
@@ -735,7 +751,7 @@ def measure(
         with Experiment(host, grounds) as experiment:
             settings, more = _with_instances(settings, len(grounds.instances))
             bench = Bench(host, device, settings, experiment, signals, progress, note)
-            bench.measurement.left_out += [*left_out, *unset, *more]
+            bench.measurement.left_out += [*prepared.left_out, *unset, *more]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, signals.first if measurement.interrupted else None

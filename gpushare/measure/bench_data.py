@@ -77,8 +77,10 @@ def _cell_figures(
     measurement: Measurement, cell: Cell, runs: Sequence[RunResult], alone: Sequence[RunResult]
 ) -> BenchCell:
     """Return the figures of a cell from its runs and those of one copy alone."""
-    settings, (way, copies) = measurement.settings, cell
-    metric, measured = settings.metric, measured_as(cell, settings)
+    way, copies = cell
+    settings = measurement.settings
+    metric = settings.metric
+    measured = measured_as(cell, settings)
     good = [run for run in runs if run.throughput is not None]
     # Unless they run in turn, copies have speeds of their own.
     slowdowns = _slowdowns(good, alone, metric, finite=settings.window is None)
@@ -116,7 +118,8 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
     No factor expresses that; the fairness is then 0.
     """
 
-    def speed(run: RunResult) -> list[float]:
+    def speeds_of_copies(run: RunResult) -> list[float]:
+        """Return the speed of each copy: as printed, else by its run time if copies end by themselves."""
         if metric.printed:
             # One process prints the sum of its streams.
             parts = run.copies if run.way in IN_ONE_OPTIONS else 1
@@ -125,8 +128,10 @@ def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Me
         return [1 / copy.seconds for copy in run.results if copy.seconds > 0] if finite else []
 
     # In time per unit of work, so that the slowdown of one copy alone has a mean of 1.
-    base = mean_known([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
-    values = [value for run in runs for value in speed(run)]
+    base = mean_known(
+        [1 / value for run in alone if run.throughput is not None for value in speeds_of_copies(run) if value > 0]
+    )
+    values = [value for run in runs for value in speeds_of_copies(run)]
     if base is None or (metric.higher_is_better and not all(values)):
         return []
     return [1 / value / base for value in values if value > 0]
@@ -245,7 +250,8 @@ def bench_answer(
     notes: Sequence[str] = (),
 ) -> BenchAnswer:
     """Return a measurement, judged and with the picks, as the answer of `bench`; figures are rounded."""
-    settings, cells = measurement.settings, judge(measurement)
+    settings = measurement.settings
+    cells = judge(measurement)
     answers = picks(measurement, cells)
     return BenchAnswer(
         host=host,
@@ -377,7 +383,8 @@ def compare_cells(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
     earlier = {(cell.way, cell.copies): cell.throughput for cell in before.cells}
     rows = []
     for cell in now.cells:
-        present, past = cell.throughput, earlier.get((cell.way, cell.copies))
+        present = cell.throughput
+        past = earlier.get((cell.way, cell.copies))
         if present is None or past is None:
             continue
         rows.append(

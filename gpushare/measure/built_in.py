@@ -48,8 +48,11 @@ def built_in_workload(
         raise BadUsage(f"--size {size} is outside 16 to {_MOST_SIZE}", "give --size 256", code="bad_size")
     if footprint is not None:
         parse_memory_limit(footprint, "--footprint")
-    title = f"{size} x {size} matrix multiplications" + (", with as many on the CPU" if cpu else "")
-    title += "" if copy is None else f", with {_COPIES[copy]} next to each"
+    title = f"{size} x {size} matrix multiplications"
+    if cpu:
+        title += ", with as many on the CPU"
+    if copy is not None:
+        title += f", with {_COPIES[copy]} next to each"
     root = str(Path(gpushare.__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
@@ -64,13 +67,18 @@ def built_in_workload(
         footprint=footprint,
         backend=backend,
     )
-    held = [] if footprint is None else ["--footprint", footprint]
-    argv = [*_PROGRAM, "--backend", backend, "--size", str(size), *(["--cpu"] if cpu else [])]
     if host.is_simulated:
         argv = _simulated_argv(size, cpu=cpu)
-    beside = [] if copy is None or host.is_simulated else ["--copy", copy]
+    else:
+        argv = [*_PROGRAM, "--backend", backend, "--size", str(size)]
+        if cpu:
+            argv.append("--cpu")
+        if copy is not None:
+            argv += ["--copy", copy]
+    if footprint is not None:
+        argv += ["--footprint", footprint]
     return Settings(
-        argv=[*argv, *beside, *held],
+        argv=argv,
         metric=Metric(pattern=_RATE),
         window=_WINDOW_SECONDS,
         in_one=IN_ONE_OPTIONS,

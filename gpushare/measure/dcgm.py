@@ -100,7 +100,9 @@ def _points_of_prometheus(path: Path, text: str) -> Iterator[_Point]:
             labels = {str(key): str(value) for key, value in entry["metric"].items()}
             metric = labels.get("__name__", "")
             pairs = entry["values"] if "values" in entry else [entry["value"]]
-            for at, value in pairs if metric in _METRICS else ():
+            if metric not in _METRICS:
+                continue
+            for at, value in pairs:
                 yield _Point(metric=metric, labels=labels, at=float(at), value=float(value))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise OperationFailed(f"{path} is not a range answer of Prometheus", _QUERY, code="not_a_recording") from None
@@ -113,13 +115,14 @@ def _points_of_exporter(text: str) -> tuple[list[_Point], bool]:
     """
     points: list[_Point] = []
     seen_in_scrape: set[tuple[str, str]] = set()
-    scrape, timed = 0, True
+    scrape = 0
+    timed = True
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         if match is None or match[1] not in _METRICS:
             continue
         if (match[1], match[2]) in seen_in_scrape:
-            scrape = scrape + 1
+            scrape += 1
             seen_in_scrape = set()
         seen_in_scrape.add((match[1], match[2]))
         timed = timed and match[4] is not None
@@ -200,8 +203,11 @@ def _recorded_gpu(index: int, seen: _Seen) -> RecordedGpu:
 
 def _gpu_sample(index: int, values: Mapping[str, float]) -> GpuSample:
     """Return the values of a GPU at one time, in our units."""
-    # Both tell that some kernel ran. Utilization is in percent, the others are shares.
-    utilization = values.get(UTILIZATION, 100 * values[ENGINE] if ENGINE in values else None)
+    # Utilization is in percent, the others are shares.
+    utilization = values.get(UTILIZATION)
+    if utilization is None and ENGINE in values:
+        # It tells the same: that some kernel ran.
+        utilization = 100 * values[ENGINE]
     return GpuSample(
         index=index,
         utilization_percent=None if utilization is None else min(utilization, 100.0),

@@ -39,7 +39,9 @@ class Grounds:
     """The share of all ways on one device: what they need is set up by `open`, and undone by `close`."""
 
     def __init__(self, host: Host, device: Device, program: str) -> None:
-        self.host, self.device, self._program = host, device, program
+        self.host = host
+        self.device = device
+        self._program = program
         self._share: MpsShare | None = None
         self._instances: list[tuple[Place, HeldClaim]] = []
 
@@ -57,12 +59,13 @@ class Grounds:
             share.open()
             self._share = share
         if instances:
-            self._instances = _take(self.host, self.device, instances)
+            self._instances = _claim_instances(self.host, self.device, instances)
         return self
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Stop the daemon if it is unused, and release the instances; as `Share.close`."""
-        claims, self._instances = [claim for _, claim in self._instances], []
+        claims = [claim for _, claim in self._instances]
+        self._instances = []
         if not program_lives:
             for claim in claims:
                 claim.release()
@@ -70,9 +73,11 @@ class Grounds:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told. Outside MPS the end of a program breaks no others."""
-        kind, lease = (INSTANCE, None) if self._share is None else (MPS, self._share.lease)
-        return guard_words(kind, lease, *(claim for _, claim in self._instances))
+        """Return the words of the guard's command. Outside MPS the end of a program breaks no others."""
+        claims = [claim for _, claim in self._instances]
+        if self._share is None:
+            return guard_words(INSTANCE, None, *claims)
+        return guard_words(MPS, self._share.lease, *claims)
 
     @property
     def meter(self) -> Meter | None:
@@ -156,8 +161,8 @@ class Grounds:
         return ()
 
 
-def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
-    """Take free instances without a name, all of the profile with the most free ones."""
+def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
+    """Claim up to ``most`` free instances without a name, all of one profile: the one of which the most could be had."""
     try:
         places = [place for place in places_on(host, device.gpu) if place.name is None]
     except GpushareError:
@@ -165,16 +170,16 @@ def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]
     profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
     best: list[tuple[Place, HeldClaim]] = []
     for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
-        claimed = _take_profile(host, device, profile, most)
-        if len(claimed) > len(best):
-            best, claimed = claimed, best
-        for _, claim in claimed:
+        claimed = _claim_of_profile(host, device, profile, most)
+        fewer = best if len(claimed) > len(best) else claimed
+        best = claimed if len(claimed) > len(best) else best
+        for _, claim in fewer:
             claim.release()
     return best
 
 
-def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
-    """Take free instances of one profile until there are enough, or none is free."""
+def _claim_of_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
+    """Claim free instances of one profile until there are enough, or none is free."""
     claimed: list[tuple[Place, HeldClaim]] = []
     while len(claimed) < most:
         try:
@@ -287,7 +292,7 @@ class Experiment(Group):
             self._sliced[pid] = apply_slice(self.host, self._channels, channels, microseconds)
 
     def _channels_of(self, program: Program) -> list[Channels]:
-        """Return the channels of a program's processes that have a context; one is enough."""
+        """Return the channels of a program's processes that have a context; raise only if none has."""
         having: list[Channels] = []
         lacking: GpushareError | None = None
         for process in gpu_processes(self.host, find_job(self.host, str(program.pid))):

@@ -71,15 +71,17 @@ class Printed:
             for match in re.finditer(self.metric.pattern, line):
                 value = amount(match.group(1))
                 if value is None:
-                    self.refused, self.refusals = (match.group(1) or "")[:40], self.refusals + 1
+                    self.refused = (match.group(1) or "")[:40]
+                    self.refusals += 1
                 else:
                     self.values.append((at, value))
         for match in re.finditer(self.metric.latency or _LATENCY, line):
             value = number(match.group(1))
             if value is not None:
+                if not self.latencies:
+                    unit = _UNIT.search(line, match.start(), match.end() + len(" ms"))
+                    self.latency_us = None if unit is None else _MICROSECONDS[unit[1].lower()]
                 self.latencies.append((at, value))
-                unit = _UNIT.search(line, match.start(), match.end() + len(" ms")) if len(self.latencies) == 1 else None
-                self.latency_us = _MICROSECONDS[unit[1].lower()] if unit is not None else self.latency_us
         for match in _PERCENTILE.finditer(line):
             value = number(match.group(2))
             if value is not None:
@@ -97,8 +99,10 @@ class Printed:
     def latency(self, percent: int, since: float = -math.inf) -> float | None:
         """Return the 50th or 99th percentile of the latencies, in the unit in which they are printed."""
         latencies = within(self.latencies, since, math.inf)
-        own = self.percentiles[percent]
-        return percentile(latencies, percent) if latencies else own[-1][1] if own else None
+        if latencies:
+            return percentile(latencies, percent)
+        printed = self.percentiles[percent]
+        return printed[-1][1] if printed else None
 
     def moments(self, start: float, end: float) -> list[float]:
         """Return when rates, or lines, were seen in a window; those seen together, as from a buffer, are one moment."""
@@ -191,18 +195,20 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
     interval_alone = p99_interval(alone)
     interval_together = p99_interval(together)
     if interval_alone is not None and interval_together is not None:
-        base = interval_alone[1] or max(latencies_of(alone))
-        return interval_together[0] / base, None if interval_together[1] is None else interval_together[
-            1
-        ] / interval_alone[0]
+        low, high = interval_together
+        low_alone, high_alone = interval_alone
+        highest_alone = high_alone or max(latencies_of(alone))
+        return low / highest_alone, None if high is None else high / low_alone
     if max(len(latencies_of(alone)), len(latencies_of(together))) >= LEAST_LATENCIES:
         return None
-    apart = ratio(*([each.printed_p99 for each in some if each.printed_p99 is not None] for some in (together, alone)))
-    if apart is None or apart.low is None or apart.high is None:
+    printed_together = [window.printed_p99 for window in together if window.printed_p99 is not None]
+    printed_alone = [window.printed_p99 for window in alone if window.printed_p99 is not None]
+    of_means = ratio(printed_together, printed_alone)
+    if of_means is None or of_means.low is None or of_means.high is None:
         return None
     # The factor is of medians; they scatter around it as around the mean.
     factor = (p99(together) or 0.0) / (p99(alone) or math.inf)
-    return factor * apart.low / apart.value, factor * apart.high / apart.value
+    return factor * of_means.low / of_means.value, factor * of_means.high / of_means.value
 
 
 def dispersion(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> float | None:

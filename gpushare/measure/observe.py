@@ -135,20 +135,22 @@ class Sampler:
         wall = self.clock.wall()
         since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
         # If the clock was set back, do not ask for samples of the future.
-        since, self._looked_at = min(since, wall), wall
+        since = min(since, wall)
+        self._looked_at = wall
         try:
             gpus: Iterable[Gpu] = [gpu for gpu in HostState(self.host).gpus if gpu.index in self.indexes]
         except GpushareError as error:
             # For example, the driver was unloaded; it may answer again later.
             gpus = [Gpu(index=index, error=error.message) for index in sorted(self.indexes)]
-        self._gpus, self._jobs = tuple(gpus), None
+        self._gpus = tuple(gpus)
+        self._jobs = None
         self._ask_daemons()
         gpu_samples, process_samples = [], []
         came: list[RecordedProcess | RecordedInstance] = []
         for remembered in self._known.values():
             remembered.present = False
         for gpu in gpus:
-            sample, processes, new = self._look(gpu, since)
+            sample, processes, new = self._sample_gpu(gpu, since)
             gpu_samples.append(sample)
             process_samples += processes
             came += new
@@ -180,7 +182,7 @@ class Sampler:
             meter.close()
         self._meters.clear()
 
-    def _look(
+    def _sample_gpu(
         self, gpu: Gpu, since: float
     ) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess | RecordedInstance]]:
         """Return the sample of a GPU, those of its processes, and the processes and MIG devices that are new."""
@@ -218,6 +220,7 @@ class Sampler:
             ),
         )
         met = [self._meet(gpu, process) for process in processes]
+        # The activity of a GPU or GPU instance is that of a process that is alone on it.
         alone = _places_alone(processes, [recorded for recorded, _ in met])
         rows = []
         for process, (recorded, _) in zip(processes, met, strict=True):
@@ -346,7 +349,10 @@ def observe(
         NoPermission, OperationFailed: the file can no longer be written; what is in it stays.
     """
     clock = clock or Clock()
-    tally, interval, missed, reason = Tally(header), header.interval_seconds, 0, "finished"
+    tally = Tally(header)
+    interval = header.interval_seconds
+    missed = 0
+    reason = "finished"
     sampler = Sampler(host, frozenset(gpu.index for gpu in header.gpus), interval, clock)
 
     def take(at: float) -> Sample:
@@ -362,7 +368,8 @@ def observe(
         start = clock.monotonic()
         # GPM counts from here: the first sample is at the end of the first interval.
         take(0.0)
-        turn, last = 1, max(1, round(seconds / interval))
+        turn = 1
+        last = max(1, round(seconds / interval))
         while turn <= last:
             due = start + turn * interval
             clock.sleep(max(0.0, due - clock.monotonic()))
@@ -370,8 +377,8 @@ def observe(
             file.sample(sample)
             tally.add(sample)
             progress(min(turn * interval, seconds))
-            late = int((clock.monotonic() - start) / interval)
-            upcoming = max(turn + 1, late + 1)
+            passed = int((clock.monotonic() - start) / interval)
+            upcoming = max(turn, passed) + 1
             # Those between this one and the upcoming one; none is due after the last.
             missed += min(upcoming, last + 1) - turn - 1
             turn = upcoming
@@ -392,12 +399,13 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
     """Keep the peak and the use of this user's commands that were alone on their GPU; a failure to do so changes nothing."""
     gpus = {gpu.index: gpu for gpu in recording.header.gpus}
     for use in recording.processes:
-        command, gpu = commands.get(use.process.id), gpus[use.process.gpu]
+        command = commands.get(use.process.id)
         if command is None or use.samples < IDLE_SAMPLES or use.contended_share:
             continue
         # SM activity is only known while it was alone.
         if use.sm is None or use.sm.samples < _ALONE_SHARE * use.samples:
             continue
+        gpu = gpus[use.process.gpu]
         device = Device(gpu=Gpu(index=gpu.index, uuid=gpu.uuid, name=gpu.name))
         profile = Profile(memory_bytes=use.memory_peak_bytes or None, use_percent=round(min(100.0, use.sm.mean), 1))
         with contextlib.suppress(GpushareError):

@@ -240,7 +240,9 @@ class Use:
     @property
     def source(self) -> str | None:
         """Return where `activity` is from: ``gpm`` or ``utilization``."""
-        return "gpm" if self.sm else "utilization" if self.utilization else None
+        if self.sm:
+            return "gpm"
+        return "utilization" if self.utilization else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +309,7 @@ class _Sums:
     utilization: Histogram = field(default_factory=Histogram)
     sm: Histogram = field(default_factory=Histogram)
     samples: int = 0
+    # Of the samples: a kernel ran; it is known whether one did; that is conclusive; another process worked.
     busy: int = 0
     known: int = 0
     telling: int = 0
@@ -325,7 +328,9 @@ class _Sums:
             self.seen_from_seconds = at
         self.samples += 1
         self.seen_to_seconds = at
-        utilization, sm, memory = sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes
+        utilization = sample.utilization_percent
+        sm = sample.sm_percent
+        memory = sample.memory_used_bytes
         self.utilization.add(utilization)
         self.sm.add(sm)
         self.contended += others >= BUSY_UTILIZATION_PERCENT
@@ -341,7 +346,10 @@ class _Sums:
 
     @property
     def busy_share(self) -> float | None:
-        """Return the share of busy samples among those that tell; None: too few do."""
+        """Return the share of busy samples among the conclusive ones; None if these are less than half.
+
+        A process that was never seen to work in many samples has no work, even next to busy ones.
+        """
         if self.known and 2 * self.telling >= self.known:
             return round(self.busy / self.telling, 4)
         return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
@@ -385,15 +393,16 @@ class Tally:
             if use is None:
                 continue
             if gpu.error is not None:
-                use.unanswered, use.error = use.unanswered + 1, gpu.error
+                use.unanswered += 1
+                use.error = gpu.error
             else:
                 use.add(sample.at, gpu)
         rows = [(seen, *self._processes[seen.id]) for seen in sample.processes if seen.id in self._processes]
-        worked: dict[int, float] = {}
+        utilization_of: dict[int, float] = {}
         for seen, process, _ in rows:
-            worked[process.gpu] = worked.get(process.gpu, 0.0) + (seen.utilization_percent or 0.0)
-        for seen, process, used in rows:
-            used.add(sample.at, seen, worked[process.gpu] - (seen.utilization_percent or 0.0))
+            utilization_of[process.gpu] = utilization_of.get(process.gpu, 0.0) + (seen.utilization_percent or 0.0)
+        for seen, process, sums in rows:
+            sums.add(sample.at, seen, utilization_of[process.gpu] - (seen.utilization_percent or 0.0))
         if len(self._processes) > MOST_PROCESSES + MOST_PROCESSES // 10:
             self._drop({seen.id for seen in sample.processes})
 
@@ -413,13 +422,12 @@ class Tally:
             gpus=tuple(
                 GpuUse(
                     gpu=gpu,
-                    unanswered=sums.unanswered,
-                    memory_mean_bytes=sums.memory_mean,
-                    error=sums.error,
-                    **sums.common(),
+                    unanswered=self._gpus[gpu.index].unanswered,
+                    memory_mean_bytes=self._gpus[gpu.index].memory_mean,
+                    error=self._gpus[gpu.index].error,
+                    **self._gpus[gpu.index].common(),
                 )
                 for gpu in self.header.gpus
-                for sums in (self._gpus[gpu.index],)
             ),
             processes=tuple(
                 ProcessUse(
@@ -469,9 +477,10 @@ class RecordingFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def meet(self, came: RecordedProcess | RecordedInstance) -> None:
+    def meet(self, record: RecordedProcess | RecordedInstance) -> None:
         """Write a process or an instance, before its first sample; OperationFailed where it cannot be written."""
-        self._write(_line({"process" if isinstance(came, RecordedProcess) else "instance": asdict(came)}))
+        key = "process" if isinstance(record, RecordedProcess) else "instance"
+        self._write(_line({key: asdict(record)}))
 
     def sample(self, sample: Sample) -> None:
         """Write a sample; OperationFailed where it cannot be written."""
@@ -527,7 +536,8 @@ class Samples:
         self.path = Path(path)
         self.processes: dict[int, RecordedProcess] = {}
         self.instances: dict[int, RecordedInstance] = {}
-        self._times, self._places = array("d"), array("Q")
+        self._times = array("d")
+        self._places = array("Q")
         with _open_recording(self.path) as file:
             self.header = _read_header(self.path, file.readline(_LONGEST_LINE))
             place = file.tell()
@@ -593,7 +603,9 @@ def _open_recording(path: Path) -> Iterator[Any]:
 def _read_recording(path: Path, file: Any) -> Recording:
     """Return the summary of an open recording; damaged lines are counted and skipped."""
     tally = Tally(_read_header(path, file.readline(_LONGEST_LINE)))
-    damaged, missed, reason = 0, 0, None
+    damaged = 0
+    missed = 0
+    reason = None
     # A file that is not ours may have no line ends.
     for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
         try:
@@ -603,7 +615,8 @@ def _read_recording(path: Path, file: Any) -> Recording:
             elif "process" in raw:
                 tally.meet(_read_object(RecordedProcess, raw["process"]))
             elif "end" in raw:
-                missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
+                missed = int(raw["end"]["missed"])
+                reason = str(raw["end"]["reason"])
         except _DAMAGED:
             # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
             damaged += 1
@@ -676,7 +689,8 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
 
 def _underuse_of(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
     """Return how a whole GPU is underused, or None; ``known``: the recording has processes."""
-    activity, index = use.activity, use.gpu.index
+    activity = use.activity
+    index = use.gpu.index
     if activity is None or use.busy_share is None:
         return None
     holders = [each for each in processes if (each.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(each)]

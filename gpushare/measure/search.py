@@ -92,8 +92,8 @@ class Setting:
         if self.other_slice_us is not None:
             production = format_slice(self.production_slice_us)
             return f"slice {format_slice(self.other_slice_us)}, production slice {production}"
-        words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
-        return ", ".join([*words, *(["low priority"] if self.low else [])])
+        cap = "no cap" if self.threads >= 100 else f"cap {self.threads:g} %"
+        return f"{cap}, low priority" if self.low else cap
 
 
 def sliced(production_us: int, other_us: int) -> Setting:
@@ -130,7 +130,9 @@ class Figures:
 
     def margin(self, goal: Goal) -> float:
         """Return how far the goal is met: 1 at the goal, more if there is room, less if the setting fails."""
-        return min(self._rate(2.0 if self.waits else 0.0) / goal.keep, self._tail(goal, self.p99))
+        # A rate that is the demand says little: it fails only if it does so by more than chance.
+        rate = self._rate(2.0) if self.waits else self.kept
+        return min(rate / goal.keep, self._tail(goal, self.p99))
 
     def meets(self, goal: Goal) -> bool:
         """Return whether the goal is met, perhaps by chance."""
@@ -195,7 +197,9 @@ class Figures:
         """Return the margin of this p99: at least 1 meets the goal; infinite if there is no such goal."""
         if goal.p99_factor is None:
             return math.inf
-        return 0.0 if p99 is None else goal.p99_factor / p99 if p99 > 0 else math.inf
+        if p99 is None:
+            return 0.0
+        return goal.p99_factor / p99 if p99 > 0 else math.inf
 
 
 class Wanted(NamedTuple):
@@ -282,7 +286,8 @@ def _next_on(
     lines of the same way that were searched before. None: the last setting that meets the goal is known, or the line
     cannot hold a better one than `best_of` what is known.
     """
-    goal, best = search.goal, best_of(search.goal, known.values())
+    goal = search.goal
+    best = best_of(goal, known.values())
     on_line = {place: known[setting] for place, setting in enumerate(line) if setting in known}
     if not on_line:
         return _first_on(search, line, before, known, best)
@@ -290,11 +295,11 @@ def _next_on(
     failing = min((place for place in on_line if place > meeting), default=len(line))
     if line[0].way is Way.CAPS and before:
         # Normal priority spares production less: what clearly fails with low priority fails.
-        low = (known.get(replace(setting, low=True)) for setting in line)
-        clear = (
-            place for place, figures in enumerate(low) if figures is not None and figures.margin(goal) < _CLEAR_FAILURE
-        )
-        failing = min(failing, min((place for place in clear if place > meeting), default=len(line)))
+        with_low = [known.get(replace(setting, low=True)) for setting in line]
+        for place, figures in enumerate(with_low[:failing]):
+            if place > meeting and figures is not None and figures.margin(goal) < _CLEAR_FAILURE:
+                failing = place
+                break
     between = range(meeting + 1, failing)
     # What fails gives the others more than all below it.
     most = on_line[failing].share if failing in on_line else _most_before(before, known)
@@ -381,7 +386,10 @@ def _first_on(
 
 
 def _is_more(share: float | None, best: Figures | None, least: float = 0.0) -> bool:
-    """Return whether this share of the others is clearly more than that of the best setting, or may be; and the least."""
+    """Return whether this share of the others is at least ``least``, and clearly more than that of the best setting.
+
+    True where it is unknown, or there is no best setting to compare with.
+    """
     if share is None:
         return True
     return share >= least and (best is None or best.share is None or share > FASTER * best.share)
@@ -536,12 +544,13 @@ def _beats(figures: Figures, other: Figures, goal: Goal) -> bool:
     if figures.share is None or other.share is None:
         return False
 
-    def cost(each: Figures) -> float:
+    def for_production(each: Figures) -> float:
+        """Return how good a setting is for production: by its p99 if that is a goal, else by its rate."""
         return each.kept if goal.p99_factor is None or each.p99 is None else -each.p99
 
-    return (figures.share, cost(figures)) != (other.share, cost(other)) and (
-        figures.share >= other.share and cost(figures) >= cost(other)
-    )
+    own = (figures.share, for_production(figures))
+    others = (other.share, for_production(other))
+    return own != others and own[0] >= others[0] and own[1] >= others[1]
 
 
 def _low_helps(measured: Sequence[Figures]) -> bool | None:

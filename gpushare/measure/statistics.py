@@ -86,10 +86,11 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
 
 
 def paired_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float | None] | None:
-    """Return the ratio of two means and its standard error (None: of one pair), where each pair is of about the same time.
+    """Return the ratio of two means and its standard error, from pairs of measurements of about the same time.
 
-    None: there is no ratio. A pair may be 0 over 0, unless all are. Slow drift is the same in both of a pair and cancels
-    out: the error comes from how far each pair is from the common ratio (the ratio estimator of survey sampling).
+    The error is None for one pair. None: there is no ratio, as all below are 0 or one is negative. Slow drift is the same
+    in both of a pair and cancels out: the error comes from how far each pair is from the common ratio (the ratio estimator
+    of survey sampling).
     """
     count = len(above)
     if not count or count != len(below) or min(below) < 0 or not any(below):
@@ -122,9 +123,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
     share = place - below
-    return ordered[below] if share == 0 else ordered[below] * (1 - share) + ordered[above] * share
+    if share == 0:
+        return ordered[below]
+    return ordered[below] * (1 - share) + ordered[below + 1] * share
 
 
 def t_quantile(freedom: int) -> float:
@@ -166,10 +168,12 @@ class Histogram:
         """Return the distribution, or None when nothing was counted."""
         if not self.samples:
             return None
-        rank, seen, p95 = math.ceil(0.95 * self.samples), 0, 0
+        rank = math.ceil(0.95 * self.samples)
+        counted = 0
+        p95 = 0
         for bin_ in sorted(self._counts):
-            seen += self._counts[bin_]
-            if seen >= rank:
+            counted += self._counts[bin_]
+            if counted >= rank:
                 p95 = bin_
                 break
         # A step may lie above the largest sample in it.

@@ -68,10 +68,13 @@ _WAITS_SECONDS: Final = 15.0
 _SLICES_PART: Final = 0.4
 # And at its end, for the best setting so far.
 _ANSWER_PART: Final = 0.3
+# After so many rounds without a number, production prints nothing that can be measured.
+_MOST_SILENT_ROUNDS: Final = 3
 # The others alone are measured again after this time.
 _OTHERS_ALONE_SECONDS: Final = 12.0
 # So long all may serve the requests that came while all started, and production those that came while it was stopped.
 _BACKLOG_SECONDS: Final = 15.0
+# While a backlog is served, each median is below this part of the one before; then latencies are within this factor.
 _FALLING: Final = 0.98
 _SERVED: Final = 1.05
 # Windows in which the answer becomes certain are longer: a round pauses and resumes the others, which takes a second.
@@ -79,6 +82,8 @@ _STRETCH: Final = 1.5
 # A setting that needed a start is watched for this many times as long as the start and the pauses took.
 _STARTS_WORTH: Final = 1.5
 _PAUSES_SECONDS: Final = 1.2
+# Production has caught up after so many requests as fast as alone; longer than this time is not waited for that.
+_CAUGHT_UP_REQUESTS: Final = 5
 _CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
@@ -232,9 +237,10 @@ def tune(
 
 @dataclass
 class _Seen:
-    """A period in which jobs were watched. ``setting`` None: production alone, or with ``rates`` the others alone.
+    """A period in which jobs were watched: together under ``setting``; None: production alone, or the others alone.
 
-    ``rates`` are the others', each; None where one printed nothing.
+    ``window`` is of production, ``rates`` of each of the others (None where one printed nothing). Each is empty where
+    those jobs did not run.
     """
 
     start: float
@@ -250,7 +256,10 @@ class Tuner:
     def __init__(
         self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, earlier: Sequence[Figures] = ()
     ) -> None:
-        self.host, self.device, self.options, self.reporter = host, device, options, reporter
+        self.host = host
+        self.device = device
+        self.options = options
+        self.reporter = reporter
         self._known = {figures.setting: figures for figures in earlier}
         self._search = options.search
         self._ways: dict[Way, WayResult] = {}
@@ -295,7 +304,7 @@ class Tuner:
         )
 
     def _try(self, experiment: Experiment, way: Way) -> None:
-        """Search a way, unless it cannot be used here or cannot be better."""
+        """Search a way, unless it cannot be used here or cannot be better; keep its result, or why it was left out."""
         reason = left_out(way, self._fresh(), self._search.goal)
         if reason is None and next_setting(self._search, way, self._known) is None:
             reason = "an earlier search found nothing better in it"
@@ -346,18 +355,17 @@ class Tuner:
         """Raise _LeftOut if a way cannot be used here."""
         if way is Way.CAPS:
             return
-        host, device = self.host, self.device
         try:
-            check_outside_mps(device)
-            refused = why_not_settable(host, device)
+            check_outside_mps(self.device)
+            refused = why_not_settable(self.host, self.device)
             if refused is not None:
                 raise refused
-            check_production_outside(host, device)
-            if members(host, device):
+            check_production_outside(self.host, self.device)
+            if members(self.host, self.device):
                 raise InUse(
-                    f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",
+                    f"other opportunistic jobs share the time-slice of the MPS server of {self.device.title}",
                     "wait until they have ended: gpushare status",
-                    gpu=str(device.gpu.index),
+                    gpu=str(self.device.gpu.index),
                 )
         except GpushareError as error:
             if len(self._search.ways) == 1:
@@ -389,12 +397,12 @@ class Tuner:
         stage.finished = True
 
     def _is_over_soon(self, way: Way) -> bool:
-        """Return whether the rest of the budget is for the answer; after slices come caps, which have their own."""
+        """Return whether the rest of the budget is for making the best setting certain: of the last way only."""
         last = way is Way.CAPS or Way.CAPS not in self._search.ways
-        return last and self.left() < _ANSWER_PART * self.options.most_seconds
+        return last and self.seconds_left() < _ANSWER_PART * self.options.most_seconds
 
     def _is_late(self, stage: Stage, way: Way) -> bool:
-        """Return whether the time that is left is better spent on the other way."""
+        """Return whether it is time to leave slices for caps, which may be better."""
         if way is Way.CAPS or Way.CAPS not in self._search.ways or left_out(Way.CAPS, self._fresh(), self._search.goal):
             return False
         return self._spent(stage.experiment) > _SLICES_PART * self.options.most_seconds
@@ -413,18 +421,18 @@ class Tuner:
             }
 
     def demand(self, seconds: float) -> None:
-        """Raise _Over unless this time is left; production's way to its first window is not counted."""
-        if seconds > self.left():
+        """Raise _Over unless so much of the budget is left."""
+        if seconds > self.seconds_left():
             raise _Over
 
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Return how much of the budget is left; all of it until all jobs have printed."""
         if self._began is None:
             return math.inf
         return self.options.most_seconds - self._spent(self._stages[-1].experiment)
 
-    def count(self) -> None:
-        """Begin to count the time, as all jobs have printed."""
+    def begin_budget(self) -> None:
+        """Begin to count the budget, as all jobs have printed; later calls change nothing."""
         if self._began is None:
             self._began = self._stages[-1].experiment.now()
 
@@ -432,8 +440,8 @@ class Tuner:
         """Return the seconds of the budget that are used; 0 until all jobs have printed."""
         return 0.0 if self._began is None else experiment.now() - self._began
 
-    def note(self, seconds: float) -> None:
-        """Count a window."""
+    def count_window(self, seconds: float) -> None:
+        """Add a window to the seconds that were measured."""
         if self._began is not None:
             self._measuring += seconds
 
@@ -474,7 +482,7 @@ class Tuner:
 
     def _others_rates(self) -> list[float]:
         """Return the rate of all others together in each window alone in which all printed."""
-        return [rate for seen in self.others_alone if (rate := _sum(seen.rates)) is not None]
+        return [rate for seen in self.others_alone if (rate := _sum_if_known(seen.rates)) is not None]
 
     def others_spread(self) -> float | None:
         """Return how far the others' windows alone scatter, relative to their mean; None: there is one at most."""
@@ -506,7 +514,7 @@ def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False
     return Profile(memory_bytes=memory, use_percent=None if part is None else round(min(100.0, max(0.0, part)), 1))
 
 
-def _sum(rates: Sequence[float | None]) -> float | None:
+def _sum_if_known(rates: Sequence[float | None]) -> float | None:
     """Return the sum of the rates; None if one of them is unknown."""
     known_rates = [rate for rate in rates if rate is not None]
     return math.fsum(known_rates) if known_rates and len(known_rates) == len(rates) else None
@@ -516,7 +524,9 @@ class Stage:
     """One way: a production job, and the opportunistic ones next to it."""
 
     def __init__(self, tuner: Tuner, experiment: Experiment, way: Way) -> None:
-        self._tuner, self.experiment, self._way = tuner, experiment, way
+        self._tuner = tuner
+        self.experiment = experiment
+        self._way = way
         self._options = tuner.options
         self._production: Running | None = None
         self._others: list[Running] = []
@@ -551,10 +561,10 @@ class Stage:
 
     def begin(self) -> None:
         """Start all jobs, wait until they print, and find out how long a window must be. Errors as `tune`."""
-        self._tuner.reporter.doing("starting the jobs" + ("" if self._way is Way.SLICES else ", all under MPS"))
+        outside_mps = self._way is Way.SLICES
+        self._tuner.reporter.doing("starting the jobs" if outside_mps else "starting the jobs, all under MPS")
         first_limits = self._first_limits()
         began = self.experiment.now()
-        outside_mps = self._way is Way.SLICES
         environment = self.experiment.grounds.environment(None if outside_mps else Limits())
         self._production = self.experiment.run(
             "production", self._options.production, environment, self._options.metric, outside=outside_mps
@@ -562,7 +572,7 @@ class Stage:
         self._start_others(first_limits)
         self._until_warm(self._production, *self._others)
         self.start_took = self.experiment.now() - began
-        self._tuner.count()
+        self._tuner.begin_budget()
         if outside_mps:
             try:
                 self.default_us = self.experiment.slice_of(self._production.program) or None
@@ -573,9 +583,10 @@ class Stage:
                     raise
                 raise _LeftOut(error) from None
         self._pause_others()
-        self._fit()
-        for _ in range(_FIRST_ALONE if self._window <= _BRIEF_SECONDS else 0):
-            self._watch_alone()
+        self._fit_windows()
+        if self._window <= _BRIEF_SECONDS:
+            for _ in range(_FIRST_ALONE):
+                self._watch_alone()
         if first_limits == Limits() and not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
             self._measure_others(first=True)
@@ -590,7 +601,9 @@ class Stage:
     def _start_others(self, limits: Limits) -> None:
         """Start all copies of the opportunistic commands with these limits."""
         environment = self.experiment.grounds.environment(limits)
-        self._limits, self._paused, self._resumed = limits, False, None
+        self._limits = limits
+        self._paused = False
+        self._resumed = None
         self._others = [
             self.experiment.run("opportunistic", command, environment, self._options.opportunistic_metric)
             for command in self._options.opportunistic
@@ -599,14 +612,15 @@ class Stage:
 
     def _until_warm(self, *jobs: Running) -> None:
         """Wait until jobs print what is measured, and a while longer."""
-        options, started = self._options, self.experiment.now()
+        options = self._options
+        started = self.experiment.now()
         reported: set[str] = set()
 
         def tell(silent: Sequence[Running]) -> None:
             """Tell the user once of each job that has been silent for long."""
             waited = self.experiment.now() - started
-            for job in silent if waited >= _WAITS_SECONDS else ():
-                if job.program.title not in reported:
+            for job in silent:
+                if waited >= _WAITS_SECONDS and job.program.title not in reported:
                     reported.add(job.program.title)
                     more = f"{max(0.0, options.start_seconds - waited):.0f} s more (--timeout)"
                     self._tuner.reporter.doing(
@@ -671,7 +685,8 @@ class Stage:
         if self._paused:
             if self._server_us is not None and self._server_us < DEFAULT_SERVER_US:
                 self._set_server(self._server_us)
-            self._paused, self._resumed = False, self.experiment.now()
+            self._paused = False
+            self._resumed = self.experiment.now()
             for job in self._others:
                 self.experiment.resume(job.program)
             self.experiment.wait(self._options.settle_seconds)
@@ -735,8 +750,8 @@ class Stage:
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
-    def _now(self) -> float:
-        """Read everything printed so far, which belongs to the past, and return the time."""
+    def _read_and_time(self) -> float:
+        """Read everything printed so far, which is of the time before the window, and return the time."""
         self.experiment.read_outputs()
         self._usage.sample([program.pid for program in self.experiment.programs if program.runs])
         return self.experiment.now()
@@ -744,20 +759,20 @@ class Stage:
     def _watch(self, seconds: float) -> tuple[float, float]:
         """Let the jobs run for this time, and return when the window began and ended."""
         self._tuner.demand(seconds)
-        start = self._now()
+        start = self._read_and_time()
         self.experiment.wait(seconds)
         self._demand_alive(*self._others)
         end = self.experiment.now()
-        self._tuner.note(end - start)
+        self._tuner.count_window(end - start)
         return start, end
 
-    def _fit(self) -> None:
+    def _fit_windows(self) -> None:
         """Make the windows long enough for production to print several times in each, and no longer."""
         if self._production is None:
             return
         printed = self._production.printed
-        self._serve_backlog()
-        started = self._now()
+        self._wait_for_backlog()
+        started = self._read_and_time()
         while True:
             self.experiment.wait(max(1.0, self._window))
             self._demand_alive()
@@ -777,20 +792,20 @@ class Stage:
             self._window = min(_LONGEST_SECONDS, seconds)
         self._together_seconds = 2 * self._window
         self._log.append(_Seen(started, ended, printed.window(started, ended)))
-        self._tuner.note(ended - started)
+        self._tuner.count_window(ended - started)
         alone = [value for at, value in printed.latencies if started < at <= ended]
         unit = printed.latency_us
         self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
         self._usual_latency = percentile(alone, 95) if alone else None
 
-    def _alone(self) -> None:
+    def _measure_alone(self) -> None:
         """Watch production while the others are paused; now and then the others first, while production is."""
         uncapped = self._limits == Limits()
         last = self._tuner.others_alone[-1].end if self._tuner.others_alone else -math.inf
         if uncapped and self.experiment.now() - last > _OTHERS_ALONE_SECONDS:
             self._measure_others()
         self._pause_others()
-        self._catch_up()
+        self._wait_until_caught_up()
         self._watch_alone()
 
     def _watch_alone(self) -> None:
@@ -830,13 +845,13 @@ class Stage:
         try:
             for recorder in self._recorders:
                 recorder.since_last()
-            start = self._now()
+            start = self._read_and_time()
             self.experiment.wait(self._others_seconds)
             if first:
                 self.experiment.wait(_SILENT_SECONDS, lambda: self._fewest(start) >= _LEAST_OF_OTHERS)
             self._demand_alive(*self._others)
             end = self.experiment.now()
-            self._tuner.note(end - start)
+            self._tuner.count_window(end - start)
             rates = tuple(self._rate(job, start, end) for job in self._others)
             sm, dram = (recorder.since_last() for recorder in self._recorders)
         finally:
@@ -863,11 +878,13 @@ class Stage:
         """Return how many outputs the opportunistic job that printed the least has printed since then."""
         return min((len(job.printed.moments(start, self.experiment.now())) for job in self._others), default=0)
 
-    def _serve_backlog(self) -> None:
+    def _wait_for_backlog(self) -> None:
         """Wait until the latencies of production alone fall no more: it has served what came while all started."""
         if self._production is None:
             return
-        printed, last_median, deadline = self._production.printed, math.inf, self.experiment.now() + _BACKLOG_SECONDS
+        printed = self._production.printed
+        last_median = math.inf
+        deadline = self.experiment.now() + _BACKLOG_SECONDS
         while printed.latencies and self.experiment.now() < deadline:
             start = self.experiment.now()
             self.experiment.wait(_SHORTEST_SECONDS)
@@ -876,7 +893,7 @@ class Stage:
                 return
             last_median = percentile(recent, 50)
 
-    def _catch_up(self) -> None:
+    def _wait_until_caught_up(self) -> None:
         """Wait until production has served the requests that came while it was stopped or too slow for them.
 
         In the windows alone they would be late, and more than there are.
@@ -889,17 +906,21 @@ class Stage:
         bound = None if self._usual_latency is None else _SERVED * self._usual_latency
 
         def caught_up() -> bool:
-            recent = [value for at, value in production.printed.latencies[-5:] if at > began]
-            return bound is not None and len(recent) == 5 and max(recent) <= bound
+            """Return whether production has served some requests in a row as fast as when it was alone."""
+            recent = [value for at, value in production.printed.latencies[-_CAUGHT_UP_REQUESTS:] if at > began]
+            return bound is not None and len(recent) == _CAUGHT_UP_REQUESTS and max(recent) <= bound
 
         if bound is not None:
-            self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.left())), caught_up)
+            self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.seconds_left())), caught_up)
 
     def _rate(self, job: Running, start: float, end: float) -> float | None:
-        """Return the rate of one of the others in a window; its first number after a pause may include the pause."""
-        spans = self._resumed is not None and not job.printed.moments(self._resumed, start)
-        clean = job.printed.window(start, end, skip=int(spans)).rate
-        return job.printed.window(start, end).rate if clean is None else clean
+        """Return the rate of one of the others in a window, without its first number after a pause if there are others.
+
+        That number may include the pause.
+        """
+        is_first = self._resumed is not None and not job.printed.moments(self._resumed, start)
+        without_first = job.printed.window(start, end, skip=1).rate if is_first else None
+        return job.printed.window(start, end).rate if without_first is None else without_first
 
     def _together(self, setting: Setting) -> None:
         """Watch production and the opportunistic jobs together for one window."""
@@ -915,16 +936,21 @@ class Stage:
 
         ``longer``: until they are certain, or will not be.
         """
-        goal, rounds = self._options.search.goal, 0
-        starts = self._apply(setting)
-        self._stretch = _STRETCH if longer else self._stretch_after_start() if starts else 1.0
+        goal = self._options.search.goal
+        rounds = 0
+        started_again = self._apply(setting)
+        self._stretch = 1.0
+        if longer:
+            self._stretch = _STRETCH
+        elif started_again:
+            self._stretch = self._stretch_after_start()
         while True:
-            self._alone()
+            self._measure_alone()
             self._together(setting)
             rounds += 1
             figures = self.figures(setting)
             if figures is None:
-                if rounds > 3:
+                if rounds > _MOST_SILENT_ROUNDS:
                     raise OperationFailed(
                         "the production job printed nothing that can be measured",
                         "give --metric a number that it prints at least once a second",
@@ -937,14 +963,12 @@ class Stage:
                     "make it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
                     code="no_latencies",
                 )
-            verdict = figures.verdict(goal)
-            if not longer and figures.seconds >= FIRST_SECONDS:
-                return
-            if verdict is False or (verdict and (not longer or figures.precise(goal))):
-                return
             if figures.seconds >= figures.most_seconds(goal):
                 return
-            if not longer and figures.clear(goal):
+            if not longer and (figures.seconds >= FIRST_SECONDS or figures.clear(goal)):
+                return
+            verdict = figures.verdict(goal)
+            if verdict is False or (verdict and (not longer or figures.precise(goal))):
                 return
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -969,7 +993,7 @@ class Stage:
         """Return what the windows say of a setting; None: too little was printed."""
         places = [place for place, seen in enumerate(self._log) if seen.setting == setting]
         together = [self._log[place] for place in places]
-        pairs = [(_rate_of(self._log[place]), self._base(place)) for place in places]
+        pairs = [(_rate_of(self._log[place]), self._rate_alone_near(place)) for place in places]
         # Where it printed nothing in both, it stood still by itself.
         pairs = [(rate, base) for rate, base in pairs if rate or base]
         ratio = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
@@ -996,10 +1020,10 @@ class Stage:
             windows=len(together),
         )
 
-    def _base(self, place: int) -> float:
+    def _rate_alone_near(self, place: int) -> float:
         """Return the mean rate of the windows alone right before and after one together."""
-        near = [self._log[each] for each in (place - 1, place + 1) if 0 <= each < len(self._log)]
-        alone = [_rate_of(seen) for seen in near if seen.setting is None]
+        neighbours = [self._log[number] for number in (place - 1, place + 1) if 0 <= number < len(self._log)]
+        alone = [_rate_of(seen) for seen in neighbours if seen.setting is None]
         return mean(alone) if alone else 0.0
 
     def _error(self, own_error: float | None, count: int) -> float:

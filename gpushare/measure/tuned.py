@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import Final, cast
+from typing import Final, Literal, cast
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.model import TunedWay
@@ -27,7 +27,11 @@ _MOST_DAYS: Final = 30
 
 def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str | None) -> TuneAnswer:
     """Return the answer; ``name`` is that under which it is kept, None if it is not."""
-    goal, whole = options.search.goal, result.outcome
+    goal = options.search.goal
+    whole = result.outcome
+    ended: Literal["answer", "budget", "interrupted"] = "budget" if result.over else "answer"
+    if result.stopped is not None:
+        ended = "interrupted"
 
     def row(figures: Figures | None) -> Row | None:
         return None if figures is None else _setting_row(figures, goal, result)
@@ -52,7 +56,7 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
         nearest=row(whole.nearest),
         ways=tuple(ways),
         stable=whole.stable,
-        ended="interrupted" if result.stopped is not None else "budget" if result.over else "answer",
+        ended=ended,
         low_priority_helps=whole.low_priority_helps,
         production_alone=result.production.rate,
         production_spread=_rounded(result.production.spread),
@@ -74,7 +78,8 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
 
 def _setting_row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
     """Return the row of a setting in the answer, rounded."""
-    best, setting = result.outcome.best, figures.setting
+    best = result.outcome.best
+    setting = figures.setting
     return Row(
         setting=setting.title,
         way=cast("TunedWay", setting.way),
@@ -108,8 +113,8 @@ def tuned_record(host: Host, device: Device, options: TuneOptions, result: TuneR
 
     Of a search that was interrupted, only a setting that surely meets the goal is.
     """
-    best, goal = result.outcome.best, options.search.goal
-    if best is None or (result.stopped is not None and not best.safe(goal)):
+    best = result.outcome.best
+    if best is None or (result.stopped is not None and not best.safe(options.search.goal)):
         return None
     return Tuned(
         name=name,

@@ -45,7 +45,10 @@ class UsageMeter:
 
         ``seen`` is kept between runs: when other processes were first seen. ``activity``: also see how busy the GPU is.
         """
-        self._host, self._device, self._clock, self._clients = host, device, clock, clients
+        self._host = host
+        self._device = device
+        self._clock = clock
+        self._clients = clients
         self._gpu_instances = gpu_instances
         # PIDs: copies that are no clients of the daemon, those that seemed so at the last look, and all of the run.
         self._outside: set[int] = set()
@@ -57,7 +60,8 @@ class UsageMeter:
         self._peak: int | None = None
         self._pids_are_ours = host.processes.namespace_is_host() is not False
         self._before = None if self._pids_are_ours else self._used_bytes()
-        self._due, self._looks = 0.0, 0
+        self._due = 0.0
+        self._looks = 0
         # GPM counts between two samples: one at the start, one at the end.
         self._recorders = (
             [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)] if activity else []
@@ -138,18 +142,18 @@ class UsageMeter:
         """
         if self._clients is None:
             return
-        now = {process.pid for process in processes if process.pid in self._mine and not process.mps}
-        again = (now & self._suspects) - self._outside
-        self._suspects = now
-        clients = self._clients() if again else None
+        suspects = {process.pid for process in processes if process.pid in self._mine and not process.mps}
+        seen_twice = (suspects & self._suspects) - self._outside
+        self._suspects = suspects
+        clients = self._clients() if seen_twice else None
         if clients is not None:
-            self._outside |= again - clients
+            self._outside |= seen_twice - clients
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
         listed = {process.pid for process in processes if self._in_device(process)}
-        for gone in set(self._seen) - listed:
-            del self._seen[gone]
+        for ended in set(self._seen) - listed:
+            del self._seen[ended]
         new = listed - self._mine - set(self._others)
         if not new:
             return

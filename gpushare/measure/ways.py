@@ -16,7 +16,7 @@ from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.mps.control import probe_version
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.limits import Limits, max_clients
+from gpushare.mps.limits import VOLTA, Limits, max_clients
 from gpushare.run.share import MpsShare
 from gpushare.timeslice.policy import plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US
@@ -76,10 +76,11 @@ Cell = tuple[BenchWay, int]
 def parse_ways(text: str) -> tuple[BenchWay, ...]:
     """Return the ways in a list, in its order, each once. Times after ``slices:`` are more slices: ``slices:500us,2ms``."""
     ways: dict[str, BenchWay] = {}
-    slices = False
+    is_slice = False
     for word in (word.strip().lower() for word in text.split(",")):
-        slices = word.startswith(f"{Way.SLICES.value}:") or (slices and word[:1].isdecimal())
-        way = _parse_slice_way(word) if slices else _parse_way(word)
+        # A time after a slice is one more.
+        is_slice = word.startswith(f"{Way.SLICES.value}:") or (is_slice and word[:1].isdecimal())
+        way = _parse_slice_way(word) if is_slice else _parse_way(word)
         ways.setdefault(way.name, way)
     return tuple(ways.values())
 
@@ -112,9 +113,8 @@ def _parse_way(word: str) -> BenchWay:
     divided = match[3] is not None
     if percent is not None and (percent == 0 or (percent > 100 and not divided)):
         raise BadUsage(f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
-    return BenchWay(
-        name=word, kind=Way.WHOLE if match[1] == "queue" else Way(match[1]), percent=percent, divided=divided
-    )
+    kind = Way.WHOLE if match[1] == "queue" else Way(match[1])
+    return BenchWay(name=word, kind=kind, percent=percent, divided=divided)
 
 
 def parse_copies(text: str) -> tuple[int, ...]:
@@ -169,17 +169,19 @@ class Reasons:
 def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reasons:
     """Find out what this host and user can run on a device, without changing anything."""
     served = _is_served(host, device)
-    outside = _why_not_outside_mps(device, served=served)
     capability = host.nvml.compute_capability(device.gpu.index)
+    timeslice = None
+    if one_at_a_time(device):
+        mode = f"compute mode {_mode_title(device)}: one process at a time"
+        timeslice = f"{device.title} is in {mode}; {_default_mode_hint(device)}"
+    caps = None
+    if capability is not None and capability < VOLTA:
+        caps = "thread caps need a GPU of the Volta architecture or later"
     return Reasons(
-        outside=outside,
-        timeslice=None
-        if device.mig is not None or device.gpu.compute_mode in {None, ComputeMode.DEFAULT}
-        else f"{device.title} is in compute mode {_mode_title(device)}: one process at a time; {_default_mode_hint(device)}",
+        outside=_why_not_outside_mps(device, served=served),
+        timeslice=timeslice,
         mps=_why_not_mps(host, device, program, served=served),
-        caps="thread caps need a GPU of the Volta architecture or later"
-        if capability is not None and capability < (7, 0)
-        else None,
+        caps=caps,
         mig=_why_not_mig(device),
         clients=max_clients(or_none(lambda: probe_version(host.programs)), capability) if device.mig is None else None,
         level=_why_not_level(host, device),

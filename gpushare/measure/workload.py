@@ -96,21 +96,16 @@ class TorchMultiplier(Multiplier):
             raise Unusable("torch sees no GPU")
         self._streams = _new_streams(kind, streams, torch.cuda.default_stream, torch.cuda.Stream)
         if kind.copies:
-            self._copies = [
-                [
-                    (
-                        torch.cuda.Stream(),
-                        *(torch.ones(size, size, device="cuda"), torch.ones(size, size, pin_memory=True))[
-                            :: 1 if up else -1
-                        ],
-                    )
-                    for up in COPIES[kind.copies]
-                ]
-                for _ in range(streams)
-            ]
+            self._copies = [[self._new_copy(size, up=up) for up in COPIES[kind.copies]] for _ in range(streams)]
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
         self._held = torch.empty(_held_bytes(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
+
+    def _new_copy(self, size: int, *, up: bool) -> tuple[Any, Any, Any]:
+        """Return a stream, a target and a source; ``up``: the copy goes to the GPU."""
+        device = self._torch.ones(size, size, device="cuda")
+        host = self._torch.ones(size, size, pin_memory=True)
+        return self._torch.cuda.Stream(), *((device, host) if up else (host, device))
 
     def launch(self, stream: int) -> None:
         left, right, product = self._matrices[stream]
@@ -282,7 +277,9 @@ def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int
             now = time.perf_counter()
             if now - since >= options.every:
                 _print_rate(done / (now - since), waits)
-                done, since, waits = 0, now, []
+                done = 0
+                since = now
+                waits = []
             if options.seconds is not None and now - started >= options.seconds:
                 break
 
