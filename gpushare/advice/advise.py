@@ -346,10 +346,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
 
 
 def _title_of(advice: Advice) -> str:
-    """Return the answer in words; where GPUs are used in different ways, the way of each.
-
-    Of the whole GPU it says whether each job has its own, or how many run at a time.
-    """
+    """Return the way in words, of each GPU where they differ; of whole GPUs, whether each job has its own or how many wait."""
     if advice.best is None:
         return "nothing fits"
     uses = {(part.way, part.situation.gpus_each) for part in advice.parts}

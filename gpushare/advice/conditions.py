@@ -117,10 +117,7 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
 
 
 def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
-    """Return the shares that the chosen profiles come to, and those that are wanted, as ``43:57``.
-
-    None if no percentages are wanted, or no profiles are known that fit.
-    """
+    """Return the shares that the chosen profiles come to, and those that are wanted, as ``43:57``; None if either is unknown."""
     slices = s.slices(way)
     shares = s.shares(way)
     if slices is None or not slices.profiles or not all(share.percent for share in shares):
@@ -214,10 +211,8 @@ def short_now(s: Situation, way: Way) -> bool:
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
-    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown.
-
-    False where all fit on the GPU: then no job has to leave.
-    """
+    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown."""
+    # Where all fit on the GPU, none has to leave.
     cost = s.leaving_cost(way) if s.fit_together is False else None
     if cost is None:
         return False

@@ -122,10 +122,7 @@ _MOST_APART: Final = 5
 
 
 def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
-    """Yield the placements that keep some workloads on other GPUs than the others.
-
-    A need of one workload, such as isolation, then rules out a way only on its own GPUs.
-    """
+    """Yield the placements that keep some workloads apart: a need of one then rules out a way only on its own GPUs."""
     alike: dict[object, list[Workload]] = {}
     for work in situation.case.workloads:
         # In a long list, workloads that differ only in name and number stay together.
@@ -285,10 +282,7 @@ def _gpu_sets(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequen
 
 
 def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
-    """Return how good a placement is, the largest is best: all have an answer, all run at the same time, on more GPUs.
-
-    With ``consolidate``, fewer GPUs are better.
-    """
+    """Return how good a placement is: all have an answer, all run at once, on more GPUs (if to ``consolidate``, on fewer)."""
     used = sum(len(part.situation.spread) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
     return (
@@ -300,10 +294,7 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
 
 
 def _load_measures(gpus: Sequence[GpuFacts]) -> list[list[int]]:
-    """Return the measures by which GPUs may be loaded, each as a number per GPU; equal GPUs need only one.
-
-    They are the memory, the same for each, and the number of MIG instances.
-    """
+    """Return what unequal GPUs may be loaded by, as a number per GPU: memory, the same for each, the number of instances."""
     by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
     if len(set(by_memory)) == 1:
         return [by_memory]

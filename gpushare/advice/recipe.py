@@ -52,10 +52,7 @@ if TYPE_CHECKING:
 
 
 def _needs_yes(s: Situation) -> bool:
-    """Return whether to destroy the idle instances asks a question, because one has a name or a grant, or is not ours.
-
-    The user lets them go, so their line has ``-y``.
-    """
+    """Return whether the line that destroys the idle instances has ``-y``: one has a name or a grant, or is not ours."""
     layout = s.gpu.layout
     return layout is not None and any(instance not in s.kept and not may_go(instance) for instance in layout.instances)
 
@@ -539,10 +536,7 @@ def _one_job(steps: Steps) -> None:
 
 
 def may_pause(s: Situation) -> bool:
-    """Return whether `gpushare run` can keep both jobs of a pair on the GPU, the opportunistic one paused.
-
-    For that both run under MPS, except those on several GPUs.
-    """
+    """Return whether `gpushare run` can keep both jobs of a pair on the GPU, one of them paused; on one GPU under MPS."""
     if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.places > 1:
         return False
     return s.gpus_each > 1 or not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused

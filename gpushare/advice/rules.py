@@ -65,10 +65,9 @@ class Requirement:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One rule: the ways that it speaks of, with weights for preferences.
+    """One rule: the ways that it speaks of, with weights for preferences. ``words`` are what ``text`` is filled with.
 
-    ``unknown`` is the text of the condition that it sets where it is unknown whether the rule applies; None: it then says
-    nothing. ``words`` are those that ``text`` is filled with.
+    ``unknown`` is the text of a condition, for where it is unknown whether the rule applies; None: it then says nothing.
     """
 
     id: str

@@ -199,10 +199,7 @@ class Steps:
             self.undo[:0] = undo_of(self, s, line.change)
 
     def free_name(self, name: str) -> str:
-        """Return a name of a job, with a number if a job on another GPU has it.
-
-        Jobs on the GPUs of the answer keep their names: their lines say that they run already.
-        """
+        """Return a name of a job, with a number if a job on another GPU has it; of one on these, the line says that it runs."""
         taken = {job.name for job in self.s.host.jobs} - set(self.s.jobs)
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(free for free in names if free not in taken)

@@ -194,8 +194,8 @@ class Copies:
             if opened is None and self.on_wait is not None and at - first >= _WAITS_SECONDS:
                 self.on_wait()
                 self.on_wait = None
-            pause = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
-            interrupted = self._interrupted_within(pause)
+            poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
+            interrupted = self._interrupted_within(poll_seconds)
         closed = self.clock()
         if usage is not None:
             usage.stop()
@@ -306,7 +306,7 @@ def _no_number_text(printed: Printed) -> str:
 
 
 # A cell that failed this often is not tried again.
-_TRIES: Final = 2
+_MOST_FAILURES: Final = 2
 # A copy hangs when it takes this much longer than all of them in turn would.
 _HANG_FACTOR: Final = 5.0
 _HANG_SECONDS: Final = 60.0
@@ -456,7 +456,7 @@ class Bench:
             # Back and forth: drift over time (clocks, temperature) then affects the first and the last cell alike.
             order = cells if number % 2 else cells[::-1]
             for place, cell in enumerate(order):
-                if failed.get(cell, 0) >= _TRIES:
+                if failed.get(cell, 0) >= _MOST_FAILURES:
                     done += 1
                     continue
                 title = f"{_cell_title(cell)}, round {number} of {repeat}"
@@ -469,7 +469,7 @@ class Bench:
                 done += 1
                 if run.failures:
                     # A hanging run costs too much to be tried again.
-                    failed[cell] = _TRIES if run.result.hung else failed.get(cell, 0) + 1
+                    failed[cell] = _MOST_FAILURES if run.result.hung else failed.get(cell, 0) + 1
             measurement.rounds_done = number
 
     def _seconds_left(self, rest: Sequence[Cell], number: int) -> float:

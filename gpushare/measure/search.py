@@ -29,15 +29,15 @@ CAPS_PERCENT: Final = tuple(float(threads) for threads in range(10, 101, 5))
 _FIRST_US: Final = 100
 _FIRST_CAP: Final = 60.0
 # Production's slice is this much longer than its request, which takes longer on some days.
-_LONGER: Final = 1.2
+_LEAST_SLICE_PER_REQUEST: Final = 1.2
 # Below this part of the goal, a shorter slice of the other meets it neither.
 _WITHIN_REACH: Final = 0.75
 # A gain below this is within the scatter.
 FASTER: Final = 1.03
 # Slices whose p99 differs by less than this are equally good for production.
-_CALM: Final = 1.04
+_P99_ALIKE: Final = 1.04
 # A sure setting that gives less than this part of what a likely one gives is not worth the certainty.
-_WORTH: Final = 0.2
+_LEAST_OF_LIKELY: Final = 0.2
 # From here on the jobs compete for memory bandwidth, nearly all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 # How long a setting is watched next to production while the figures do not decide: at first, and at most (seconds).
@@ -49,15 +49,15 @@ _P99_ERROR: Final = 0.015
 # A setting with this margin fails by more than chance.
 _CLEAR_FAILURE: Final = 0.985
 # A p99 this far within its goal meets it, however few the requests; and the error of one that is of too few.
-_CLEARLY: Final = 1.12
+_CLEAR_P99_MARGIN: Final = 1.12
 _UNKNOWN_P99_ERROR: Final = 0.08
 # The answer is watched for at least this time.
 _ANSWER_SECONDS: Final = 6.0
 # A p99 whose error would still be so many times too large after the longest time is not watched that long.
-_HOPELESS: Final = 2.0
+_HOPELESS_ERROR: Final = 2.0
 _SCATTERED_SECONDS: Final = 9.0
 # Slices that leave the others less than this are not searched further where caps can be.
-_STARVED: Final = 0.2
+_STARVED_SHARE: Final = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class Figures:
     def clear(self, goal: Goal) -> bool:
         """Return whether the goal is met so clearly that the search can go on; the answer needs a `verdict`."""
         rate = self.waits or self._rate(-2.0) >= goal.keep
-        return self.margin(goal) >= 1 and rate and self._tail(goal, self.p99) >= _CLEARLY
+        return self.margin(goal) >= 1 and rate and self._tail(goal, self.p99) >= _CLEAR_P99_MARGIN
 
     def precise(self, goal: Goal) -> bool:
         """Return whether the figures are as certain as an answer should be."""
@@ -181,7 +181,7 @@ class Figures:
         error = self.p99_error
         if goal.p99_factor is None or error is None or self.p99 is None or self.seconds < _ANSWER_SECONDS:
             return MOST_SECONDS
-        hopeless = error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS * _P99_ERROR * self.p99
+        hopeless = error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS_ERROR * _P99_ERROR * self.p99
         return _SCATTERED_SECONDS if hopeless else MOST_SECONDS
 
     def _precise_rate(self, goal: Goal) -> bool:
@@ -231,13 +231,15 @@ class Search:
         """
         if self.request_us is None:
             return [16000, 30000]
-        longer = [each for each in (self.default_us, *PRODUCTION_US) if each >= _LONGER * self.request_us]
+        longer = [
+            each for each in (self.default_us, *PRODUCTION_US) if each >= _LEAST_SLICE_PER_REQUEST * self.request_us
+        ]
         first = longer[0] if longer else PRODUCTION_US[-1]
         return [first, *[each for each in PRODUCTION_US[1:] if each > first][:1]]
 
     def least_share(self, way: Way) -> float:
         """Return the share of the others below which no setting of a way is worth measuring."""
-        return _STARVED if way is Way.SLICES and Way.CAPS in self.ways else 0.0
+        return _STARVED_SHARE if way is Way.SLICES and Way.CAPS in self.ways else 0.0
 
     def lines(self, way: Way) -> list[list[Setting]]:
         """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
@@ -441,7 +443,7 @@ def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
     likely = _most_of([each for each in figures if each.meets(goal)], goal)
     if sure is None or likely is None:
         return sure or likely
-    return sure if (sure.share or 0.0) >= _WORTH * (likely.share or 0.0) else likely
+    return sure if (sure.share or 0.0) >= _LEAST_OF_LIKELY * (likely.share or 0.0) else likely
 
 
 def _spares_more(setting: Setting, other: Setting) -> bool:
@@ -484,7 +486,7 @@ def _most_of_way(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
     meeting = [
         each
         for each in meeting
-        if each.setting.way is Way.CAPS or (each.p99 or 0.0) - (each.p99_error or 0.0) <= _CALM * calmest
+        if each.setting.way is Way.CAPS or (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest
     ]
     return max(
         meeting,

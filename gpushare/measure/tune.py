@@ -57,7 +57,7 @@ _SHORTEST_SECONDS: Final = 0.6
 _LONGEST_SECONDS: Final = 30.0
 # A window of production alone has at least this many outputs, and is this many times as long as their longest gap.
 _LEAST_MOMENTS: Final = 5
-_GAPS: Final = 2
+_GAPS_PER_WINDOW: Final = 2
 _LEAST_OF_OTHERS: Final = 3
 _LONGEST_FOR_OTHERS_SECONDS: Final = 6.0
 # Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
@@ -75,8 +75,8 @@ _OTHERS_ALONE_SECONDS: Final = 12.0
 # So long all may serve the requests that came while all started, and production those that came while it was stopped.
 _BACKLOG_SECONDS: Final = 15.0
 # While a backlog is served, each median is below this part of the one before; then latencies are within this factor.
-_FALLING: Final = 0.98
-_SERVED: Final = 1.05
+_STILL_FALLING: Final = 0.98
+_AS_FAST_AS_ALONE: Final = 1.05
 # Windows in which the answer becomes certain are longer: a round pauses and resumes the others, which takes a second.
 _STRETCH: Final = 1.5
 # A setting that needed a start is watched for this many times as long as the start and the pauses took.
@@ -88,7 +88,7 @@ _CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
 # Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
-_SHARED: Final = 1.2
+_SHARED_WINDOW_FACTOR: Final = 1.2
 # Windows of a second and less scatter at least so much.
 _LEAST_SCATTER: Final = 0.003
 # Windows alone before the first setting: they tell how far the rates of this job scatter.
@@ -96,7 +96,7 @@ _FIRST_ALONE: Final = 2
 # Longer windows scatter less, and would use up the budget.
 _BRIEF_SECONDS: Final = 3.0
 # From here on, requests come at random; and with less than this load, a server waits for them.
-_RANDOM: Final = 0.4
+_RANDOM_SCATTER: Final = 0.4
 _WAITING_LOAD: Final = 0.9
 
 
@@ -280,16 +280,16 @@ class Tuner:
             try:
                 for way in (Way.SLICES, Way.CAPS):
                     if way in self._search.ways:
-                        self._try(experiment, way)
+                        self._search_or_leave_out(experiment, way)
             except _Over:
                 over = True
             except (KeyboardInterrupt, GpushareError) as error:
-                if not self._fresh():
+                if not self._measured_now():
                     raise
                 stopped = error
             began = self._began or started
             ended = experiment.now()
-        if not self._fresh():
+        if not self._measured_now():
             raise self._nothing_measured_error(over=over)
         return self._result(ended - began, began - started, stopped, over=over)
 
@@ -303,9 +303,9 @@ class Tuner:
             code="no_numbers",
         )
 
-    def _try(self, experiment: Experiment, way: Way) -> None:
+    def _search_or_leave_out(self, experiment: Experiment, way: Way) -> None:
         """Search a way, unless it cannot be used here or cannot be better; keep its result, or why it was left out."""
-        reason = left_out(way, self._fresh(), self._search.goal)
+        reason = left_out(way, self._measured_now(), self._search.goal)
         if reason is None and next_setting(self._search, way, self._known) is None:
             reason = "an earlier search found nothing better in it"
         try:
@@ -319,13 +319,13 @@ class Tuner:
         if reason is not None:
             self._ways[way] = WayResult(way=way, left_out=reason)
 
-    def _fresh(self) -> dict[Setting, Figures]:
+    def _measured_now(self) -> dict[Setting, Figures]:
         """Return what this search has measured."""
         return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
 
     def _run_stage(self, experiment: Experiment, way: Way) -> None:
         """Start the jobs of a way, search it, and keep its result also if the search ends early."""
-        self._check(way)
+        self._check_usable(way)
         if self._stages:
             # The jobs of this way start, too.
             self.demand(self._stages[-1].start_took + FIRST_SECONDS)
@@ -351,7 +351,7 @@ class Tuner:
                 self._ways[way] = WayResult(way=way, outcome=result)
         stage.end()
 
-    def _check(self, way: Way) -> None:
+    def _check_usable(self, way: Way) -> None:
         """Raise _LeftOut if a way cannot be used here."""
         if way is Way.CAPS:
             return
@@ -403,7 +403,11 @@ class Tuner:
 
     def _is_late(self, stage: Stage, way: Way) -> bool:
         """Return whether it is time to leave slices for caps, which may be better."""
-        if way is Way.CAPS or Way.CAPS not in self._search.ways or left_out(Way.CAPS, self._fresh(), self._search.goal):
+        if (
+            way is Way.CAPS
+            or Way.CAPS not in self._search.ways
+            or left_out(Way.CAPS, self._measured_now(), self._search.goal)
+        ):
             return False
         return self._spent(stage.experiment) > _SLICES_PART * self.options.most_seconds
 
@@ -474,7 +478,7 @@ class Tuner:
             seconds=seconds,
             measuring_seconds=self._measuring,
             starting_seconds=starting,
-            waits=any(figures.waits for figures in self._fresh().values()),
+            waits=any(figures.waits for figures in self._measured_now().values()),
             over=over,
             stopped=stopped,
             strangers=strangers,
@@ -788,7 +792,7 @@ class Stage:
                 )
         if self._options.window_seconds is None:
             gap = max(after - before for before, after in zip([started, *moments], [*moments, ended], strict=False))
-            seconds = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS * gap)
+            seconds = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS_PER_WINDOW * gap)
             self._window = min(_LONGEST_SECONDS, seconds)
         self._together_seconds = 2 * self._window
         self._log.append(_Seen(started, ended, printed.window(started, ended)))
@@ -825,7 +829,7 @@ class Stage:
                 code="job_silent",
             )
         if self._options.window_seconds is None and gap > self._window:
-            self._window = min(_SILENT_SECONDS, _GAPS * gap)
+            self._window = min(_SILENT_SECONDS, _GAPS_PER_WINDOW * gap)
             self._together_seconds = max(2 * self._window, self._together_seconds)
         self._log.append(_Seen(start, end, window))
         host, device = self._tuner.host, self._tuner.device
@@ -889,7 +893,7 @@ class Stage:
             start = self.experiment.now()
             self.experiment.wait(_SHORTEST_SECONDS)
             recent = [value for at, value in printed.latencies if at > start]
-            if not recent or percentile(recent, 50) > _FALLING * last_median:
+            if not recent or percentile(recent, 50) > _STILL_FALLING * last_median:
                 return
             last_median = percentile(recent, 50)
 
@@ -903,7 +907,7 @@ class Stage:
             return
         began = self.experiment.now()
         # Where a CUDA graph runs, latencies differ less from each other than the clock of the GPU changes them.
-        bound = None if self._usual_latency is None else _SERVED * self._usual_latency
+        bound = None if self._usual_latency is None else _AS_FAST_AS_ALONE * self._usual_latency
 
         def caught_up() -> bool:
             """Return whether production has served some requests in a row as fast as when it was alone."""
@@ -1032,7 +1036,7 @@ class Stage:
         spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
         # A spread of few windows is itself uncertain.
         pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * t_quantile(max(1, len(alone) - 1)) / 2
-        return max(pooled, _SHARED * (own_error or 0.0))
+        return max(pooled, _SHARED_WINDOW_FACTOR * (own_error or 0.0))
 
     def _rates_alone(self) -> list[float]:
         """Return the rate of each window of production alone in which it worked."""
@@ -1085,7 +1089,7 @@ class Stage:
         if scatter is None or not latencies or not seconds:
             return False
         load = len(latencies) / seconds * mean(latencies) * production.printed.latency_us / 1e6
-        return scatter >= _RANDOM and load < _WAITING_LOAD
+        return scatter >= _RANDOM_SCATTER and load < _WAITING_LOAD
 
     def production_alone(self) -> Alone:
         """Return what was seen of production alone."""
