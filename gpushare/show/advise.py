@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _WIDEST: Final = 110
 _MOST_CHANGES: Final = 6
+# On a narrower terminal, lines are longer than it is wide.
+_LEAST_REASON: Final = 20
 _STYLES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
 _SHORT: Final = {"fits": "fits", "fits with a condition": "depends", "refused": "no"}
 
@@ -65,8 +67,8 @@ def _answer_items(data: Any) -> Iterator[tuple[str, str]]:
     """Yield the parts of an answer for plain output: what each is (why, risk, do, undo, ...), and its text."""
     yield "answer", data.answer
     yield from _measured_items(data)
-    cost = [data.cost.sentence] if data.cost else []
-    for item, texts in (("why", data.why), ("risk", data.risks), ("cost", cost)):
+    costs = [data.cost.sentence] if data.cost else []
+    for item, texts in (("why", data.why), ("risk", data.risks), ("cost", costs)):
         for text in texts:
             yield item, text
     yield "confidence", f"{data.confidence}: {data.confidence_why}"
@@ -99,7 +101,7 @@ def _change_text(change: Any) -> str:
 
 
 def _change_texts(changes: Sequence[Any], *, whole: bool) -> list[str]:
-    """Return what would change the answer, the open questions first."""
+    """Return what would change the answer, the open questions first; without ``whole`` only the first few."""
     ordered = [*(change for change in changes if change.open), *(change for change in changes if not change.open)]
     texts = [_change_text(change) for change in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
@@ -108,10 +110,10 @@ def _change_texts(changes: Sequence[Any], *, whole: bool) -> list[str]:
 
 
 def _main_reason(verdict: Any) -> str:
-    """Return the most important reason: a veto, a condition, for, against."""
-    for kinds in (("veto",), ("condition",), ("for",), ("against",)):
+    """Return the text of the first reason of the most important kind: a veto, a condition, for, against."""
+    for kind in ("veto", "condition", "for", "against"):
         for reason in verdict.reasons:
-            if reason.kind in kinds:
+            if reason.kind == kind:
                 return str(reason.text)
     return "possible, no advantage here"
 
@@ -171,18 +173,20 @@ def _verdict_lines(data: Any, width: int) -> list[Text]:
     """Return a line for each way: whether it fits, and its most important reason."""
     from rich.text import Text
 
-    first = max(len(verdict.way) for verdict in data.verdicts)
+    way_width = max(len(verdict.way) for verdict in data.verdicts)
     lines = [Text("all ways", style="bold")]
     for verdict in data.verdicts:
-        # The chosen way is green, with its condition.
-        chosen = verdict.way == data.winner
-        head = f"{verdict.way.value:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
-        room = max(width - len(head) - 2, 20)
-        parts = wrapped(_main_reason(verdict), room) or [""]
-        style = "green" if chosen else _STYLES[verdict.outcome]
-        rest = "dim" if style == "dim" else ""
-        lines.append(Text.assemble("  ", (head, style), (parts[0], rest)))
-        lines += [Text(" " * (len(head) + 2) + part, style=rest) for part in parts[1:]]
+        word = _SHORT[verdict.outcome]
+        style = _STYLES[verdict.outcome]
+        if verdict.way == data.winner:
+            # Also if it fits with a condition, which is its reason.
+            word = "chosen"
+            style = "green"
+        head = f"{verdict.way.value:<{way_width}}  {word:<7}  "
+        parts = wrapped(_main_reason(verdict), max(width - len(head) - 2, _LEAST_REASON)) or [""]
+        reason_style = "dim" if style == "dim" else ""
+        lines.append(Text.assemble("  ", (head, style), (parts[0], reason_style)))
+        lines += [Text(" " * (len(head) + 2) + part, style=reason_style) for part in parts[1:]]
     return lines
 
 

@@ -47,9 +47,12 @@ def figure_text(value: float | None) -> str:
 
 def _head_and_answer(data: BenchAnswer) -> str:
     """Return what was measured, where and when, and the answer, as lines."""
-    gpu, program = data.gpu, data.program
+    gpu = data.gpu
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
-    device = f"GPU {gpu.index} {gpu.name or ''}".strip() + (f", MIG {gpu.mig}" if gpu.mig else "")
+    device = f"GPU {gpu.index} {gpu.name or ''}".strip()
+    if gpu.mig:
+        device += f", MIG {gpu.mig}"
+    program = data.program
     if data.workload is None and len(program) > _MOST_COMMAND:
         program = program[: _MOST_COMMAND - 1] + "…"
     first = f"{data.host}   {device}   driver {data.driver or '-'}   {began}"
@@ -71,26 +74,27 @@ def _answer_sentences(data: BenchAnswer) -> list[str]:
 
 
 def _tied_ways(pick: Pick) -> list[str]:
-    """Return the ways whose intervals overlap with that of the fastest, and the fastest; the one to use comes first."""
-    names = dict.fromkeys((pick.way, pick.fastest, *pick.no_difference))
-    return list(names) if len(names) > 1 else []
+    """Return the fastest way and those not told apart from it, the way to use first; empty if the fastest one won."""
+    ways = dict.fromkeys((pick.way, pick.fastest, *pick.no_difference))
+    return list(ways) if len(ways) > 1 else []
 
 
 def _pick_sentence(pick: Pick) -> str:
     """Return which way is best for a number of copies, and how sure that is."""
     copies = format_copies(pick.copies)
     tied = _tied_ways(pick)
-    about = "" if pick.threads_percent is None else f" ({pick.threads_percent:g} % each)"
-    if pick.gain is not None and pick.over not in {None, *(tied or [pick.way])}:
-        about += f", {pick.gain.value:.2f} x {pick.over}"
+    details = "" if pick.threads_percent is None else f" ({pick.threads_percent:g} % each)"
+    # No gain over itself, nor over a way from which it is not told apart.
+    if pick.gain is not None and pick.over not in {None, pick.way, *tied}:
+        details += f", {pick.gain.value:.2f} x {pick.over}"
     if not pick.certain:
         reason = f"{pick.open_ways} more not measured" if pick.open_ways else "single runs"
-        return f"{copies}: {pick.way}{about} (not certain: {reason})."
+        return f"{copies}: {pick.way}{details} (not certain: {reason})."
     if tied:
-        near = "had the highest mean" if pick.way == pick.fastest else "is the simplest"
+        reason = "had the highest mean" if pick.way == pick.fastest else "is the simplest"
         names = f"{', '.join(tied[:-1])} and {tied[-1]}"
-        return f"{copies}: no winner: {names} are not told apart; {pick.way} {near}{about}."
-    return f"{copies}: {pick.way}{about}."
+        return f"{copies}: no winner: {names} are not told apart; {pick.way} {reason}{details}."
+    return f"{copies}: {pick.way}{details}."
 
 
 def _throughput_table(data: BenchAnswer) -> Table:
@@ -105,8 +109,14 @@ def _throughput_table(data: BenchAnswer) -> Table:
         }
         for way in dict.fromkeys(way for way, _ in cells)
     ]
-    legend = [f"{_MARK} use this"] if any(pick.winner is not None for pick in data.picks) else []
-    legend += [f"{_TIED} not told apart"] if any(pick.certain and _tied_ways(pick) for pick in data.picks) else []
+    legend = []
+    if any(pick.winner is not None for pick in data.picks):
+        legend.append(f"{_MARK} use this")
+    if any(pick.certain and _tied_ways(pick) for pick in data.picks):
+        legend.append(f"{_TIED} not told apart")
+    title = f"{_unit(data)}, all copies together"
+    if legend:
+        title += f" ({', '.join(legend)})"
     columns = (
         Column("way", "way"),
         *(
@@ -121,7 +131,7 @@ def _throughput_table(data: BenchAnswer) -> Table:
     )
     return Table(
         name="throughput",
-        title=f"{_unit(data)}, all copies together" + (f" ({', '.join(legend)})" if legend else ""),
+        title=title,
         columns=columns,
         rows=tuple(rows),
         empty="nothing was measured",
@@ -143,14 +153,17 @@ def _throughput_text(cell: BenchCell | None, pick: Pick | None) -> str | None:
         return None
     if cell.throughput is None:
         return "failed" if cell.failures else None
-    mean, low, high = cell.throughput.mean, cell.throughput.low, cell.throughput.high
+    rate = cell.throughput
+    text = figure_text(rate.mean)
     # No percentage of zero.
-    spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and high is not None and mean else ""
-    mark = ""
-    if pick is not None and pick.certain:
-        tied = _tied_ways(pick)
-        mark = f"{_TIED} " if cell.way in tied else f"{_MARK} " if cell.chosen and not tied else ""
-    return f"{mark}{figure_text(mean)}{spread}"
+    if rate.low is not None and rate.high is not None and rate.mean:
+        text += f" ±{100 * (rate.high - rate.low) / 2 / rate.mean:.0f}%"
+    if pick is None or not pick.certain:
+        return text
+    tied = _tied_ways(pick)
+    if cell.way in tied:
+        return f"{_TIED} {text}"
+    return f"{_MARK} {text}" if cell.chosen and not tied else text
 
 
 def _throughput_getter(key: str) -> Callable[[BenchCell], float | None]:
@@ -163,8 +176,11 @@ def _gain_value(cell: BenchCell) -> float | None:
 
 def _remark_on(cell: BenchCell) -> str | None:
     """Return what was wrong with the runs of a cell; None: nothing."""
-    remarks = [f"failed {len(cell.failures)}"] if cell.failures else []
-    remarks += ["others there"] if cell.others else []
+    remarks = []
+    if cell.failures:
+        remarks.append(f"failed {len(cell.failures)}")
+    if cell.others:
+        remarks.append("others there")
     return ", ".join(remarks) or None
 
 
@@ -187,15 +203,16 @@ def _details_table(data: BenchAnswer) -> Table:
         Column("runs", "runs", right=True, rank=3),
         Column("remark", "remark", optional=True, rank=1, of=_remark_on),
     )
-    # One copy in the way in which it was measured alone is among the cells, too.
+    # The copy alone, which is the first row, is among the cells too, as one copy in its way.
     cells = [
         cell
         for cell in data.cells
         if cell.is_shown and cell.same_as is None and (cell.way, cell.copies) != (data.alone.way, 1)
     ]
-    first = [replace(data.alone, way="alone")] if data.alone.is_shown else []
-    rows = (*first, *sorted(cells, key=lambda cell: cell.copies))
-    return Table(name="cells", title="each way", columns=columns, rows=rows, empty="nothing was measured")
+    cells.sort(key=lambda cell: cell.copies)
+    if data.alone.is_shown:
+        cells.insert(0, replace(data.alone, way="alone"))
+    return Table(name="cells", title="each way", columns=columns, rows=tuple(cells), empty="nothing was measured")
 
 
 def _percent(value: float | None) -> str:

@@ -19,10 +19,16 @@ GAP: Final = 2
 NARROWEST: Final = 22
 WIDEST: Final = 44
 _INDENT: Final = 2
-# The width of the titles where ways are below each other, and the width from which titles are next to them.
+# On a narrower terminal, lines are longer than it is wide.
+_LEAST_CELL: Final = 10
+# The width to which the titles of rows are wrapped.
 _TITLE: Final = 16
+# Where ways are below each other: the width of a terminal from which the title is next to them, not above.
 _BESIDE: Final = 72
 _CUT: Final = "…"
+# The texts of one cell are wrapped to the terminal between these widths.
+_LEAST_TEXT: Final = 20
+_MOST_TEXT: Final = 100
 _PARTS: Final = frozenset({"level", "sources disagree", "note", "source"})
 _NO_BREAK: Final = "\xa0"
 
@@ -46,10 +52,14 @@ class ComparedRow:
     decides: bool = True
 
 
-def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> tuple[int, int]:
-    """Return the widths of the first column of a grid and of the others."""
-    first = max((len(word) for row in rows for word in row.title.split()), default=0)
-    first = max(first, min(16, max((len(row.title) for row in rows), default=0)))
+def _grid_widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> tuple[int, int]:
+    """Return the widths of a grid's columns in this many characters: that of the first column, and of each other.
+
+    The first one has the titles of the rows, wrapped to `_TITLE`, but with no word broken.
+    """
+    longest_word = max((len(word) for row in rows for word in row.title.split()), default=0)
+    longest_title = max((len(row.title) for row in rows), default=0)
+    first = max(longest_word, min(_TITLE, longest_title))
     return first, min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
 
 
@@ -73,30 +83,32 @@ def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, 
 def _stacked_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
-    """Return the ways below each other, with the title of the row to the left, or above on a narrow screen.
+    """Return the rows with their ways below each other, each row's title to the left, or above on a narrow screen.
 
     With the title to the left, a cell is cut to one line unless ``whole``.
     """
     from rich.text import Text
 
-    name = max(len(title) for title in titles)
     beside = width >= _BESIDE
-    indent = (_TITLE + GAP if beside else _INDENT) + name + GAP
+    lead_width = _TITLE + GAP if beside else _INDENT
+    way_width = max(len(title) for title in titles) + GAP
+    cell_width = max(width - lead_width - way_width, _LEAST_CELL)
     lines: list[Text] = []
     for row in rows:
-        row_title = _wrapped(row.title, _TITLE, "bold") if beside else []
+        leads = _wrapped(row.title, _TITLE, "bold") if beside else []
         if not beside:
             lines.append(Text(row.title, style="bold"))
-        cells: list[tuple[str, Text]] = []
+        # The lines right of the title: the name of the way, on its first line only, and a part of its cell.
+        ways_and_parts: list[tuple[str, Text]] = []
         for title, cell in zip(titles, row.cells, strict=True):
             # The first row says of absent ways that they are not here.
             if title not in absent or row is rows[0]:
-                parts = _cell_lines(cell, max(width - indent, 10), short=beside and not whole)
-                cells += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
-        for at, (title, part) in enumerate(cells):
-            lead = row_title[at] if at < len(row_title) else Text("")
-            lead.pad_right(indent - name - GAP - lead.cell_len)
-            lines.append(Text.assemble(lead, (title.ljust(name) + " " * GAP, "dim"), part))
+                parts = _cell_lines(cell, cell_width, short=beside and not whole)
+                ways_and_parts += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
+        for number, (title, part) in enumerate(ways_and_parts):
+            lead = leads[number] if number < len(leads) else Text("")
+            lead.pad_right(lead_width - lead.cell_len)
+            lines.append(Text.assemble(lead, (title.ljust(way_width), "dim"), part))
     return lines
 
 
@@ -108,6 +120,7 @@ def _cell_lines(cell: ComparedCell, width: int, *, short: bool = False) -> list[
     star = f"{_NO_BREAK}*" if cell.disputed else ""
     lines = _wrapped(cell.text + star, width, "")
     if short and len(lines) > 1:
+        # The blank and the ellipsis take two characters.
         first = _wrapped(cell.text, width - len(star) - 2, "")[0].plain
         lines = _wrapped(f"{first.rstrip(',;:(')}{_NO_BREAK}{_CUT}{star}", width, "")
     if cell.disputed:
@@ -165,7 +178,7 @@ def _table_lines(
     """
     from rich.text import Text
 
-    first, each = _widths(titles, rows, width)
+    first, each = _grid_widths(titles, rows, width)
     if each >= NARROWEST or len(titles) == 1:
         lines = _grid_lines(titles, rows, first, max(each, 1))
     elif whole or width < _BESIDE:
@@ -199,15 +212,18 @@ def _why_lines(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
     """Return the entries of one cell as lines: a heading to the left, its text wrapped to the right."""
     from rich.text import Text
 
-    name = max(len(heading) for heading, _ in entries)
+    lead_width = max(len(heading) for heading, _ in entries) + GAP
+    text_width = min(max(width - lead_width, _LEAST_TEXT), _MOST_TEXT)
     lines: list[Text] = []
     above = None
-    for heading, says in entries:
+    for heading, text in entries:
+        # A heading that repeats the one above is left out.
+        lead = "" if heading == above else heading
         # A blank line between views, remarks and sources.
-        if heading != above and heading in _PARTS:
+        if lead in _PARTS:
             lines.append(Text(""))
-        for at, part in enumerate(_wrapped(says, min(max(width - name - GAP, 20), 100), "", whole=True)):
-            lead = heading if at == 0 and heading != above else ""
-            lines.append(Text.assemble((lead.ljust(name) + " " * GAP, "dim"), part))
+        for part in _wrapped(text, text_width, "", whole=True):
+            lines.append(Text.assemble((lead.ljust(lead_width), "dim"), part))
+            lead = ""
         above = heading
     return lines

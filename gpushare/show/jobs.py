@@ -34,14 +34,19 @@ class JobsAnswer:
 
 
 def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bool = False) -> Result:
-    """Return the result of ``gpushare jobs``; a GPU that does not answer is an error, and the jobs are shown."""
+    """Return the result of ``gpushare jobs``; a GPU that does not answer is an error, and the jobs are shown.
+
+    ``everything``: ``jobs`` are those of all users, and the processes that are no jobs of gpushare.
+    """
     present = [job for job in jobs if job.line is None and job.pid is not None]
     waiting = [job for job in jobs if job.line is not None]
     ended = [job for job in jobs if job.pid is None]
     of_others = everything or len({job.user for job in jobs} - {None}) > 1
     tables = [_present_table(present, everything=everything, of_others=of_others)]
-    tables += [_waiting_table(waiting, of_others=of_others)] if waiting else []
-    tables += [_ended_table(ended)] if ended else []
+    if waiting:
+        tables.append(_waiting_table(waiting, of_others=of_others))
+    if ended:
+        tables.append(_ended_table(ended))
     errors = gpu_errors(snapshot.gpus)
     return Result(
         data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
@@ -54,14 +59,18 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
 
 def _first_names(names: Sequence[str]) -> str | None:
     """Return the first of some names, and how many more there are; None: there is no name."""
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "") or None
+    text = ", ".join(names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        text += f" +{len(names) - _MOST_NAMED}"
+    return text or None
 
 
 def holders(line: LinePlace) -> list[str]:
     """Return who has the memory for which a job waits: ``other programs 60.0 GiB``, then the jobs."""
     others = line.others_bytes or 0
-    return [*([f"other programs {format_bytes(others)}"] if others >= WORTH_NAMING else []), *line.held_by]
+    if others < WORTH_NAMING:
+        return list(line.held_by)
+    return [f"other programs {format_bytes(others)}", *line.held_by]
 
 
 def _memory_text(value: tuple[int | None, int | None]) -> str:
@@ -94,14 +103,14 @@ _RANKS_OF_OTHERS: Final = {"user": 1, "command": 1, "way": 2}
 
 
 def _with_ranks(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]:
-    """Return the columns, where jobs ``of_others`` are listed with user and command as the last to be dropped."""
+    """Return the columns; if jobs ``of_others`` are listed, user and command are the last that a terminal drops."""
     if not of_others:
         return tuple(columns)
-    lower = max(_RANKS_OF_OTHERS.values())
-    return tuple(
-        replace(column, rank=_RANKS_OF_OTHERS.get(column.key, column.rank + lower if column.rank else 0))
-        for column in columns
-    )
+    last = max(_RANKS_OF_OTHERS.values())
+    # The ranks of the other columns move behind those; 0 means that a column is never dropped.
+    ranks = {column.key: column.rank + last for column in columns if column.rank}
+    ranks |= _RANKS_OF_OTHERS
+    return tuple(replace(column, rank=ranks.get(column.key, 0)) for column in columns)
 
 
 def _present_table(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:

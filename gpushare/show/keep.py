@@ -49,19 +49,24 @@ class KeepReport:
         self._header = True
         self._file: str | None = None
         self._rules = 0
-        self._new = False
+        # A file is followed of which nothing was told yet.
+        self._file_is_new = False
 
     def follows(self, path: str, rules: int) -> None:
         """Note that a file is followed from now on, to be told with the next events."""
-        self._file, self._rules, self._new = path, rules, True
+        self._file = path
+        self._rules = rules
+        self._file_is_new = True
 
     def events(self, events: Sequence[Event]) -> None:
-        """Tell what happened; nothing, if nothing did."""
-        begins, self._new = self._new, False
-        if begins and self._form in _TEXT and not self._quiet:
+        """Tell what happened since the last call, and that a new file is followed; nothing if there is neither."""
+        file_is_new = self._file_is_new
+        self._file_is_new = False
+        if file_is_new and self._form in _TEXT and not self._quiet:
             note = f"following {counted(self._rules, 'rule')} of {self._file}; Ctrl-C puts everything back"
             write_notes([note], sys.stderr)
-        if not events and (not begins or self._form in _TEXT):
+        # In a format for programs, a document without events tells of the file.
+        if not events and (not file_is_new or self._form in _TEXT):
             return
         if self._form in _TEXT:
             put(self._stream, "".join(f"{one_line(str(event))}\n" for event in events))

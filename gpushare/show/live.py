@@ -130,19 +130,22 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     from rich.text import Text
 
     width, height = console.size
-    messages = [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]
-    for error in reversed(result.errors):
-        hint = [Text.assemble(("hint:", "yellow"), f" {one_line(error.hint)}")] if error.hint else []
-        messages = [Text.assemble(("error:", "bold red"), f" {one_line(error.message)}"), *hint, *messages]
-    lines = [Text(head, style="dim")]
+    messages: list[Text] = []
+    for error in result.errors:
+        messages.append(Text.assemble(("error:", "bold red"), f" {one_line(error.message)}"))
+        if error.hint:
+            messages.append(Text.assemble(("hint:", "yellow"), f" {one_line(error.hint)}"))
+    messages += [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]
+    above = [Text(head, style="dim")]
     for message in messages:
         # The screen cannot be scrolled sideways to the end of a hint.
-        lines += message.wrap(console, width)
-    above = lines
-    # As much as fits, so that the processes at the bottom stay in sight.
+        above += message.wrap(console, width)
+    lines = above
+    # The layout that saves least of those that fit, so that the processes at the bottom stay in sight.
     for saving in (WHOLE, FOLDED, TIGHT):
         body = result_lines(result, width, saving)
-        lines = [*above, *([Text("")] if saving < TIGHT else []), *body] if body else above
+        gap = [Text("")] if body and saving < TIGHT else []
+        lines = [*above, *gap, *body]
         if len(lines) <= height:
             break
     if len(lines) > height:

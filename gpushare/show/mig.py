@@ -36,16 +36,17 @@ def slices_picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -
 
     A label that is too long loses its memory size: ``1g+me`` for ``1g.10gb+me``.
     """
-    cell = _slice_width(layout)
-    cells = ["|" + "·".center(cell - 1)] * _drawn_slices(layout)
-    covered: set[int] = set()
+    slice_width = _slice_width(layout)
+    boxes = ["|" + "·".center(slice_width - 1)] * _drawn_slices(layout)
+    # An instance has one box, that of its first slice; the slices after that have none.
+    without_box: set[int] = set()
     for placement, label in instances:
-        width = cell * placement.size - 1
+        width = slice_width * placement.size - 1
         if len(label) > width:
             label = re.sub(r"\.\d+gb", "", label)
-        cells[placement.start] = "|" + label[:width].center(width)
-        covered |= set(range(placement.start + 1, placement.start + placement.size))
-    return "".join(box for slot, box in enumerate(cells) if slot not in covered) + "|"
+        boxes[placement.start] = "|" + label[:width].center(width)
+        without_box |= set(range(placement.start + 1, placement.start + placement.size))
+    return "".join(box for slot, box in enumerate(boxes) if slot not in without_box) + "|"
 
 
 def ruler(layout: Layout) -> str:
@@ -59,8 +60,9 @@ def _slice_width(layout: Layout) -> int:
 
 
 def _drawn_slices(layout: Layout) -> int:
-    """Return how many memory slices are drawn: without placements of the driver, as far as instances reach."""
-    return max(layout.axis, *(instance.placement.start + instance.placement.size for instance in layout.instances), 0)
+    """Return how many memory slices are drawn: all; if the driver lists no placements, as many as instances reach."""
+    ends = [instance.placement.start + instance.placement.size for instance in layout.instances]
+    return max([layout.axis, *ends])
 
 
 def picture_now(layout: Layout) -> str:
@@ -70,9 +72,10 @@ def picture_now(layout: Layout) -> str:
 
 def picture_after(layout: Layout, plan: GpuPlan) -> str:
     """Return the picture of what a plan leaves; ``+`` marks what is new, ``~`` what changes inside."""
-    inside = {change.instance.place for change in (*plan.destroyed, *plan.created) if not change.whole}
+    # A change that is not of a whole instance is one of its compute instances.
+    changed_inside = {change.instance.place for change in (*plan.destroyed, *plan.created) if not change.whole}
     kept = [
-        (instance.placement, _busy_label(instance) + ("~" if instance.place in inside else ""))
+        (instance.placement, _busy_label(instance) + ("~" if instance.place in changed_inside else ""))
         for instance in plan.kept
     ]
     created = [new.instance for new in plan.created if new.whole]
@@ -108,9 +111,9 @@ class ProfileRow:
 
 def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) -> list[ProfileRow]:
     """Return a row per profile: the driver's columns, free count and free placements."""
-    placed = [profile for profile in layout.profiles if profile.placements is not None]
-    partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(placed), instances=layout.instances)
-    free = {row.profile.name: row for row in free_profiles(partial)} if placed else {}
+    # Of a profile whose placements the driver does not list, it is unknown how often it still fits.
+    placed = tuple(profile for profile in layout.profiles if profile.placements is not None)
+    free = {row.profile.name: row for row in free_profiles(replace(layout, profiles=placed))} if placed else {}
     return [
         ProfileRow(
             gpu=layout.gpu,
@@ -203,9 +206,10 @@ class GpuText:
 
 
 def grouped_text(gpus: Sequence[GpuText], *, uuids: bool) -> str:
-    """Return the texts of GPUs, those of equal GPUs once.
+    """Return the texts of GPUs; GPUs with equal texts share one.
 
-    Without ``uuids``, GPUs with the same instances are equal too: one line per GPU has names, users and programs.
+    Without ``uuids``, GPUs with instances of the same sizes share a text, too: it has no UUIDs then, and below it each GPU
+    has a line with the names, users and programs of its instances.
     """
     alike: dict[tuple[str, str], list[GpuText]] = {}
     for gpu in gpus:
@@ -217,8 +221,9 @@ def grouped_text(gpus: Sequence[GpuText], *, uuids: bool) -> str:
         if len({gpu.text for gpu in equal}) == 1:
             lines.append(equal[0].text)
         else:
-            own = [line for gpu in equal for line in _particulars_lines(gpu)]
-            lines += [common, *own, f"  {'the others are' if own else 'all are'} idle; UUIDs: gpushare mig status -v"]
+            particulars = [line for gpu in equal for line in _particulars_lines(gpu)]
+            idle = "the others are" if particulars else "all are"
+            lines += [common, *particulars, f"  {idle} idle; UUIDs: gpushare mig status -v"]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -242,11 +247,11 @@ def _particulars_lines(gpu: GpuText) -> Iterator[str]:
     """Yield a line with the names, users and programs of the instances of one GPU, if there are any."""
     texts = []
     for instance in sorted(gpu.layout.instances if gpu.layout else (), key=lambda instance: instance.start):
-        parts = [instance.holders, *(compute.holders for compute in instance.compute)]
-        holders = None if any(part is None for part in parts) else [held for part in parts for held in part or ()]
-        if instance.name is not None or instance.granted or holders is None or holders:
-            used = "" if holders == [] else f"  {holders_text(holders)}"
-            texts.append(f"{instance}{_name_and_users(instance)}{used}")
+        holders = [*(instance.holders or ()), *(held for compute in instance.compute for held in compute.holders or ())]
+        unknown = instance.holders is None or any(compute.holders is None for compute in instance.compute)
+        in_use = f"  {holders_text(None if unknown else holders)}" if unknown or holders else ""
+        if instance.name is not None or instance.granted or in_use:
+            texts.append(f"{instance}{_name_and_users(instance)}{in_use}")
     if texts:
         yield from _wrapped_items(f"  GPU {gpu.index}: ", texts)
 
@@ -294,9 +299,10 @@ def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
 
 
 def _wrapped_items(title: str, items: Sequence[str]) -> Iterator[str]:
-    """Yield items behind a title, cut between items so that 80 columns are enough."""
+    """Yield a title and items as lines of at most 80 columns, broken between items only."""
     line = title + items[0]
     for item in items[1:]:
+        # Three columns for the "; " before the item and the ";" after it.
         if len(line) + len(item) > _COLUMNS - 3:
             yield line + ";"
             line = " " * len(title) + item
@@ -319,9 +325,9 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
             ]
     pictures = "".join(line for line in lines if line.startswith(("before", "after")))
     legend = [meaning for mark, meaning in _MARKS.items() if re.search(mark, pictures)]
-    return (
-        "\n".join([*lines, *([f"       {', '.join(legend)}"] if legend else [])]) or "nothing to do: it exists already"
-    )
+    if legend:
+        lines.append(f"       {', '.join(legend)}")
+    return "\n".join(lines) or "nothing to do: it exists already"
 
 
 def profiles_table(rows: Sequence[ProfileRow]) -> Table:
@@ -335,7 +341,10 @@ def profiles_table(rows: Sequence[ProfileRow]) -> Table:
 
 
 def status_csv(rows: Sequence[MigGpu]) -> Table:
-    """Return a row per compute instance; a GPU instance without one has one, too. The completions read the first four."""
+    """Return a row per compute instance, and one for each GPU instance that has no compute instance.
+
+    The completions of shells read the first four columns.
+    """
     keys = ("gpu", "profile", "name", "uuid", "gpu_instance_id", "compute_instance_id", "start", "size", "memory_bytes")
     values = [
         {

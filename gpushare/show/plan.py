@@ -61,27 +61,32 @@ def plan_result(
         empty=empty,
         lines=tuple(_step_lines(steps)) if steps else None,
     )
-    changed = [part for part in plan.parts or (plan,) if part.steps]
+    done: tuple[tuple[str, str | None], ...] = ()
+    if not dry_run:
+        changed_parts = [part for part in plan.parts or (plan,) if part.steps]
+        done = tuple((part.title, part.undo) for part in changed_parts) or ((empty, None),)
     return Result(
         data=plan_answer(plan, dry_run=dry_run),
         tables=(table,) if dry_run else (),
         csv=table,
-        done=() if dry_run else tuple((part.title, part.undo) for part in changed) or ((empty, None),),
+        done=done,
         notes=tuple(notes),
     )
 
 
 def with_answer(result: Result, kind: type[PlanAnswer], **fields: Any) -> Result:
-    """Return the result of planning with an answer that has more fields."""
+    """Return a result of `plan_result` whose answer is a ``kind`` of `PlanAnswer`, with these ``fields`` more."""
     return replace(result, data=kind(**vars(result.data), **fields))
 
 
 def with_undo(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:
-    """Return what is in force, with one undo for all of it: on the line itself, or on a line of its own."""
-    lines = [line for line in lines if line]
-    if len(lines) == 1:
-        return ((lines[0], undo),)
-    return (*((line, None) for line in lines), *([("", undo)] if undo else []))
+    """Return `Result.done` for lines with one undo for all: next to a single line, else on a line of its own."""
+    done: list[tuple[str, str | None]] = [(line, None) for line in lines if line]
+    if len(done) == 1:
+        return ((done[0][0], undo),)
+    if undo:
+        done.append(("", undo))
+    return tuple(done)
 
 
 def _step_lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:

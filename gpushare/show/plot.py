@@ -13,7 +13,7 @@ from gpushare.base.units import quoted
 
 
 def check_plot(text: str) -> None:
-    """Raise unless a picture with this name can be drawn; called before anything is measured."""
+    """Raise unless a picture can be drawn into a file of this name: called before the measurement that it shows."""
     if Path(text).suffix.lower() not in {".png", ".svg"}:
         raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
     if find_spec("matplotlib") is None:

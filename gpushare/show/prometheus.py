@@ -113,7 +113,10 @@ _HELP = {
 
 
 def families(reading: Reading) -> list[Metric]:
-    """Return the metrics that are known; of several values with the same labels the first counts."""
+    """Return the metrics that are known; of several values with the same labels the first counts.
+
+    The text format allows a sample only once, and two jobs may have the same name.
+    """
     from prometheus_client.metrics_core import Metric
 
     metrics = {name: Metric(name, text, "gauge") for name, text in _HELP.items()}
@@ -201,12 +204,12 @@ def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value
         }
         yield "gpushare_job_info", {**labels, **{key: text for key, text in about.items() if text}}, 1
         yield "gpushare_job_state", {**labels, "state": job.state}, 1
-        # A job that waits is on no GPU: its list says where it may run.
-        for index in job.gpu_indexes if job.line is None else ():
-            if index in gpus:
+        for index in job.gpu_indexes:
+            # The GPUs of a job that waits are those on which it may run: it is on none.
+            if index in gpus and job.line is None:
                 yield "gpushare_job_on_gpu", {**labels, **_gpu_labels(gpus[index])}, 1
-        slice_us, threads = job.slice_us, job.threads_percent
-        yield "gpushare_job_slice_seconds", labels, None if slice_us is None else slice_us / 1e6
+        yield "gpushare_job_slice_seconds", labels, None if job.slice_us is None else job.slice_us / 1e6
+        threads = job.threads_percent
         yield "gpushare_job_threads_limit_ratio", labels, None if threads is None else threads / 100
         yield "gpushare_job_memory_used_bytes", labels, job.memory_used_bytes
         yield "gpushare_job_memory_limit_bytes", labels, job.memory_limit_bytes
@@ -246,13 +249,12 @@ def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
 
 
 def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
-    """Yield the values about one MPS daemon; whether one answers that was not asked is unknown."""
+    """Yield the values about one MPS daemon; none if it was not asked, because then all of them are unknown."""
     gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
     identity = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
     labels = {} if gpu is None else _gpu_labels(gpu)
     labels |= {key: value for key, value in identity.items() if value} | {"ours": "true" if daemon.ours else "false"}
     if daemon.unasked:
-        # It was not asked, so whether it answers is unknown.
         return
     up = daemon.pid is not None and daemon.error is None
     yield "gpushare_mps_daemon_up", labels, up
@@ -282,10 +284,10 @@ def _mig_values(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     for free in free_profiles(layout):
         yield "gpushare_mig_free_instances", {**labels, "profile": free.profile.name}, free.count
     lost = lost_slices(layout)
-    taken = sum(instance.placement.size for instance in layout.instances)
-    used = sum(instance.profile.slices for instance in layout.instances)
-    yield "gpushare_mig_free_compute_slices", labels, max(0, layout.compute_slices - used)
-    yield "gpushare_mig_free_memory_slices", labels, layout.axis - taken
+    memory_slices = sum(instance.placement.size for instance in layout.instances)
+    compute_slices = sum(instance.profile.slices for instance in layout.instances)
+    yield "gpushare_mig_free_compute_slices", labels, max(0, layout.compute_slices - compute_slices)
+    yield "gpushare_mig_free_memory_slices", labels, layout.axis - memory_slices
     yield "gpushare_mig_lost_compute_slices", labels, lost.compute
     yield "gpushare_mig_lost_memory_slices", labels, lost.memory
     yield "gpushare_mig_fragmentation_slices", labels, fragmentation(layout)

@@ -63,12 +63,16 @@ def exit_code_of(result: Result) -> int:
 
 
 def _done_line(what: str, undo: str | None, width: int) -> str:
-    """Return what is in force and its undo as one line; a command that would be broken at the width begins a line."""
+    """Return what is in force (may be empty) and the command that undoes it, on one line if that fits the width.
+
+    Otherwise the command begins a line of its own, so that it is broken as rarely as possible.
+    """
     line = one_line("; ".join(filter(None, [what, undo and f"undo: {undo}"])))
     if len(line) <= width or not undo:
         return line
     lead = "  undo: " if what else "undo: "
-    return "\n".join([*([what] if what else []), *wrapped(one_line(undo), width, lead, " " * len(lead), command=True)])
+    lines = wrapped(one_line(undo), width, lead, " " * len(lead), command=True)
+    return "\n".join([what, *lines] if what else lines)
 
 
 def form_of(output: OutputFormat, *, terminal: bool) -> OutputFormat:
@@ -149,7 +153,7 @@ def plain_text(result: Result) -> str:
     """
     blocks = [paragraphs(result.text).rstrip("\n")] if result.text else []
     blocks += [_plain_table(table) for table in result.tables]
-    return "".join(f"{block}\n" for block in "\n\n".join(blocks).split("\n")) if blocks else ""
+    return "\n\n".join(blocks) + "\n" if blocks else ""
 
 
 def _plain_table(table: Table) -> str:
@@ -254,6 +258,7 @@ def layout_of(table: Table, width: int) -> Layout:
     numbers are never cut: if the columns of rank 0 do not fit, text is cut down to LAST_RESORT, the longest first, and then
     lines may be longer than the width.
     """
+    # Columns that fit with their least widths.
     shown = [
         column
         for column in table.columns
@@ -268,6 +273,7 @@ def layout_of(table: Table, width: int) -> Layout:
             break
         last = max(place for place, column in enumerate(shown) if column.rank == rank)
         hidden.append(shown.pop(last))
+    # Widths: of the last columns text is cut if need be; else they share what is left.
     for column in sorted(shown, key=lambda column: natural[column.key], reverse=True):
         excess = _line_width(shown, least) - width
         if not (column.whole or column.right):
@@ -313,7 +319,10 @@ def _widen(columns: list[Column], least: dict[str, int], natural: dict[str, int]
 def table_lines(
     table: Table, width: int, *, fold: bool = False, rule: bool = True
 ) -> tuple[list[Text], tuple[Column, ...]]:
-    """Return the lines of one table, and the dropped columns. With ``fold``, idle rows are one line."""
+    """Return the lines of one table, and the columns that did not fit.
+
+    ``fold``: several idle rows become one line. ``rule``: a line is drawn below the titles of the columns.
+    """
     from rich.text import Text
 
     if fold and table.idle is not None and table.folded is not None:
@@ -328,13 +337,17 @@ def table_lines(
         return title + table.draw(width), ()
     if table.lines is not None:
         return title + [
-            Text(line, style=style or "") for text, style in table.lines for line in _plan_lines(text, style, width)
+            Text(line, style=style or "")
+            for text, style in table.lines
+            # The lines with a style are commands.
+            for line in _plan_lines(text, width, command=style is not None)
         ], ()
     if not table.rows:
         return ([Text(table.empty, style="dim")] if table.empty else []), ()
     plan = layout_of(table, width)
-    head = _row_line([Text(column.title, style="dim") for column in plan.columns], plan)
-    lines = [*title, head, *([Text("─" * plan.total, style="dim")] if rule else [])]
+    lines = [*title, _row_line([Text(column.title, style="dim") for column in plan.columns], plan)]
+    if rule:
+        lines.append(Text("─" * plan.total, style="dim"))
     above: dict[str, str] = {}
     for row in table.rows:
         cells = []
@@ -400,17 +413,22 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
     if dropped:
         text = f"not shown at this width: {'; '.join(dropped)}"
         blocks.append([Text(line, style="dim") for line in wrapped(text, width)])
-    return [line for place, block in enumerate(blocks) for line in ([Text("")] if place else []) + block]
+    all_lines: list[Text] = []
+    for block in blocks:
+        if all_lines:
+            all_lines.append(Text(""))
+        all_lines += block
+    return all_lines
 
 
-def _plan_lines(text: str, style: str | None, width: int) -> list[str]:
-    """Return a line of a plan, wrapped and indented below its first word; one with a style is a command."""
+def _plan_lines(text: str, width: int, *, command: bool) -> list[str]:
+    """Return a line of a plan, wrapped to a width and indented below its first word."""
     line = visible(for_sudo(text))
     if len(line) <= width:
         return [line]
     lead = re.match(r" *(?:\d+\. |\$ |undo: )?", line)
     first = "" if lead is None else lead.group()
-    return wrapped(line[len(first) :], width, first, " " * len(first), command=style is not None)
+    return wrapped(line[len(first) :], width, first, " " * len(first), command=command)
 
 
 def terminal_text(result: Result, *, width: int, is_terminal: bool) -> str:

@@ -38,8 +38,10 @@ def plain_value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Enum):
-        # `title` of a text is a method of its own.
-        return str(getattr(value, "title", value.value) if isinstance(value, IntEnum) else value.value)
+        if isinstance(value, IntEnum):
+            return str(getattr(value, "title", value.value))
+        # `title` of an enum of texts is the method of `str`.
+        return str(value.value)
     if isinstance(value, float | Decimal):
         return f"{float(value):g}"
     return str(value)
@@ -102,7 +104,10 @@ def records(
     of: Mapping[str, Callable[[Any], Any]] | None = None,
     **more: Any,
 ) -> Table:
-    """Return a table for programs: its heads are its keys; ``of`` has what a column shows that is no field of a row."""
+    """Return a table for programs, with its ``keys`` as the titles of the columns.
+
+    ``of`` has, by key, the functions of the columns that are no field of a row.
+    """
     functions = of or {}
     columns = tuple(Column(key, key, of=functions.get(key)) for key in keys)
     return Table(name=name, columns=columns, rows=tuple(rows), **more)

@@ -31,8 +31,13 @@ class RunReport:
     def __init__(
         self, host: Host, device: Device, stream: IO[str] | None, *, quiet: bool, limits: Limits | None = None
     ) -> None:
-        self._host, self._device, self._stream, self._quiet, self._limits = host, device, stream, quiet, limits
-        # All devices of a job of several.
+        self._host = host
+        self._device = device
+        self._stream = stream
+        self._quiet = quiet
+        # The limits that the user asked for.
+        self._limits = limits
+        # A job on several devices sets a title that names all of them.
         self.title = device.title
 
     def attached(self, pid: int) -> None:
@@ -49,13 +54,13 @@ class RunReport:
         low = "" if client.priority is None or not client.priority else ", low priority"
         threads = format_percent(client.threads_percent)
         self._say(f"process {pid} is attached to {server} (threads {threads}, memory limit {memory}{low})")
-        if self._lowered(client):
+        if self._has_lower_limits(client):
             self._say(
                 f"the daemon of {self._device.title} has lower limits than requested, and they apply; change them: gpushare mps set"
             )
 
-    def _lowered(self, client: MpsClient) -> bool:
-        """Return whether the daemon's own limits are below the requested ones."""
+    def _has_lower_limits(self, client: MpsClient) -> bool:
+        """Return whether a client has lower limits than requested, because those of the daemon are lower."""
         requested = self._limits
         if requested is None:
             return False
@@ -176,8 +181,9 @@ class CopyLines:
         self._note = note
         self._width = len(str(copies - 1))
         self._drawn = False
-        self._next = 0.0
-        self._failures: set[str] = set()
+        # In seconds of the monotonic clock.
+        self._next_draw_at = 0.0
+        self._told_failures: set[str] = set()
 
     def line(self, copy: int, text: str) -> None:
         """Print a line of a copy."""
@@ -186,9 +192,9 @@ class CopyLines:
 
     def ended(self, copy: Copy, *, again: bool) -> None:
         """Say how a copy failed, once for all that fail alike; the errors at the end name them."""
-        alike = copy.reason or copy.failure
-        if copy.failure is not None and alike is not None and alike not in self._failures:
-            self._failures.add(alike)
+        cause = copy.reason or copy.failure
+        if copy.failure is not None and cause is not None and cause not in self._told_failures:
+            self._told_failures.add(cause)
             self.say(f"copy {copy.copy} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
@@ -209,9 +215,9 @@ class CopyLines:
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         """Draw the progress bar."""
-        if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next:
+        if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next_draw_at:
             return
-        self._next = time.monotonic() + _LINE_SECONDS
+        self._next_draw_at = time.monotonic() + _LINE_SECONDS
         columns = shutil.get_terminal_size().columns
         sys.stderr.write(f"\r\x1b[K{progress_text(copies, seconds)[: columns - 1]}")
         sys.stderr.flush()
@@ -236,12 +242,14 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     total = len(copies) - counts["done earlier"]
     full = _BAR * ended // max(1, total)
     words = [f"{ended}/{total} [{'#' * full}{'-' * (_BAR - full)}] {counts['running']} running"]
-    words += [f"{counts['failed']} failed"] if counts["failed"] else []
+    if counts["failed"]:
+        words.append(f"{counts['failed']} failed")
     if ended and seconds > 0:
         rate = ended / seconds
         words.append(f"{60 * rate:.0f}/min" if rate > 1 else f"{60 * rate:.2g}/min")
-        left = round(_seconds_left(copies, seconds))
-        words += [f"about {format_duration(left)} left"] if left else []
+        seconds_left = round(_seconds_left(copies, seconds))
+        if seconds_left:
+            words.append(f"about {format_duration(seconds_left)} left")
     else:
         words.append(format_duration(round(seconds)))
     return ", ".join(words)
@@ -260,6 +268,7 @@ def _seconds_left(copies: Sequence[Copy], seconds: float) -> float:
     if not waiting:
         # A copy beyond the mean may take any time.
         return max(rests) if all(rests) else 0.0
+    # At least until a copy that waits has started and ended; else the work that is left, shared by those that run.
     return max(min(rests) + mean, (sum(rests) + waiting * mean) / len(running))
 
 
@@ -358,11 +367,11 @@ _LONGEST_RANGES: Final = 30
 
 def _rows_for_people(copies: Sequence[Copy]) -> tuple[dict[str, Any], ...]:
     """Return rows for people: of many copies, those that ended alike are one, with the mean of their seconds."""
-    alike: dict[tuple[object, ...], list[Copy]] = {}
+    if len(copies) <= _MOST_ROWS:
+        return tuple(map(vars, copies))
+    alike: dict[tuple[str, int | None], list[Copy]] = {}
     for copy in copies:
-        # Few have a row each.
-        key = (copy.copy,) if len(copies) <= _MOST_ROWS else (copy.state, copy.exit_code)
-        alike.setdefault(key, []).append(copy)
+        alike.setdefault((copy.state, copy.exit_code), []).append(copy)
     return tuple(vars(group[0]) if len(group) == 1 else _merged_row(group) for group in alike.values())
 
 

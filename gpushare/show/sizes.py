@@ -18,9 +18,12 @@ def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any)
     workload = data.workload
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
     first = f"{data.host}   GPU {data.gpu.index} {data.gpu.name}   driver {data.driver}   {began}"
-    beside = ["as many on the CPU"] if workload.cpu else []
-    beside += ["a copy to the GPU"] if workload.copy else []
-    program = f"matrix multiplications ({', '.join([workload.backend, *beside])})"
+    details = [workload.backend]
+    if workload.cpu:
+        details.append("as many on the CPU")
+    if workload.copy:
+        details.append("a copy to the GPU")
+    program = f"matrix multiplications ({', '.join(details)})"
     return Result(
         data=data,
         text="\n".join([first, program, "", *map(_concurrency_sentence, data.concurrency)]),
@@ -49,6 +52,7 @@ def format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        # What rounds to 1000 has the next unit.
         if seconds * factor < 999.5:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
@@ -94,7 +98,8 @@ def _time_text(cell: SizeCell | None) -> str | None:
         return None
     if cell.seconds is None:
         return "failed" if cell.failures else None
-    return format_time(cell.seconds) + (f" ({cell.seconds / cell.alone_seconds:.1f})" if cell.alone_seconds else "")
+    text = format_time(cell.seconds)
+    return f"{text} ({cell.seconds / cell.alone_seconds:.1f})" if cell.alone_seconds else text
 
 
 def _cells_csv(data: BenchSizesAnswer) -> Table:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 from gpushare.base.errors import ExitCode, GpuLost, GpushareError, OperationFailed
@@ -76,11 +77,16 @@ def used_of_total(value: tuple[int | None, int | None] | None) -> str:
     used, total = value
     if total is None:
         return f"{format_bytes(used)} / -"
-    unit, name = (GIB, "GiB") if total >= GIB else (MIB, "MiB")
-    # A few hundred MiB must not look like nothing.
-    small = used is not None and 0 < used < unit // 20
-    shown = "-" if used is None else "<0.1" if small else f"{used / unit:.1f}"
-    return f"{shown} / {total / unit:.1f} {name}"
+    unit = GIB if total >= GIB else MIB
+    unit_name = "GiB" if total >= GIB else "MiB"
+    if used is None:
+        used_number = "-"
+    elif 0 < used < unit // 20:
+        # A few hundred MiB must not look like nothing.
+        used_number = "<0.1"
+    else:
+        used_number = f"{used / unit:.1f}"
+    return f"{used_number} / {total / unit:.1f} {unit_name}"
 
 
 def age(seconds: float | None) -> str:
@@ -125,11 +131,8 @@ def _gpu_column(**more: Any) -> Column:
     return Column("gpu", "GPU", right=True, **more)
 
 
-def _of_gpu(row: Any) -> int | None:
-    index: int | None = row.gpu_index
-    return index
-
-
+# The index of a row's GPU.
+_of_gpu: Final = attrgetter("gpu_index")
 # Who is on a GPU is never dropped.
 _USER: Final = Column("user", "user", least=12)
 
@@ -157,8 +160,8 @@ def _gpu_table(snapshot: Snapshot) -> Table:
         """Return how a GPU is shared now, or that it does not answer."""
         if gpu.error is not None:
             return silent_word(gpu.error)
-        inforce = sharing_now(gpu, snapshot.daemons)
-        return "unknown" if inforce is None else inforce.label
+        way = sharing_now(gpu, snapshot.daemons)
+        return "unknown" if way is None else way.label
 
     columns = (
         _gpu_column(of=lambda gpu: gpu.index),
@@ -259,12 +262,13 @@ def daemon_table(snapshot: Snapshot) -> Table:
         Column("pipe_directory", "pipe directory", rank=7, whole=True),
         Column("device_uuid", "device", rank=8, whole=True),
     )
-    return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=tuple(_first_daemons(snapshot)))
+    return Table(name="mps_daemons", title="MPS daemons", columns=columns, rows=tuple(_shown_daemons(snapshot)))
 
 
-def _first_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
-    """Return the daemons that are shown: all of gpushare, and the first of others, as any user can start hundreds."""
+def _shown_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
+    """Return the daemons that are shown: all of gpushare, but few of others, because any user can start hundreds."""
     others = [daemon for daemon in snapshot.daemons if not daemon.ours]
+    # Those that could be asked come first, and of these the ones of root.
     others.sort(key=lambda daemon: (daemon.unasked, daemon.user != "root"))
     return [*(daemon for daemon in snapshot.daemons if daemon.ours), *others[:_MOST_OTHERS]]
 
@@ -278,25 +282,31 @@ def _clients_text(daemon: MpsDaemon) -> str | None:
 
 
 def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
-    """Return the state of the servers of a daemon in one word, or why it is unknown; ``silent`` GPUs do not answer."""
+    """Return the state of a daemon's servers in a word, or why it is unknown. The GPUs in ``silent`` do not answer."""
     if daemon.error:
         return "no answer"
     if daemon.unasked:
         return "not asked"
     if silent and daemon.ours and daemon.gpu_index is None and not daemon.gpu_indexes:
-        # Its GPU is none of those that answer.
+        # A daemon of gpushare has a GPU: if none of those that answer is its GPU, it is a silent one.
         return silent_word(silent[0].error or "")
     return ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "none yet"
 
 
-def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any], str]:
-    """Return what shows a limit at attachment, with the limit of clients that attach from now on where it differs."""
+def _format_with_next(format_limit: Callable[[Any], str], no_limit: str = "-") -> Callable[[Any], str]:
+    """Return the format of a pair of limits of a client: its own, and what it would get if it attached now.
 
-    def held_and_next(value: tuple[Any, Any]) -> str:
-        held, new = value
-        return show(held) if held == new else f"{show(held)} ({nothing if new is None else show(new)} from now on)"
+    The second one is shown only if it differs: ``50 % (25 % from now on)``.
+    """
 
-    return held_and_next
+    def pair_text(limits: tuple[Any, Any]) -> str:
+        own, next_limit = limits
+        if own == next_limit:
+            return format_limit(own)
+        next_text = no_limit if next_limit is None else format_limit(next_limit)
+        return f"{format_limit(own)} ({next_text} from now on)"
+
+    return pair_text
 
 
 def _client_table(snapshot: Snapshot) -> Table:
@@ -306,14 +316,14 @@ def _client_table(snapshot: Snapshot) -> Table:
         Column("pid", "pid", right=True),
         _USER,
         Column("name", "program", rank=3, least=12),
-        Column("threads", "threads", right=True, format=_with_next(format_percent)),
-        Column("memory_limit", "memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
+        Column("threads", "threads", right=True, format=_format_with_next(format_percent)),
+        Column("memory_limit", "memory limit", right=True, rank=1, format=_format_with_next(format_bytes, "none")),
         Column(
             "priority",
             "priority",
             rank=4,
             style=lambda value: "dim" if value[0] is Priority.LOW else None,
-            format=_with_next(plain_value),
+            format=_format_with_next(plain_value),
         ),
         Column("server_pid", "server pid", right=True, rank=5),
     )
@@ -432,15 +442,15 @@ def way_text(
     turns = "time-slice" if slice_us is None else f"slice {format_slice(slice_us)}"
     if way is None:
         return None if slice_us is None else turns
-    percent = "" if threads_percent in {None, 100} else f" {format_percent(threads_percent)}"
-    words = (
-        []
-        if not way.startswith("mig")
-        else [f"MIG {profile or '-'}" if name is None else f"MIG {name} ({profile or '-'})"]
-    )
-    words += [f"MPS{percent}"] if way.endswith("mps") else []
-    words += [turns] if not words or slice_us is not None else []
-    return ", ".join(words)
+    parts = []
+    if way.startswith("mig"):
+        parts.append(f"MIG {profile or '-'}" if name is None else f"MIG {name} ({profile or '-'})")
+    if way.endswith("mps"):
+        percent = "" if threads_percent in {None, 100} else f" {format_percent(threads_percent)}"
+        parts.append(f"MPS{percent}")
+    if not parts or slice_us is not None:
+        parts.append(turns)
+    return ", ".join(parts)
 
 
 def role_style(value: Any) -> str | None:
@@ -494,7 +504,7 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "gpu": gpu.index,
                 "type": process.type or None,
                 "age": None if snapshot.taken_at is None else _since(snapshot, process.started_at),
-                "idle": _idle_for(process, snapshot),
+                "idle": _idle_seconds(process, snapshot),
                 "way": way_text(
                     process.way,
                     threads_percent=process.threads_percent,
@@ -507,12 +517,13 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
             }
 
 
-def _idle_for(process: GpuProcess, snapshot: Snapshot) -> float | None:
-    """Return how long ago it last worked, if it does not now; None: unknown."""
+def _idle_seconds(process: GpuProcess, snapshot: Snapshot) -> float | None:
+    """Return how long ago a process last worked on its GPU; None: it works now, or that is unknown."""
     if process.last_work_at is None or process.sm_percent:
         return None
-    idle = (snapshot.taken_at or 0.0) - process.last_work_at
-    return idle if idle >= 1.0 else None
+    seconds = (snapshot.taken_at or 0.0) - process.last_work_at
+    # Less would be shown as 0s.
+    return seconds if seconds >= 1.0 else None
 
 
 def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
@@ -596,14 +607,14 @@ class StatusAnswer:
 
 def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
     """Return a GPU of the answer; what is unknown of it is null, not empty."""
-    own = {
+    replaced_or_added = {
         "sharing": sharing_now(gpu, snapshot.daemons),
         "memory_unlisted_bytes": gpu.unlisted_bytes,
         # An empty list would mean that there are none.
         "mig_instances": gpu.mig_instances or (None if gpu.error is not None or gpu.mig_hidden else ()),
         "processes": gpu.processes or (None if gpu.error is not None else gpu.processes),
     }
-    return StatusGpu(**{**vars(gpu), **own})
+    return StatusGpu(**{**vars(gpu), **replaced_or_added})
 
 
 def _header_line(snapshot: Snapshot) -> str:
@@ -619,7 +630,7 @@ def _status_notes(snapshot: Snapshot) -> Iterable[str]:
     yield from snapshot.warnings
     yield from _gpu_notes(snapshot)
     yield from _paused_note(snapshot)
-    shown = _first_daemons(snapshot)
+    shown = _shown_daemons(snapshot)
     for daemon in shown:
         place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
         if daemon.error is not None:
@@ -675,7 +686,10 @@ def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:
 
 
 def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:
-    """Return an error for each GPU that does not answer; a command that shows the others ends with exit code 1."""
+    """Return an error for each GPU that does not answer.
+
+    Each has exit code 1, also for a lost GPU: the command shows the other GPUs.
+    """
     errors: list[GpushareError] = []
     for gpu in gpus:
         if gpu.error is None:
@@ -696,7 +710,7 @@ def csv_table(snapshot: Snapshot) -> Table:
     """Return one row per GPU and process; a GPU without processes has one row."""
     rows = []
     for gpu in snapshot.gpus:
-        own = {
+        gpu_fields = {
             **vars(gpu),
             "gpu_index": gpu.index,
             "gpu_uuid": gpu.uuid,
@@ -705,9 +719,10 @@ def csv_table(snapshot: Snapshot) -> Table:
             "sharing": sharing_now(gpu, snapshot.daemons),
         }
         for process in gpu.processes or (None,):
-            of_process = {} if process is None else {key: getattr(process, key, None) for key in CSV_PROCESS}
+            process_fields: dict[str, Any] = {}
             if process is not None:
-                of_process["process_memory_used_bytes"] = process.memory_used_bytes
-                of_process["command_line"] = command_of(process)
-            rows.append({**own, **of_process})
+                process_fields = {key: getattr(process, key, None) for key in CSV_PROCESS}
+                process_fields["process_memory_used_bytes"] = process.memory_used_bytes
+                process_fields["command_line"] = command_of(process)
+            rows.append({**gpu_fields, **process_fields})
     return records("status", (*CSV_GPU, *CSV_PROCESS), rows)

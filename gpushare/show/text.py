@@ -62,17 +62,17 @@ def for_sudo(text: str) -> str:
     pipx puts gpushare in ~/.local/bin, and a virtual environment is not on root's path at all: there sudo would find none,
     or another one. The text of a simulated host stays as it is.
     """
-    own = os.path.abspath(sys.argv[0])
-    if _simulated or "sudo gpushare" not in text or os.path.basename(own) != "gpushare":
+    this_program = os.path.abspath(sys.argv[0])
+    if _simulated or "sudo gpushare" not in text or os.path.basename(this_program) != "gpushare":
         return text
     if os.geteuid() == 0:
         return text.replace("sudo gpushare", "gpushare")
     from shutil import which
 
     found_by_sudo = which("gpushare", path=_SUDO_PATH)
-    if found_by_sudo is not None and os.path.realpath(found_by_sudo) == os.path.realpath(own):
+    if found_by_sudo is not None and os.path.realpath(found_by_sudo) == os.path.realpath(this_program):
         return text
-    return text.replace("sudo gpushare", f"sudo {shlex.quote(own)}")
+    return text.replace("sudo gpushare", f"sudo {shlex.quote(this_program)}")
 
 
 def one_line(text: str) -> str:
@@ -99,24 +99,24 @@ _BREAK: Final = "\x01"
 def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: bool = False) -> list[str]:
     """Return text as lines that fit a width, between words only; ``first`` and ``rest`` begin the lines.
 
-    What can be copied stays so. A command is on one line if one can have it; else a backslash ends each line of it but
-    the last. ``command``: all of the text is one.
+    A command in the text can be copied: it is on one line if it fits into one; else each line of it but the last ends with
+    a backslash. ``command``: all of the text is a command.
     """
     room = max(width - max(len(first), len(rest)), _NARROWEST)
+    # In a sentence, a bracket and a comma may follow the command.
+    longest_command = room if command else room - 2
 
-    # In a sentence, a bracket and a comma may follow it.
-    most = room if command else room - 2
-
-    def whole(match: re.Match[str]) -> str:
+    def keep_together(match: re.Match[str]) -> str:
+        """Return a command without blanks at which its line could be broken, or with its own line breaks."""
         line: str = re.sub(_QUOTED, lambda quoted: quoted.group().replace(" ", _BLANK), match.group())
-        if len(line) <= most:
+        if len(line) <= longest_command:
             return line.replace(" ", _BLANK)
         if not command and " -" not in line:
-            # Words about gpushare.
+            # Too long, and without an option: it is a sentence about gpushare.
             return line
         return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _filled(line, room - len(" \\")))
 
-    line = re.sub(r".+" if command else _COMMAND, whole, visible(for_sudo(text)))
+    line = re.sub(r".+" if command else _COMMAND, keep_together, visible(for_sudo(text)))
     lines = [part for filled in _filled(line, room) for part in filled.split(_BREAK)]
     return [f"{rest if number else first}{part}".replace(_BLANK, " ") for number, part in enumerate(lines)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +15,10 @@ from gpushare.show.text import wrapped
 
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
-_OWN_COLUMN: Final = re.compile(", (?:production slice)")
+# The end of the name of a setting that has a column of its own in the table.
+_PRODUCTION_SLICE: Final = ", production slice"
+# A neighbour on the frontier is worth a line if the opportunistic job does more by this factor.
+_MUCH_MORE: Final = 1.03
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[Gp
                 name="curve",
                 title="settings of the opportunistic job",
                 columns=COLUMNS,
-                rows=tuple({**vars(row), "setting": _OWN_COLUMN.split(row.setting)[0]} for row in data.curve),
+                rows=tuple({**vars(row), "setting": row.setting.partition(_PRODUCTION_SLICE)[0]} for row in data.curve),
             ),
         ),
         notes=tuple(notes),
@@ -161,27 +163,31 @@ def _answer_text(data: TuneAnswer) -> str:
     goal = f"production keeps {100 * data.keep:g} % of its rate alone"
     if data.p99_factor is not None:
         goal += f", p99 within {data.p99_factor:g}x"
-    best, nearest = data.best, data.nearest
+    best = data.best
+    nearest = data.nearest
     lines = [f"{data.gpu_name or '-'}   driver {data.driver or '-'}   {data.date}", f"goal: {goal}"]
     if best is not None:
-        sure = "" if data.stable else " (not confirmed)"
-        lines.append(f"found: {best.setting}{sure}: {_figures_text(best)}")
+        unsure = "" if data.stable else " (not confirmed)"
+        lines.append(f"found: {best.setting}{unsure}: {_figures_text(best)}")
     elif nearest is not None:
-        tried = "" if data.stable else " (not all were tried)"
-        lines.append(f"no setting meets the goal{tried}; nearest: {nearest.setting}: {_figures_text(nearest)}")
+        unsure = "" if data.stable else " (not all were tried)"
+        lines.append(f"no setting meets the goal{unsure}; nearest: {nearest.setting}: {_figures_text(nearest)}")
     lines += [line for way in data.ways if (line := _other_way_line(way, best)) is not None]
-    lines += _trade_lines(data)
-    if data.low_priority_helps is not None:
-        helps = "low priority spares production"
-        if best is not None and best.way is Way.CAPS and not best.low_priority:
-            helps += ", and leaves the other less than a lower cap without it"
-        lines.append(helps if data.low_priority_helps else "low priority makes no difference")
-    lines += [_LEGEND] if data.curve else []
+    lines += _next_setting_lines(data)
+    if data.low_priority_helps is False:
+        lines.append("low priority makes no difference")
+    elif data.low_priority_helps:
+        # If it helps, the line says why a best setting by caps is nevertheless one without it.
+        unused = best is not None and best.way is Way.CAPS and not best.low_priority
+        reason = ", and leaves the other less than a lower cap without it" if unused else ""
+        lines.append(f"low priority spares production{reason}")
+    if data.curve:
+        lines.append(_LEGEND)
     return "\n".join(part for line in lines for part in wrapped(line, _WIDTH, rest="  "))
 
 
 def _other_way_line(way: WayAnswer, best: Row | None) -> str | None:
-    """Return what the way that was not chosen gives; None: nothing that was not said yet."""
+    """Return the line about a way other than that of the best setting; None for that way, and if there is no best one."""
     if way.left_out is not None:
         return f"{way.way.value}: not searched: {way.left_out}"
     if best is None or way.way is best.way:
@@ -197,18 +203,16 @@ def _other_way_line(way: WayAnswer, best: Row | None) -> str | None:
     return f"{figures}; the other does {max(0.0, share_of_best - share):.2f} less"
 
 
-def _trade_lines(data: TuneAnswer) -> list[str]:
-    """Return what the neighbours on the frontier give up, and for what."""
+def _next_setting_lines(data: TuneAnswer) -> list[str]:
+    """Return a line on the next setting of the frontier, where the opportunistic job does more at production's expense."""
     best = data.best
     if best is None or best.opportunistic_share is None:
         return []
-    line = [row for row in data.curve if row.frontier and row.opportunistic_share is not None]
-    line.sort(key=lambda row: row.opportunistic_share or 0.0)
-    next_setting = next(
-        (row for row in line if (row.opportunistic_share or 0.0) > 1.03 * best.opportunistic_share), None
-    )
-    if next_setting is None:
+    least_share = _MUCH_MORE * best.opportunistic_share
+    candidates = [row for row in data.curve if row.frontier and (row.opportunistic_share or 0.0) > least_share]
+    if not candidates:
         return []
+    next_setting = min(candidates, key=lambda row: row.opportunistic_share or 0.0)
     return [f"for more, {next_setting.setting}: {_figures_text(next_setting)}"]
 
 

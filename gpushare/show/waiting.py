@@ -27,7 +27,8 @@ def waiting_line(
     Where stderr is no terminal, the function calls ``say`` when more than a size has changed; with ``quiet`` it does
     nothing.
     """
-    stream, last_shown = sys.stderr, ""
+    stream = sys.stderr
+    last_shown = ""
     if quiet or not stream.isatty() or os.environ.get("TERM") == "dumb":
 
         def print_change(text: str, _seconds: float, _most: float | None) -> None:
