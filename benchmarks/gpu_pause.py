@@ -158,7 +158,7 @@ def _put_on_simulated_gpu(pid: int) -> None:
     with changing(StateFile(SIMULATED)) as (state, _):
         state.processes.append(
             SimulatedProcess(
-                pid=pid, real=True, gpu_uuid=state.gpus[0].uuid, name="python3", user="me", uid=os.getuid(),
+                pid=pid, real=True, gpu_uuid=state.gpus[0].uuid, name="python3", uid=os.getuid(),
                 started=identity.started, memory_bytes=1 << 30, sm_percent=50,
             )
         )  # fmt: skip

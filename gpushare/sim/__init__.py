@@ -28,11 +28,6 @@ class SimulatedHost(Host):
 _USERS: Final = "users"
 
 
-def _makes_vgpus(state_file: StateFile) -> bool:
-    state = state_file.read()
-    return state is not None and any(gpu.vgpus for gpu in state.gpus)
-
-
 def _user_directories(state_file: StateFile) -> Sequence[UserDirectory]:
     """Return the run directories of the users below ``users/UID``, if there are any."""
     users = state_file.directory / _USERS
@@ -75,7 +70,7 @@ def open_simulated(spec: str) -> SimulatedHost:
         origin=processes.origin,
         open_channels=late("sim.channels:SimulatedChannels", state_file),
         open_checkpoint=late("sim.checkpoint:open_checkpoint", state_file),
-        makes_vgpus=partial(_makes_vgpus, state_file),
+        makes_vgpus=lambda: any(gpu.vgpus for gpu in (state_file.read() or state).gpus),
         user_directories=partial(_user_directories, state_file) if state.root else tuple,
         run_directory=own / "gpushare" if is_user else shared,
         shared_run_directories=(shared,) if is_user else (),

@@ -192,16 +192,6 @@ def device_multiprocessors(target: Target, instance: SimulatedMigInstance) -> in
     return compute_multiprocessors(target, profile, len(mig.span(profile, instance)))
 
 
-def device_name(target: Target, instance: SimulatedMigInstance) -> str:
-    """Return a MIG device's name without "MIG": ``3g.71gb``, or ``1c.3g.71gb`` for a part of it."""
-    profile = target.model.profile(instance.profile)
-    if profile is None:
-        return instance.profile
-    from gpushare.sim import mig
-
-    return mig.device_name(profile, instance)
-
-
 def _resident_servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
     """Yield the MPS servers that have a context on a GPU, once for each device of their daemon."""
     if not state.daemons:

@@ -7,17 +7,15 @@ import shutil
 import signal as signals
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed
 from gpushare.base.units import GIB
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import find_model
-from gpushare.host.capabilities import user_name
 from gpushare.host.process import ticks_now
 from gpushare.host.records import read_own
 from gpushare.sim import clients, faults
-from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place_instances
@@ -59,19 +57,11 @@ class ResetResult:
 
 
 @dataclass(eq=False, kw_only=True)
-class ShownProcess(SimulatedProcess):
-    """A process of a simulated host, and whether NVML lists it."""
-
-    on_gpu: bool
-
-
-@dataclass(eq=False, kw_only=True)
 class ShownHost(SimulatedHostState):
     """A simulated host with its state. ``used``: whether a command has used it; ``directory``: where its state is."""
 
     json_properties: ClassVar = ("uid",)
 
-    processes: list[ShownProcess]  # type: ignore[assignment]
     used: bool
     directory: str
 
@@ -98,9 +88,7 @@ def describe(spec: str) -> ShownHost:
     state_file = _state_file(spec)
     used = state_file.exists()
     state = current(state_file) if used else initial_state(state_file.spec)
-    processes = [ShownProcess(**vars(process), on_gpu=liveness.on_gpu(process)) for process in state.processes]
-    shown = {**vars(state), "processes": processes}
-    return ShownHost(**shown, used=used, directory=str(state_file.directory))
+    return ShownHost(**vars(state), used=used, directory=str(state_file.directory))
 
 
 def reset(spec: str) -> ResetResult:
@@ -127,25 +115,17 @@ def add_process(
     spec: str,
     gpu: str = "0",
     *,
-    memory_bytes: int = GIB,
-    sm_percent: int = 50,
     name: str = "python3",
     user: str | None = None,
-    queue_seconds: float = 0.0,
-    graphics: bool = False,
     mps: bool = False,
     mig: str | None = None,
     environment: Mapping[str, str] | None = None,
-    catches: Sequence[int] = (signals.SIGINT,),
     holder: bool = False,
+    graphics: bool = False,
     command_line: Sequence[str] = (),
-    container: str | None = None,
-    gids: Sequence[int] = (),
-    cgroup: str | None = None,
-    cgroup_of_root: bool = False,
-    parent: int | None = None,
+    **details: Any,
 ) -> int:
-    """Put a simulated process on a GPU and return its PID.
+    """Put a simulated process on a GPU and return its PID; ``details`` are other fields of `SimulatedProcess`.
 
     ``gpu`` is an index or UUID (or its beginning); ``mig`` a MIG UUID or GPU instance id; ``mps`` lets it
     look for a daemon at the CUDA_MPS_PIPE_DIRECTORY of ``environment``, as libcuda does. A ``holder`` makes no
@@ -167,22 +147,13 @@ def add_process(
             real=False,
             gpu_uuid="" if holder else chosen.uuid,
             name=name,
-            user=user_name(uid),
             uid=uid,
             started=ticks_now(),
-            parent_pid=parent,
             command_line=[*command_line] or [name],
             environment=given,
-            memory_bytes=memory_bytes,
-            sm_percent=sm_percent,
-            queue_seconds=queue_seconds,
             graphics=graphics,
-            catches=list(catches),
             open_files=opened,
-            container=container,
-            gids=list(gids),
-            cgroup=cgroup,
-            cgroup_of_root=cgroup_of_root,
+            **{"memory_bytes": GIB, "sm_percent": 50, "catches": [signals.SIGINT], **details},
         )
         state.processes.append(process)
         if not graphics and not holder:
@@ -223,9 +194,7 @@ def add_vgpu(spec: str, gpu: str, kind: str, vm: str, memory_bytes: int) -> str:
         index, chosen = _find_gpu(state, gpu)
         number = len(chosen.vgpus)
         name = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{spec}/{index}/{number}/{vm}"))
-        chosen.vgpus.append(
-            SimulatedVgpu(uuid=name, type=kind, vm=vm, memory_bytes=memory_bytes, memory_used_bytes=memory_bytes // 2)
-        )
+        chosen.vgpus.append(SimulatedVgpu(uuid=name, type=kind, vm=vm, memory_bytes=memory_bytes))
     return name
 
 

@@ -54,7 +54,8 @@ _OBJECTS: Final[Mapping[int, tuple[int, int]]] = {
     **{channel: (_CHANNEL, group) for channel, group in _COPY_CHANNELS.items()},
     **{channel + 8: (_COPY, channel) for channel in _COPY_CHANNELS},
 }
-_MPS_OBJECT: Final = rm.OBJECT_BASE + 0x70
+# What a client of MPS has besides.
+_OF_MPS: Final = {rm.OBJECT_BASE + 0x70: (rm.CLASS_MPS, 0)}
 
 Owner = SimulatedProcess | SimulatedServer
 
@@ -142,7 +143,9 @@ class SimulatedFiles(KernelFiles):
         # A scan asks thousands of times: the state is read once for it, and again after each change.
         state = self._state if self._state is not None else current(self._state_file)
         if state is not self._asked[0] or pid != self._asked[1]:
-            self._asked = (state, pid, client_of(state, pid), _objects_of(owner_of(state, pid)))
+            owner = owner_of(state, pid)
+            of_mps = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
+            self._asked = (state, pid, client_of(state, pid), {**_OBJECTS, **(_OF_MPS if of_mps else {})})
         if client != self._asked[2]:
             return rm.INVALID_CLIENT
         forced = state.channel_statuses.get(hex(command)) if state.channel_statuses else None
@@ -206,12 +209,6 @@ def client_of(state: SimulatedHostState, pid: int) -> int | None:
     if owner_of(state, pid) is None:
         return None
     return rm.CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
-
-
-def _objects_of(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
-    """Return the objects of a process's client by handle; a client of MPS has an MPS object besides."""
-    client = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
-    return {**_OBJECTS, _MPS_OBJECT: (rm.CLASS_MPS, 0)} if client else _OBJECTS
 
 
 def _object_info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, parameters: bytearray) -> int:

@@ -125,5 +125,5 @@ def _restore_memory(state: SimulatedHostState, process: SimulatedProcess) -> int
     if process.image_bytes > total - reserved - used:
         _set_state(process, FAILED)
         return OUT_OF_MEMORY
-    process.memory_bytes, process.image_bytes, process.restored = process.image_bytes, 0, True
+    process.memory_bytes, process.image_bytes = process.image_bytes, 0
     return _set_state(process, LOCKED)

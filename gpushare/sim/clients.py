@@ -133,7 +133,7 @@ def _remove_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: S
 def _attach_client(state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon) -> list[LogLine]:
     """Let a process connect to a daemon: it gets a server, waits for one, or is refused. Return the log lines."""
     process.mps_daemon, process.mps_server, process.gpu_uuid = daemon.pid, None, ""
-    if not daemon.answers:
+    if daemon.stopped:
         return []
     devices = visible(daemon_devices(state, daemon), split(process.environment.get("CUDA_VISIBLE_DEVICES")))
     if not devices or not may_open_nodes(devices[0], process.uid):
@@ -194,7 +194,8 @@ def _connect(
         )
     if process.memory_limit_bytes is not None:
         process.memory_bytes = min(process.memory_bytes, process.memory_limit_bytes)
-    return mps_servers.connected_lines(daemon, server, process)
+    client = f"{{PID: {process.pid}, Context ID: 1}}"
+    return server_lines(daemon, server, f"Received new client request for {client}", f"Client {client} connected")
 
 
 def _is_shut_out(
@@ -237,7 +238,7 @@ def _progress(state: SimulatedHostState) -> list[LogLine]:
         for server in daemon.servers:
             if server.status == "FAULT" and not any(client.broken for client in clients_of(state, server.pid)):
                 lines += mps_servers.recover(daemon, server)
-        if not daemon.answers:
+        if daemon.stopped:
             continue
         for process in state.processes:
             pending = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None

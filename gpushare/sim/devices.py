@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import Place
-from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedNode
+from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def may_open_nodes(device: Device, uid: int) -> bool:
         if node is not None and node.modify:
             del device.gpu.nodes[key]
         elif node is not None:
-            allowed = allowed and _may_read(node, uid)
+            readable = node.mode & (0o400 if uid == node.owner else 0o004)
+            allowed = allowed and (uid in {0, *node.users} or bool(readable))
     return allowed
 
 
@@ -104,12 +105,6 @@ def forget_gone(gpu: SimulatedGpu) -> None:
     if gpu.nodes:
         there = {place_key(place) for place in places_of(gpu)}
         gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in there}
-
-
-def _may_read(node: SimulatedNode, uid: int) -> bool:
-    if uid in {0, *node.users}:
-        return True
-    return bool(node.mode & (0o400 if uid == node.owner else 0o004))
 
 
 def places_of(gpu: SimulatedGpu) -> Iterator[Place]:

@@ -48,6 +48,11 @@ _HOST_FLAGS: Final = {
     "mismatch": ("library_mismatch", True),
 }
 # Those that take a number: the field that has it, and what the number is.
+_GPU_COUNTED: Final = {
+    "slowed": ("slowed", "the sum of nvmlClocksEventReasons", 4),
+    "power-cap": ("power_cap_watts", "the watts that it may draw", 300),
+    "unlisted-memory": ("unlisted_bytes", "how many bytes no process has", 3 * GIB),
+}
 _COUNTED: Final = {
     "collide": ("collisions", "how many conversations", 3),
     "fail-step": ("fail_step", "which changing NVML call from now on", 3),
@@ -60,7 +65,7 @@ _COUNTED: Final = {
 # Those that take an entry point, or a program: the field with their list.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", "slowed", "power-cap", "unlisted-memory")
+_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_COUNTED)
 KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_COUNTED, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
@@ -80,8 +85,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     elif kind in _HOST_FLAGS:
         setattr(state, *_HOST_FLAGS[kind])
     elif kind in _COUNTED:
-        name, meaning, example = _COUNTED[kind]
-        setattr(state, name, _parse_number(kind, value, meaning, example))
+        _set_number(state, kind, value, _COUNTED[kind])
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
@@ -110,8 +114,6 @@ def clear(state: SimulatedHostState) -> None:
     for gpu in state.gpus:
         gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
         gpu.refused, gpu.xids, gpu.slowed, gpu.power_cap_watts, gpu.unlisted_bytes = [], [], 0, None, 0
-    for daemon in state.daemons:
-        daemon.hangs = False
 
 
 def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
@@ -120,12 +122,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":
         gpu.xids.append(_parse_number("xid", value, "its number", 79))
-    elif kind == "power-cap":
-        gpu.power_cap_watts = _parse_number(kind, value, "the watts that it may draw", 300)
-    elif kind == "slowed":
-        gpu.slowed = _parse_number(kind, value, "the sum of nvmlClocksEventReasons", 4)
-    elif kind == "unlisted-memory":
-        gpu.unlisted_bytes = _parse_number(kind, value, "how many bytes no process has", 3 * GIB)
+    elif kind in _GPU_COUNTED:
+        _set_number(gpu, kind, value, _GPU_COUNTED[kind])
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         raise _bad_fault_error(
             f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
@@ -142,6 +140,11 @@ def _add_once(names: list[str], name: str) -> None:
 
 def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
+
+
+def _set_number(owner: object, kind: str, value: str | None, fault: tuple[str, str, int]) -> None:
+    name, meaning, example = fault
+    setattr(owner, name, _parse_number(kind, value, meaning, example))
 
 
 def _parse_number(kind: str, value: str | None, meaning: str, example: int) -> int:

@@ -134,8 +134,12 @@ def _field_value(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> 
 
 
 def _name(_library: SimulatedLibrary, target: Target) -> str:
-    mig = "" if target.instance is None else f" MIG {activity.device_name(target, target.instance)}"
-    return f"{target.model.name}{mig}"
+    profile = None if target.instance is None else target.model.profile(target.instance.profile)
+    if target.instance is None or profile is None:
+        return target.model.name
+    from gpushare.sim.mig import device_name
+
+    return f"{target.model.name} MIG {device_name(profile, target.instance)}"
 
 
 def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:

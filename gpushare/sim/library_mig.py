@@ -58,14 +58,6 @@ def _compute_instances_of(target: Target) -> list[SimulatedMigInstance]:
     return [instance for instance in target.gpu.mig if instance.gpu_instance_id == target.handle.gpu_instance]
 
 
-def _profile_offering(target: Target, number: int) -> Profile:
-    """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
-    profile = _owner(target)[1]
-    if number not in mig.offered(profile):
-        raise Refused(Code.NOT_SUPPORTED)
-    return profile
-
-
 def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
     """Return the fields of nvmlDeviceAttributes_t of a MIG device; None for a whole GPU."""
     if target.instance is None:
@@ -122,10 +114,6 @@ def _profile_by_id(target: Target, profile_id: int) -> Profile:
     return profile
 
 
-def _remaining_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
-    return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
-
-
 def _most_mig_devices(_library: SimulatedLibrary, target: Target) -> int:
     # 0, not an error, without MIG (H200 with MIG off).
     return (target.model.compute_slices or 0) if target.mig_enabled else 0
@@ -144,7 +132,6 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ),
     ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
     ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
-    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _remaining_capacity),
     (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
     (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
 )
@@ -198,27 +185,29 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
 
 @abi.entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
-    profile = _profile_offering(target, abi.number(identity))
+    profile = _owner(target)[1]
+    if abi.number(identity) not in mig.offered(profile):
+        raise Refused(Code.NOT_SUPPORTED)
     matching = [part for part in _compute_instances_of(target) if mig.number_of(profile, part) == abi.number(identity)]
     _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in matching])
 
 
 @abi.entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
-def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
+@abi.entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
+def _instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    for owner in gpu_instances(target.gpu):
-        if owner.gpu_instance_id == abi.number(identity):
-            return abi.put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, owner))
-    raise Refused(Code.NOT_FOUND)
-
-
-@abi.entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
-def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
-    for part in _compute_instances_of(target):
-        if part.compute_instance_id == abi.number(identity):
-            return abi.put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, part))
-    raise Refused(Code.NOT_FOUND)
+    if target.handle.kind is HandleKind.GPU:
+        by_id = {
+            owner.gpu_instance_id: _handle(HandleKind.GPU_INSTANCE, target, owner)
+            for owner in gpu_instances(target.gpu)
+        }
+    else:
+        parts = _compute_instances_of(target)
+        by_id = {part.compute_instance_id: _handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in parts}
+    if abi.number(identity) not in by_id:
+        raise Refused(Code.NOT_FOUND)
+    abi.put_handle(instance, by_id[abi.number(identity)])
 
 
 @abi.entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
@@ -401,51 +390,41 @@ def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_s
 
 
 @abi.entry_point("nvmlDeviceCreateGpuInstance", "nvmlDeviceCreateGpuInstanceWithPlacement", on=On.GPU)
-def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
-    *given, instance = rest
-    placement = _placement(given[0]) if given else None
-    with _changed_gpu(library, target) as (gpu, residents):
-        identity = create_gpu_instance(gpu, target.model, abi.number(profile_id), placement, residents)
-        abi.put_handle(instance, Handle(HandleKind.GPU_INSTANCE, target.handle.index, identity))
-
-
-@abi.entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
-def _destroy(library: SimulatedLibrary, target: Target) -> None:
-    with _changed_gpu(library, target) as (gpu, residents):
-        destroy_gpu_instance(gpu, target.handle.gpu_instance, residents)
-
-
 @abi.entry_point(
     "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceCreateComputeInstanceWithPlacement", on=On.GPU_INSTANCE
 )
-def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
+def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
+    """Create a GPU instance of a GPU, or a compute instance of a GPU instance."""
     *given, instance = rest
     placement = _placement(given[0]) if given else None
-    index, owner = target.handle.index, target.handle.gpu_instance
-    with _changed_gpu(library, target) as (gpu, _):
-        identity = create_compute_instance(gpu, target.model, owner, abi.number(profile_id), placement)
-        abi.put_handle(instance, Handle(HandleKind.COMPUTE_INSTANCE, index, owner, identity))
+    owner, number = target.handle, abi.number(profile_id)
+    with _changed_gpu(library, target) as (gpu, residents):
+        if owner.kind is HandleKind.GPU:
+            identity = create_gpu_instance(gpu, target.model, number, placement, residents)
+            created = Handle(HandleKind.GPU_INSTANCE, owner.index, identity)
+        else:
+            identity = create_compute_instance(gpu, target.model, owner.gpu_instance, number, placement)
+            created = Handle(HandleKind.COMPUTE_INSTANCE, owner.index, owner.gpu_instance, identity)
+        abi.put_handle(instance, created)
 
 
+@abi.entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
 @abi.entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
-def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
+def _destroy(library: SimulatedLibrary, target: Target) -> None:
     place = (target.handle.gpu_instance, target.handle.compute_instance)
     with _changed_gpu(library, target) as (gpu, residents):
-        destroy_compute_instance(gpu, *place, residents)
+        if target.handle.kind is HandleKind.GPU_INSTANCE:
+            destroy_gpu_instance(gpu, place[0], residents)
+        else:
+            destroy_compute_instance(gpu, *place, residents)
 
 
 def _placement(argument: Any) -> tuple[int, int]:
-    """Return start and size of a placement argument, which C takes as a pointer.
+    """Return start and size of a placement argument, which C takes as a pointer: by ``byref``, as gpushare gives it.
 
     The bindings pass on what they get. The real library takes a structure without ``byref`` for an address, and the
     process crashes; here it is INVALID_ARGUMENT, as NULL is.
     """
-    if hasattr(argument, "_obj"):
-        struct = argument._obj
-    elif isinstance(argument, ctypes._Pointer) and bool(argument):
-        struct = argument.contents
-    elif hasattr(argument, "_length_") and len(argument):
-        struct = argument[0]
-    else:
+    if not hasattr(argument, "_obj"):
         raise Refused(Code.INVALID_ARGUMENT)
-    return int(struct.start), int(struct.size)
+    return int(argument._obj.start), int(argument._obj.size)

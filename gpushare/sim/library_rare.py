@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import zlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -24,11 +23,6 @@ _METRICS_GET_VERSION: Final = 1
 # 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY; and 10 DRAM_BW_UTIL.
 _METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
 _BANDWIDTH: Final = 10
-
-
-@abi.entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
-def _support(_library: SimulatedLibrary, target: Target, support: Any) -> None:
-    abi.put_fields(abi.target_of(support), {"isSupportedDevice": int(_supported(target))})
 
 
 def _supported(target: Target) -> bool:
@@ -114,19 +108,6 @@ def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
     return gpus[index].vgpus[place]
 
 
-def _type_id(vgpu: SimulatedVgpu) -> int:
-    """Return the id of a vGPU's type: made of its name, so that it is the same on all hosts."""
-    return zlib.crc32(vgpu.type.encode()) & 0xFFFF
-
-
-def _vgpu_of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
-    for gpu in library.state.gpus:
-        for vgpu in gpu.vgpus:
-            if _type_id(vgpu) == kind:
-                return vgpu
-    raise Refused(Code.INVALID_ARGUMENT)
-
-
 @abi.entry_point("nvmlVgpuInstanceGetVmID")
 def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
     abi.put_text(buffer, length, _vgpu_of(library, abi.number(instance)).vm)
@@ -136,25 +117,32 @@ def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind
 
 _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     (
+        "nvmlGpmQueryDeviceSupport",
+        On.DEVICE,
+        Form.FIELDS,
+        lambda _, target: {"isSupportedDevice": int(_supported(target))},
+    ),
+    (
         "nvmlDeviceGetVirtualizationMode",
         On.GPU,
         Form.NUMBER,
         lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
     ),
-    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _vgpu_of_type(library, kind).type),
+    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _vgpu_of(library, kind).type),
     ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, at: _vgpu_of(library, at).uuid),
-    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, at: _type_id(_vgpu_of(library, at))),
+    # Each vGPU is of a type of its own, with the number of the vGPU.
+    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda _, at: at),
     (
         "nvmlVgpuInstanceGetFbUsage",
         On.NOTHING,
         Form.NUMBER,
-        lambda library, at: _vgpu_of(library, at).memory_used_bytes,
+        lambda library, at: _vgpu_of(library, at).memory_bytes // 2,
     ),
     (
         "nvmlVgpuTypeGetFramebufferSize",
         On.NOTHING,
         Form.NUMBER,
-        lambda library, kind: _vgpu_of_type(library, kind).memory_bytes,
+        lambda library, kind: _vgpu_of(library, kind).memory_bytes,
     ),
 )
 for _getter in _GETTERS:

@@ -12,9 +12,9 @@ from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.profile import ComputeProfile, Profile
+from gpushare.mig.wish import parse_wish, resolve
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
-_REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
 _NAMESPACE: Final = uuid.UUID("b1c58b0e-7b1f-5d0e-8f7a-5d4f0e9a2c33")
 
 # Spans "start:size" in memory slices by GPU instance id: the driver numbers them as a buddy tree
@@ -93,31 +93,24 @@ def free_starts(profile: Profile, present: Sequence[Occupied]) -> list[int]:
     return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
 
 
-def remaining_capacity(profile: Profile, present: Sequence[Occupied]) -> int:
-    """Return how many more instances fit (the Free column of ``nvidia-smi mig -lgip``)."""
-    added = list(present)
-    while may_join(profile, added):
-        # All placements of a profile have one size: taking the first free one each time is optimal.
-        starts = free_starts(profile, added)
-        if not starts:
-            break
-        added.append(Occupied(profile, min(starts)))
-    return len(added) - len(present)
-
-
 def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> SimulatedGpu:
     """Return the GPU with MIG on and exactly these instances, each with one full-size compute instance.
 
-    A request is a profile name with an optional start: ``3g.71gb``, ``1g.18gb:4``, ``1g.18gb+me``.
+    A request is a wish as `mig.wish` reads it, without compute instances: ``3g.71gb``, ``1g.18gb:4``, ``1g.18gb+me``.
 
     Raises:
-        BadUsage: no such profile, or it cannot start there.
-        NotSupported: the model has no MIG, or its placements are not published.
+        BadUsage: it is no wish, or the profile cannot start there.
+        NotSupported: the model does not have the profile or MIG, or its placements are not published.
         OperationFailed: the instances do not fit together.
     """
     if not model.mig:
         raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="no_mig")
-    wanted = [_parse_request(model, request) for request in requests]
+    wishes = [wish for request in requests for wish in parse_wish(request)]
+    parts = next((wish for wish in wishes if wish.compute), None)
+    if parts is not None:
+        hint = "give the GPU instance; divide it by: gpushare mig apply"
+        raise BadUsage(f"{parts} has compute instances of its own", hint, code="bad_profile")
+    wanted = [(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
     layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):
         names = ", ".join(request.strip() for request in requests)
@@ -135,28 +128,6 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
     instances.sort(key=lambda instance: instance.gpu_instance_id)
     # EXCLUSIVE_PROCESS does not exist with MIG on.
     return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
-
-
-def _parse_request(model: GpuModel, request: str) -> tuple[Profile, int | None]:
-    """Return the profile and the start of a request like ``1g.18gb:4``; without a start, None."""
-    match = _REQUEST.fullmatch(request)
-    profile = model.profile(match.group(1)) if match else None
-    if match is None or profile is None:
-        listing = ", ".join(profile.name for profile in model.profiles)
-        raise BadUsage(
-            f"{model.name} has no MIG profile '{request.strip()[:60]}'", f"profiles: {listing}", code="bad_profile"
-        )
-    if profile.starts is None or profile.size is None or model.axis is None:
-        raise NotSupported(
-            f"the placements of {profile.name} on {model.name} are not published",
-            "use another model: gpushare sim list --models",
-            code="placements_unknown",
-        )
-    start = None if match.group(2) is None else int(match.group(2))
-    if start is not None and start not in profile.starts:
-        starts = ", ".join(str(start) for start in profile.starts)
-        raise BadUsage(f"{profile.name} cannot start at {start}", f"it starts at: {starts}", code="bad_placement")
-    return profile, start
 
 
 def _lay_out(wanted: Sequence[tuple[Profile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:

@@ -159,12 +159,6 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
     return server, [*lines, control_line(daemon, f"NEW SERVER {server.pid}: Ready")]
 
 
-def connected_lines(daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess) -> list[LogLine]:
-    """Return what the server writes for a new client."""
-    client = f"{{PID: {process.pid}, Context ID: 1}}"
-    return server_lines(daemon, server, f"Received new client request for {client}", f"Client {client} connected")
-
-
 def disconnected_lines(
     daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, others: list[SimulatedProcess]
 ) -> list[LogLine]:

@@ -188,7 +188,10 @@ def register_getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]
         last = len(arguments) - (2 if form in {Form.TEXT, Form.NUMBERS} else 1)
         output = arguments[last]
         if form is Form.VERSIONED_FIELDS:
-            check_version(target_of(output))
+            struct = target_of(output)
+            # The low 24 bits are its size (NVML_STRUCT_VERSION).
+            if struct.version & 0xFFFFFF != ctypes.sizeof(struct):
+                raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
         answered = value(library, *arguments[:first], *map(number, arguments[first:last]))
         if answered is None:
             raise Refused(Code.NOT_SUPPORTED)
@@ -263,16 +266,6 @@ def put_fields(struct: Any, values: Mapping[str, Any]) -> None:
         if name in types:
             plain = ctypes.cast(ctypes.c_void_p(value.pack()), types[name]) if isinstance(value, Handle) else value
             setattr(struct, name, plain)
-
-
-def check_version(struct: Any) -> None:
-    """Check a versioned struct: the low 24 bits are its size (NVML_STRUCT_VERSION).
-
-    Raises:
-        Refused: ARGUMENT_VERSION_MISMATCH.
-    """
-    if struct.version & 0xFFFFFF != ctypes.sizeof(struct):
-        raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
 
 
 def pointer_value(argument: Any) -> int:

@@ -7,6 +7,7 @@ import os
 import signal as signals
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gpushare.base.errors import no_process_error, signal_refused_error
@@ -25,7 +26,6 @@ from gpushare.sim.state import (
     SimulatedDaemon,
     SimulatedHostState,
     SimulatedProcess,
-    SimulatedServer,
     StateFile,
     now,
     on_gpu,
@@ -72,30 +72,18 @@ class SimulatedProcesses(Processes):
         state = current(self._state_file)
         if pid < FIRST_SIMULATED_PID:
             return self._describe_real(state, pid)
-        daemon, server, process = _find_owner(state, pid)
-        if process is not None:
-            return ProcessInfo(
-                pid=pid,
-                user=process.user,
-                uid=process.uid,
-                name=process.name,
-                command_line=tuple(process.command_line) or None,
-                started=process.started,
-                container=process.container,
-                stopped=process.stopped_at is not None,
-            )
-        if daemon is None:
+        process = _find_process(state, pid)
+        if process is None:
             return None
-        uid = daemon.uid if server is None else server.uid
-        command = (MPS_CONTROL, "-d") if server is None else (MPS_SERVER,)
         return ProcessInfo(
             pid=pid,
-            user=user_name(uid),
-            uid=uid,
-            name=command[0],
-            command_line=command,
-            started=daemon.started,
-            stopped=server is None and daemon.stopped,
+            user=user_name(process.uid),
+            uid=process.uid,
+            name=process.name,
+            command_line=tuple(process.command_line) or None,
+            started=process.started,
+            container=process.container,
+            stopped=process.stopped_at is not None,
         )
 
     def _describe_real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
@@ -118,25 +106,16 @@ class SimulatedProcesses(Processes):
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return the variables of a process, a daemon or a server that this user may look at; else None."""
         state = current(self._state_file)
-        daemon, server, process = _find_owner(state, pid)
+        process = _find_process(state, pid)
         if pid < FIRST_SIMULATED_PID:
             text = self._local.environment(pid)
             # It is on the GPU before its exec, when /proc still has the environment of gpushare.
             return text if text is None or process is None else {**text, **process.environment}
-        owner = process or server or daemon
-        if owner is None or not state.may(owner.uid):
-            return None
-        return dict(process.environment if process else daemon.environment if daemon else {})
+        return None if process is None or not state.may(process.uid) else dict(process.environment)
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs of the processes with this program, daemons and servers of MPS included."""
-        state = current(self._state_file)
-        if name == MPS_CONTROL:
-            pids = [daemon.pid for daemon in state.daemons]
-        elif name == MPS_SERVER:
-            pids = [server.pid for server in state.servers]
-        else:
-            pids = [process.pid for process in state.processes if process.name == name]
+        pids = [process.pid for process in _process_table(current(self._state_file)) if process.name == name]
         if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
             pids += self._local.named(name)
         return sorted(pids)
@@ -149,13 +128,10 @@ class SimulatedProcesses(Processes):
     @_or_real
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
-        state = current(self._state_file)
-        daemon, server, process = _find_owner(state, pid)
-        if daemon is not None and server is None:
-            return [pid, *(server.pid for server in daemon.servers)]
-        below = [process.pid for process in state.processes if process.parent_pid == pid]
+        table = _process_table(current(self._state_file))
+        below = [process.pid for process in table if process.parent_pid == pid]
         family = [pid, *(other for child in below for other in self.descendants(child))]
-        return family if process is not None or server is not None else []
+        return family if any(process.pid == pid for process in table) else []
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
         """Return each PID with all that descend from it; one without a process is left out."""
@@ -177,18 +153,14 @@ class SimulatedProcesses(Processes):
     @_or_real
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent: of a server its daemon."""
-        daemon, server, process = _find_owner(current(self._state_file), pid)
-        if process is not None:
-            return process.parent_pid
-        return daemon.pid if daemon is not None and server is not None else None
+        process = _find_process(current(self._state_file), pid)
+        return None if process is None else process.parent_pid
 
     @_or_real
     def catches(self, pid: int, signal: int) -> bool | None:
         """Return whether a process has a handler for a signal; None: there is no such process."""
-        daemon, _, process = _find_owner(current(self._state_file), pid)
-        if process is not None:
-            return signal in process.catches
-        return None if daemon is None else False
+        process = _find_process(current(self._state_file), pid)
+        return None if process is None else signal in process.catches
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal, with what it does to the neighbours under MPS."""
@@ -201,18 +173,20 @@ class SimulatedProcesses(Processes):
         # What goes on looks at once whether it runs here too.
         later = signal == signals.SIGCONT and pid < FIRST_SIMULATED_PID
         with changing(self._state_file) as (state, lines):
-            daemon, server, process = _find_owner(state, pid)
             if pid >= FIRST_SIMULATED_PID:
-                _check_may_signal(state, pid, signal, process or server or daemon)
+                _check_may_signal(state, pid, signal)
             else:
                 # First the real one: when it is refused, nothing changed.
                 to_real(0 if later else signal)
+            process = state.process(pid)
             if process is not None:
                 lines += signal_process(state, process, signal)
-            elif server is not None and daemon is not None and _kills(signal):
-                lines += clients.drop_server(state, daemon, server)
-            elif daemon is not None:
-                lines += _signal_daemon(state, daemon, signal)
+            for daemon in state.daemons:
+                server = next((server for server in daemon.servers if server.pid == pid), None)
+                if daemon.pid == pid:
+                    lines += _signal_daemon(state, daemon, signal)
+                elif server is not None and _kills(signal):
+                    lines += clients.drop_server(state, daemon, server)
         if later:
             to_real(signal)
 
@@ -230,7 +204,7 @@ class SimulatedProcesses(Processes):
         """Return where a process comes from; a real one that runs here has the simulated user."""
         from gpushare.host.origin import MOST_OF_COMMAND, Origin, origin_of
 
-        process = _find_owner(current(self._state_file), pid)[2]
+        process = current(self._state_file).process(pid)
         if process is None:
             return origin_of(pid, command=command) if pid < FIRST_SIMULATED_PID else None
         return Origin(
@@ -317,7 +291,6 @@ def real_process(
         real=True,
         gpu_uuid="",
         name=os.path.basename(argv[0]),
-        user=user_name(state.uid),
         uid=state.uid,
         started=identity.started,
         command_line=list(argv),
@@ -349,7 +322,7 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
     """Do to the state what a signal does to an MPS daemon; return log lines."""
-    from gpushare.sim import clients, mps_daemon
+    from gpushare.sim import clients, mps_control
 
     if signal == signals.SIGSTOP:
         daemon.stopped = True
@@ -358,7 +331,7 @@ def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: i
         return clients.settle(state)
     elif _kills(signal) and (signal == signals.SIGKILL or not daemon.stopped):
         # Neither SIGTERM nor SIGKILL lets it clean up.
-        mps_daemon.remove_ended(state, daemon, cleanly=False)
+        mps_control.remove_ended(state, daemon, cleanly=False)
     return []
 
 
@@ -366,31 +339,38 @@ def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
     """Return the process that has a PID now: a simulated one, or a real one."""
     if pid < FIRST_SIMULATED_PID:
         return identity_of(pid)
-    daemon, _, process = _find_owner(state, pid)
-    owner = process or daemon
-    return None if owner is None else Identity(pid, owner.started)
+    process = _find_process(state, pid)
+    return None if process is None else Identity(pid, process.started)
 
 
-def _find_owner(
-    state: SimulatedHostState, pid: int
-) -> tuple[SimulatedDaemon | None, SimulatedServer | None, SimulatedProcess | None]:
-    """Return what has a PID: a daemon; a server, with its daemon; or a process. The others are None."""
+def _process_table(state: SimulatedHostState) -> list[SimulatedProcess]:
+    """Return all processes of a host, the daemons and servers of MPS too, without what they have on a GPU."""
+    table = list(state.processes)
     for daemon in state.daemons:
-        if daemon.pid == pid:
-            return daemon, None, None
+        of_mps = partial(
+            SimulatedProcess, real=False, gpu_uuid="", started=daemon.started, environment=daemon.environment
+        )
+        stopped = 0.0 if daemon.stopped else None
+        command = [MPS_CONTROL, "-d"]
+        table.append(of_mps(pid=daemon.pid, uid=daemon.uid, name=MPS_CONTROL, command_line=command, stopped_at=stopped))
         for server in daemon.servers:
-            if server.pid == pid:
-                return daemon, server, None
-    return None, None, state.process(pid)
+            command = [MPS_SERVER]
+            table.append(
+                of_mps(pid=server.pid, uid=server.uid, name=MPS_SERVER, command_line=command, parent_pid=daemon.pid)
+            )
+    return table
 
 
-def _check_may_signal(
-    state: SimulatedHostState, pid: int, signal: int, owner: SimulatedDaemon | SimulatedServer | SimulatedProcess | None
-) -> None:
+def _find_process(state: SimulatedHostState, pid: int) -> SimulatedProcess | None:
+    return next((process for process in _process_table(state) if process.pid == pid), None)
+
+
+def _check_may_signal(state: SimulatedHostState, pid: int, signal: int) -> None:
     """Raise as kill(2) does: there is no such process, or it is another user's."""
-    if owner is None:
+    process = _find_process(state, pid)
+    if process is None:
         raise no_process_error(pid)
-    if not state.may(owner.uid):
+    if not state.may(process.uid):
         raise signal_refused_error(signals.Signals(signal).name, pid)
 
 

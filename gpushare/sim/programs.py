@@ -1,12 +1,19 @@
-"""The vendor's programs of a simulated host, run in this process: no child, so no start-up cost."""
+"""The vendor's programs of a simulated host, run in this process: no child, so no start-up cost.
+
+nvidia-smi is here: the two commands that gpushare runs, `host.smi.list_argv` and `host.smi.set_argv`. Any other is refused:
+compute modes and MIG are changed by NVML. Texts: an H200 with driver 580.159.04; of a host without a driver only the exit code.
+"""
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Final
 
-from gpushare.base.model import MPS_SERVER
+from gpushare.base.model import MPS_SERVER, TimeSlice
+from gpushare.gpu_models import model_of
 from gpushare.host.program import (
     Completed,
     Listener,
@@ -16,8 +23,9 @@ from gpushare.host.program import (
     missing_program_error,
     timed_out_error,
 )
-from gpushare.sim.current import clock
-from gpushare.sim.state import MPS_CONTROL, StateFile
+from gpushare.sim.current import changing, clock, current
+from gpushare.sim.nvml_abi import ERROR_TEXTS, Code
+from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState, StateFile
 
 SMI = "nvidia-smi"
 TOOLKIT = "nvidia-ctk"
@@ -25,16 +33,10 @@ _POLL_SECONDS = 0.01
 
 
 class _Deferred:
-    """A simulated program that runs when its result is asked for."""
+    """A simulated program that runs when its result is asked for the first time."""
 
     def __init__(self, run: Callable[[], Completed]) -> None:
-        self._run = run
-        self._done: Completed | None = None
-
-    def result(self) -> Completed:
-        if self._done is None:
-            self._done = self._run()
-        return self._done
+        self.result = functools.cache(run)
 
 
 class SimulatedPrograms(Programs):
@@ -87,14 +89,12 @@ class SimulatedPrograms(Programs):
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:
         """Run a program, and return what it printed; one that hangs runs into the time limit."""
-        while self._hangs(name):
+        while (state := self._state_file.read()) is not None and name in state.hanging_programs:
             if clock() >= deadline:
                 raise timed_out_error(argv, timeout)
             time.sleep(_POLL_SECONDS)
         if name == SMI:
-            from gpushare.sim import smi
-
-            return smi.main(argv, self._state_file)
+            return run_smi(argv, self._state_file)
         if name == TOOLKIT:
             from gpushare.sim import nvidia_ctk
 
@@ -102,10 +102,6 @@ class SimulatedPrograms(Programs):
         from gpushare.sim import mps_control
 
         return mps_control.main(argv, stdin, env, self._state_file, timeout)
-
-    def _hangs(self, name: str) -> bool:
-        state = self._state_file.read()
-        return state is not None and name in state.hanging_programs
 
     def _is_missing(self, name: str) -> bool:
         state = self._state_file.read()
@@ -116,3 +112,61 @@ class SimulatedPrograms(Programs):
     @staticmethod
     def _is_real(name: str) -> bool:
         return name == MPS_CONTROL and bool(os.environ.get("GPUSHARE_MPS_CONTROL"))
+
+
+_LEVELS: Final = tuple(level.name.title() for level in TimeSlice)
+_LEVEL_WORDS: Final = [[str(int(level))] for level in TimeSlice]
+_RULE: Final = f"+{'-' * 37}+\n"
+_HEADER: Final = f"""\
+{_RULE}| GPU compute policies:               |
+| GPU     Name           Value        |
+|=====================================|
+"""
+
+
+def run_smi(argv: Sequence[str], state_file: StateFile) -> Completed:
+    """Run nvidia-smi; ``argv`` with its name. Errors go to stdout too."""
+    state, words = current(state_file), list(argv[1:])
+    code, text = 255, f"ERROR: Option {' '.join(words)} is not simulated. Please run 'gpushare status'.\n\n"
+    if not (state.nvml_installed and state.driver_loaded):
+        missing = Code.DRIVER_NOT_LOADED if state.nvml_installed else Code.LIBRARY_NOT_FOUND
+        code, text = int(missing), f"{ERROR_TEXTS[missing]}\n"
+    elif words == ["compute-policy", "-l"]:
+        code, text = _list_policies(state)
+    elif words[:2] == ["compute-policy", "-i"] and words[3:4] == ["--set-timeslice"] and words[4:] in _LEVEL_WORDS:
+        with changing(state_file) as (changed, _):
+            code, text = _set_policy(changed, words[2], int(words[4]))
+    return Completed(tuple(argv), code, text, "")
+
+
+def _list_policies(state: SimulatedHostState) -> tuple[int, str]:
+    """Return the exit code and the table of the time-slice levels."""
+    code, rows, output = Code.SUCCESS, "", ""
+    for index, gpu in enumerate(state.gpus):
+        refusal = _refusal_code(gpu)
+        if refusal is None:
+            rows += f"|{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]:<14}|\n{_RULE}"
+        else:
+            code, output = refusal, f"{output}Failed to get compute policies for GPU {index} : {ERROR_TEXTS[refusal]}\n"
+    return int(code), (_HEADER + rows if rows else "") + output
+
+
+def _set_policy(state: SimulatedHostState, device: str, level: int) -> tuple[int, str]:
+    """Set the time-slice level of a GPU, named by index or UUID; return the exit code and stdout."""
+    index = next((index for index, gpu in enumerate(state.gpus) if device in {str(index), gpu.uuid}), None)
+    if index is None:
+        return int(Code.NOT_FOUND), "No devices were found\n"
+    task = f"set timeslice policy with value {_LEVELS[level]}"
+    refusal = _refusal_code(state.gpus[index]) or (None if state.root else Code.NO_PERMISSION)
+    if refusal is not None:
+        return int(refusal), f"Failed to {task} for GPU {index} : {ERROR_TEXTS[refusal]}\n"
+    state.gpus[index].time_slice = level
+    return 0, f"Successfully {task} for GPU {index}\n"
+
+
+def _refusal_code(gpu: SimulatedGpu) -> Code | None:
+    """Return why a GPU refuses compute policies; None: it does not."""
+    if gpu.lost:
+        return Code.GPU_IS_LOST
+    unsupported = model_of(gpu.model).time_slice is False or "compute-policy" in gpu.not_supported
+    return Code.NOT_SUPPORTED if unsupported else None

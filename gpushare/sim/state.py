@@ -114,8 +114,8 @@ class SimulatedVgpu:
     # As NVIDIA names it: "NVIDIA H200-35C".
     type: str
     vm: str
+    # Half of it is in use.
     memory_bytes: int
-    memory_used_bytes: int
 
 
 @dataclass(eq=False)
@@ -127,7 +127,6 @@ class SimulatedProcess:
     # Empty while it has no CUDA context: it was refused, waits for a server, or has not attached yet.
     gpu_uuid: str
     name: str
-    user: str
     uid: int
     # When it started, in clock ticks since boot.
     started: int
@@ -178,8 +177,6 @@ class SimulatedProcess:
     checkpoint: int = 0
     # Its memory while it is checkpointed.
     image_bytes: int = 0
-    # Whether it was ever restored.
-    restored: bool = False
 
     @property
     def place(self) -> tuple[int | None, int | None]:
@@ -198,7 +195,7 @@ class SimulatedServer:
     # Memory limits in MiB, by device ordinal or UUID as it was set.
     memory: dict[str, int] = field(default_factory=dict)
     priority: int = 0
-    # Time-slices, in the form of ShownProcess.slices.
+    # Time-slices, in the form of SimulatedProcess.slices.
     slices: dict[str, int] = field(default_factory=dict)
     channels_off: list[int] = field(default_factory=list)
 
@@ -219,15 +216,9 @@ class SimulatedDaemon:
     memory: dict[str, int] = field(default_factory=dict)
     priority: int = 0
     servers: list[SimulatedServer] = field(default_factory=list)
-    hangs: bool = False
     stopped: bool = False
     # One server, of root, for the clients of all users.
     multiuser: bool = False
-
-    @property
-    def answers(self) -> bool:
-        """Return whether it answers anybody."""
-        return not (self.hangs or self.stopped)
 
 
 @dataclass(eq=False)
@@ -373,7 +364,9 @@ class StateFile:
 
     def _parse_state(self, text: str) -> SimulatedHostState:
         try:
-            return _decode(json.loads(text))
+            raw = json.loads(text)
+            SIMULATED_USERS.update({uid: name for name, uid in raw["users"].items()})
+            return _build(SimulatedHostState, raw)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._broken_error("the file has another form than this gpushare writes") from None
 
@@ -438,11 +431,6 @@ def _check_owner(directory: Path) -> None:
 def now() -> float:
     """Return the simulated host's clock: the wall clock, in seconds."""
     return time.time()
-
-
-def _decode(raw: dict[str, Any]) -> SimulatedHostState:
-    SIMULATED_USERS.update({uid: name for name, uid in raw["users"].items()})
-    return _build(SimulatedHostState, raw)
 
 
 T = TypeVar("T")

@@ -457,7 +457,6 @@ def real(state_file: StateFile, pid: int) -> Counted:
                 real=False,
                 gpu_uuid=state.gpus[0].uuid,
                 name="python",
-                user="root",
                 uid=0,
                 started=started.started,
             )

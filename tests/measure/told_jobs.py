@@ -179,7 +179,6 @@ def _process(number: int, job: ToldJob) -> SimulatedProcess:
         real=False,
         gpu_uuid="GPU",
         name=job.title,
-        user="u",
         uid=0,
         started=0,
         sm_percent=round(job.wants),

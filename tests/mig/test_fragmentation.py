@@ -10,9 +10,10 @@ import pytest
 from gpushare.gpu_models import find_model, load_models
 from gpushare.mig.planner import capacity_lost, fragmentation, free_profiles, lost_slices
 from gpushare.mig.profile import Layout, Profile
-from gpushare.sim.mig import Occupied, free_starts, remaining_capacity
+from gpushare.sim.mig import Occupied, free_starts
 from tests.mig.boards import MODELS, SHAPES, instance, layout
 from tests.mig.brute import State, brute_of
+from tests.sim.nvml_host import remaining_capacity
 
 CAPTURES = Path(__file__).parent.parent / "data" / "h200-r580"
 KEYS = [model.key for model in SHAPES]

@@ -32,7 +32,6 @@ def job(
         real=False,
         gpu_uuid=state.gpus[0].uuid,
         name="job",
-        user="u",
         uid=0,
         started=0,
         sm_percent=round(min(need, threads)),

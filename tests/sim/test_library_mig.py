@@ -10,7 +10,7 @@ import pytest
 from gpushare.gpu_models import GpuModel, find_model, load_models
 from gpushare.sim.mig import place_instances
 from gpushare.sim.state import StateFile
-from tests.sim.nvml_host import add_process, initialised, new_host
+from tests.sim.nvml_host import add_process, free_count, initialised, new_host
 
 # nvidia-smi mig -lgip and -lgipp, and nvmlDeviceGetGpuInstanceProfileInfoV, of an idle H200, driver 580.159.04:
 # enum: name, id, slices, instances, free, SM, CE, DEC, ENC, JPEG, OFA, MiB, starts, size.
@@ -40,9 +40,9 @@ def placements(nvml: Any, handle: Any, profile_id: int) -> list[tuple[int, int]]
     return [(one.start, one.size) for one in array]
 
 
-def row(nvml: Any, handle: Any, number: int) -> tuple[Any, ...]:
+def row(nvml: Any, handle: Any, number: int, file: StateFile) -> tuple[Any, ...]:
     info = nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number)
-    free = nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, info.id)
+    free = free_count(file, info.id)
     engines = (info.copyEngineCount, info.decoderCount, info.encoderCount, info.jpegCount, info.ofaCount)
     places = placements(nvml, handle, info.id)
     head = (info.name, info.id, info.sliceCount, info.instanceCount, free, info.multiprocessorCount)
@@ -50,11 +50,12 @@ def row(nvml: Any, handle: Any, number: int) -> tuple[Any, ...]:
 
 
 def test_the_profiles_of_an_h200_are_those_of_the_real_one() -> None:
-    with initialised(new_host("sim:h200")) as (nvml, _):
+    file = new_host("sim:h200")
+    with initialised(file) as (nvml, _):
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         for number in range(17):
             if number in H200:
-                assert row(nvml, handle, number) == H200[number]
+                assert row(nvml, handle, number, file) == H200[number]
             else:
                 with pytest.raises(nvml.NVMLError_NotSupported):
                     nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number)
@@ -72,7 +73,8 @@ def test_profile_structs_of_every_version_agree() -> None:
 
 @pytest.mark.parametrize("model", load_models().values(), ids=lambda model: model.key)
 def test_every_model_lists_its_published_profiles(model: GpuModel) -> None:
-    with initialised(new_host(f"sim:{model.short}")) as (nvml, _):
+    file = new_host(f"sim:{model.short}")
+    with initialised(file) as (nvml, _):
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         names = []
         for number in range(17):
@@ -83,7 +85,7 @@ def test_every_model_lists_its_published_profiles(model: GpuModel) -> None:
             names.append(info.name)
             assert info.memorySizeMB > 0
             assert info.multiprocessorCount > 0
-            assert 0 < nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, info.id) <= info.instanceCount
+            assert 0 < free_count(file, info.id) <= info.instanceCount
         assert sorted(names) == sorted(f"MIG {profile.name}" for profile in model.profiles if profile.id is not None)
 
 
@@ -169,9 +171,10 @@ def test_mig_allows_no_other_compute_mode() -> None:
 
 
 def test_free_counts_fall_as_instances_are_there() -> None:
-    with initialised(mig_host("sim:h200", ["3g.71gb:0", "1g.18gb+me:4"])) as (nvml, _):
+    file = mig_host("sim:h200", ["3g.71gb:0", "1g.18gb+me:4"])
+    with initialised(file) as (nvml, _):
         gpu = nvml.nvmlDeviceGetHandleByIndex(0)
-        free = {value[1]: nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, value[1]) for value in H200.values()}
+        free = {value[1]: free_count(file, value[1]) for value in H200.values()}
         assert free == {19: 2, 20: 0, 15: 1, 14: 0, 9: 0, 5: 0, 0: 0}
         # Possible placements are all there are, not only the free ones.
         assert placements(nvml, gpu, 9) == [(0, 4), (4, 4)]

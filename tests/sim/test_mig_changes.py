@@ -15,7 +15,7 @@ import pytest
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_layout
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
-from tests.sim.nvml_host import add_process, initialised, new_host
+from tests.sim.nvml_host import add_process, free_count, initialised, new_host
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 H100, A100 = "sim:h100-80gb", "sim:a100-80gb"
@@ -174,7 +174,7 @@ def test_an_explicit_place_gives_the_id_of_the_place_and_a_bare_gpu_instance() -
         # No MIG device yet, and the room is taken.
         with pytest.raises(nvml.NVMLError_NotFound):
             nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 0)
-        assert nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, G2) == 2
+        assert free_count(file, G2) == 2
         assert nvml.nvmlGpuInstanceGetInfo(nvml.nvmlDeviceGetGpuInstanceById(gpu, 4)).profileId == G2
         rows, count = (nvml.c_nvmlGpuInstance_t * 3)(), ctypes.c_uint()
         nvml.nvmlDeviceGetGpuInstances(gpu, G2, rows, ctypes.byref(count))
@@ -208,14 +208,10 @@ def test_the_placement_is_passed_by_reference() -> None:
         wrong = nvml.NVML_ERROR_INVALID_ARGUMENT
         refused(nvml, wrong, nvml.nvmlDeviceCreateGpuInstanceWithPlacement, gpu, G3, place)
         refused(nvml, wrong, nvml.nvmlDeviceCreateGpuInstanceWithPlacement, gpu, G3, None)
-        null = ctypes.POINTER(nvml.c_nvmlGpuInstancePlacement_t)()
-        refused(nvml, wrong, nvml.nvmlDeviceCreateGpuInstanceWithPlacement, gpu, G3, null)
-        instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, G3, ctypes.pointer(place))
+        instance = nvml.nvmlDeviceCreateGpuInstanceWithPlacement(gpu, G3, ctypes.byref(place))
         inside = nvml.c_nvmlComputeInstancePlacement_t(start=0, size=1)
         refused(nvml, wrong, nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement, instance, C1, inside)
-        # An array is an address too.
-        array = (nvml.c_nvmlComputeInstancePlacement_t * 1)(inside)
-        nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement(instance, C1, array)
+        nvml.nvmlGpuInstanceCreateComputeInstanceWithPlacement(instance, C1, ctypes.byref(inside))
         assert layout_of(file) == [("3g.40gb", 4, 2)]
         assert len(gpu_of(file).mig) == 1
 
@@ -324,7 +320,7 @@ def test_the_nth_changing_call_fails_once() -> None:
         create(nvml, gpu, G1, 0, 1)
         # A refused call is a call; reading is none.
         refused(nvml, nvml.NVML_ERROR_INSUFFICIENT_RESOURCES, create, nvml, gpu, G1, 0, 1)
-        assert nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, G1) == 6
+        assert free_count(file, G1) == 6
         refused(nvml, nvml.NVML_ERROR_UNKNOWN, create, nvml, gpu, G1, 1, 1)
         assert layout_of(file) == [("1g.18gb", 0, 7)]
         create(nvml, gpu, G1, 1, 1)

@@ -65,7 +65,7 @@ def test_the_uuid_comes_from_the_place_and_not_from_the_profile() -> None:
 @pytest.mark.parametrize(
     ("name", "requests", "error"),
     [
-        ("h200", ["9g.1gb"], BadUsage),
+        ("h200", ["9g.1gb"], NotSupported),
         ("h200", ["3g.71gb:1"], BadUsage),
         ("h200", ["3g.71gb:"], BadUsage),
         ("h200", [""], BadUsage),

@@ -447,7 +447,7 @@ def test_the_screen_goes_on_while_a_gpu_hangs(show: Show, monkeypatch: pytest.Mo
 def test_processes_of_a_job_and_the_line_of_waiting_ones(show: Show, world: World) -> None:
     """The tree has the processes of each job; who waits stands below, with place and reason."""
     root = add(world, 0, "train", 9)
-    child = add(world, 0, "worker", 1, parent=root)
+    child = add(world, 0, "worker", 1, parent_pid=root)
     line = LinePlace(place=1, memory_bytes=48 * GIB, behind=("eval",), held_by=("train",))
     waiting = ListedJob(name="big", pid=77, state="waiting", user="dave", role="plain", device=None, since_seconds=60, line=line)  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_without_g_it_goes_where_most_is_free_and_a_dry_run_says_the_same(cli: C
 
 def test_all_processes_of_a_job_move_together(cli: Cli, world: World) -> None:
     first = job()
-    pids = [first, *(job(0, 4 * GIB, parent=first) for _ in range(2))]
+    pids = [first, *(job(0, 4 * GIB, parent_pid=first) for _ in range(2))]
     cli("move", str(first), "-g", "2", host=SPEC).ok()
     assert {gpu_of(world, pid) for pid in pids} == {2}
 
@@ -92,7 +92,7 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
 def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, cli: Cli, world: World) -> None:
     """Else the rest stays where it is, and the answer says that the job has moved."""
     first = job()
-    child = job(0, 4 * GIB, parent=first)
+    child = job(0, 4 * GIB, parent_pid=first)
     cli("swap", "out", str(child), host=SPEC).ok()
     words = refused("move", str(first), "-g", "1", host=SPEC, code="already_out", exit_code=19)
     assert f"process {child}, a part of process {first}, is swapped out" in words
@@ -106,7 +106,7 @@ def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, c
 def test_the_only_part_on_a_gpu_moves_for_its_job(cli: Cli, world: World) -> None:
     first = job(0, 0)
     world.alter(first, gpu_uuid="")
-    child = job(0, 4 * GIB, parent=first)
+    child = job(0, 4 * GIB, parent_pid=first)
     cli("swap", "out", str(child), host=SPEC).ok()
     cli("move", str(first), "-g", "1", host=SPEC).ok()
     assert gpu_of(world, child) == 1
@@ -154,7 +154,7 @@ def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None
 def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: Cli, world: World) -> None:
     pid, ranked = str(job()), str(job(environment={"WORLD_SIZE": "2"}))
     both = job()
-    job(1, parent=both)
+    job(1, parent_pid=both)
     job(1, 130 * GIB)
     cli("mps", "start", "-g", "2", host=SPEC).ok()
     home = world.state.daemons[0].pipe_directory
@@ -189,7 +189,7 @@ def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Ref
 
 def test_a_job_that_the_driver_refuses_is_where_it_was(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = job()
-    second = job(0, 4 * GIB, parent=first)
+    second = job(0, 4 * GIB, parent_pid=first)
     # The second process comes in first, and has to go back.
     with monkeypatch.context() as patch:
         refuse_pairs(patch, second)

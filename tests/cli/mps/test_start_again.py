@@ -31,7 +31,7 @@ def test_a_daemon_that_nobody_noted_is_not_taken_down(
     home.create()
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": "GPU-elsewhere"}
     with monkeypatch.context() as patched:
-        patched.setattr("gpushare.sim.mps_daemon.daemon_devices", lambda *_: [None])
+        patched.setattr("gpushare.sim.mps_control.daemon_devices", lambda *_: [None])
         assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
     sockets = home.leftovers()
     refused("mps", "start", code="daemon_exists", exit_code=19)

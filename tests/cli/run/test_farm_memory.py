@@ -232,7 +232,7 @@ def test_the_sum_over_the_processes_of_a_copy_counts(real: Real, world: World) -
     on_gpu(world, 2)
     until(lambda: all(process.memory_bytes == 5 * GIB for process in world.state.processes), "both hold their memory")
     copy_pid = min(world.pids())
-    admin.add_process(world.spec, memory_bytes=5 * GIB, parent=copy_pid)
+    admin.add_process(world.spec, memory_bytes=5 * GIB, parent_pid=copy_pid)
     answer = farm.result()
     assert answer.code == 1
     (error,) = answer.lines("error")

@@ -288,7 +288,7 @@ if os.fork() == 0:
     if os.fork() == 0:
         os.read(ready[0], 1)
         pid = os.getpid()
-        stray = SimulatedProcess(pid=pid, real=True, gpu_uuid=me.gpu_uuid, name="stray", user=me.user, uid=me.uid,
+        stray = SimulatedProcess(pid=pid, real=True, gpu_uuid=me.gpu_uuid, name="stray", uid=me.uid,
                                  started=identity_of(pid).started, memory_bytes=9 << 30)
         with changing(file) as (state, _):
             state.processes.append(stray)

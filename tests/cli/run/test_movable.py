@@ -51,7 +51,7 @@ def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(cli: Cli, 
     until(lambda: (record := find_record(world.host, "train")) and record.devices == (target,), "its record says so")
     # The limit holds on the new GPU.
     pid = next(process.pid for process in world.state.processes if process.memory_bytes == 8 * GIB)
-    admin.add_process(SPEC, "1", memory_bytes=4 * GIB, parent=pid)
+    admin.add_process(SPEC, "1", memory_bytes=4 * GIB, parent_pid=pid)
     result = job.result()
     assert result.code == 1
     assert "over its limit of 9.0 GiB" in result.err

@@ -15,7 +15,6 @@ import pytest
 
 from gpushare.base.selection import select
 from gpushare.base.units import GIB, parse_memory_limit
-from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
@@ -272,7 +271,6 @@ def on_gpu(world: World, pid: int, size: int) -> None:
                 real=True,
                 gpu_uuid=state.gpus[0].uuid,
                 name="sleep",
-                user=user_name(os.geteuid()),
                 uid=os.geteuid(),
                 started=identified(pid).started,
                 memory_bytes=size,

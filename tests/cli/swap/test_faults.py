@@ -40,7 +40,7 @@ def job(size: int = 20 * GIB, **options: Any) -> int:
 
 def family(number: int = 3) -> list[int]:
     first = job()
-    return [first, *(job(4 * GIB, parent=first) for _ in range(number - 1))]
+    return [first, *(job(4 * GIB, parent_pid=first) for _ in range(number - 1))]
 
 
 Before = Callable[[str, Callable[[int], object]], None]
@@ -172,7 +172,7 @@ def test_the_rest_of_a_job_comes_back_after_its_first_process_has_ended(cli: Cli
 def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, before: Before) -> None:
     first = job()
     started: list[int] = []
-    before("lock", once(lambda: started.append(job(2 * GIB, parent=first))))
+    before("lock", once(lambda: started.append(job(2 * GIB, parent_pid=first))))
     data = cli("swap", "out", str(first), output="json").ok().data["job"]
     assert [program["pid"] for program in data["processes"]] == [first, *started]
     assert world.process(started[0]).checkpoint == CHECKPOINTED
@@ -204,7 +204,7 @@ def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(cli: Cli,
 
 def test_a_job_that_never_stops_starting_processes_stays(cli: Cli, world: World, before: Before) -> None:
     first = job()
-    before("lock", lambda _pid: job(GIB, parent=first))
+    before("lock", lambda _pid: job(GIB, parent_pid=first))
     answer = cli("swap", "out", str(first), output="json")
     assert (answer.code, answer.error["code"]) == (1, "job_grows")
     assert {program.checkpoint for program in world.state.processes} == {RUNNING}
@@ -215,7 +215,7 @@ def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Refuse
     """As where the program has run a part of itself with sudo."""
     world.fault("user", "65534")
     first = job()
-    job(GIB, parent=first, user="root")
+    job(GIB, parent_pid=first, user="root")
     text = refused("swap", "out", str(first), code="other_user", exit_code=4)
     assert "belongs to root" in text
 

@@ -85,7 +85,7 @@ def test_what_is_refused_by_name(refused: Refused, cli: Cli, world: World) -> No
 def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Refused, cli: Cli) -> None:
     two = World.new("sim:2xh200")
     first = admin.add_process(two.spec, "0", memory_bytes=GIB)
-    admin.add_process(two.spec, "1", memory_bytes=GIB, parent=first)
+    admin.add_process(two.spec, "1", memory_bytes=GIB, parent_pid=first)
     text = refused("swap", "out", str(first), code="several_gpus", exit_code=3, host=two.spec)
     assert "GPUs 0, 1" in text
     host = World.new("sim:h200")

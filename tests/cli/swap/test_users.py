@@ -79,7 +79,7 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(cli: Cli, refu
 def test_root_is_asked_for_the_process_that_the_plan_names(refused: Refused, cli: Cli, world: World) -> None:
     """A job without a name is its first process, which may not be the first that left."""
     pid = job(world)
-    child = admin.add_process(SPEC, memory_bytes=GIB, name="worker", user=str(NOBODY), parent=pid)
+    child = admin.add_process(SPEC, memory_bytes=GIB, name="worker", user=str(NOBODY), parent_pid=pid)
     become(world, NOBODY)
     cli("swap", "out", str(pid)).ok()
     path = record(world, NOBODY, pid)
