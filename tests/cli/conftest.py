@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,20 @@ import pytest
 
 from gpushare.cli import main
 from gpushare.measure.observe import Clock
-from tests.cli.drive import H200, Answer, Cli, Real, Refused, Started, World, as_script, clear_up, same, start_real
+from tests.cli.drive import (
+    H200,
+    Answer,
+    Cli,
+    Real,
+    Refused,
+    Started,
+    World,
+    Write,
+    as_script,
+    clear_up,
+    same,
+    start_real,
+)
 from tests.measure.windows import wait_for_numbers
 
 
@@ -59,6 +73,18 @@ def patience_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
 def world() -> World:
     """Return the simulated host with one H200."""
     return World()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Return a function that writes a file and returns its path."""
+
+    def to_file(content: str | bytes) -> str:
+        path = tmp_path / "gpushare.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return to_file
 
 
 @pytest.fixture

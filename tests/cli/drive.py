@@ -450,6 +450,8 @@ class Started:
 Cli = Callable[..., Answer]
 Real = Callable[..., Started]
 Refused = Callable[..., str]
+# What writes a file and returns its path.
+Write = Callable[[str | bytes], str]
 
 
 # Once for all processes that are forked from this one.

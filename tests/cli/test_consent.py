@@ -28,6 +28,14 @@ def host() -> World:
     return world
 
 
+@pytest.fixture
+def world() -> World:
+    """Return a host with an MPS daemon."""
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    return world
+
+
 def typed(
     world: World, words: list[str], answer: str, meanwhile: Callable[[], object] = lambda: None
 ) -> tuple[int, str]:
@@ -124,9 +132,7 @@ def test_a_grant_is_asked_for_and_a_name_alone_is_not(host: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["--force", "--drain=0.1s"])
-def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
-    world = World.new("sim:h200")
-    world.asked("mps", "start").ok()
+def test_a_daemon_with_clients_is_asked_for(how: str, world: World) -> None:
     pid = world.client()
     (lost,) = wants(world, "mps", "stop", how)
     assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())}: python3)"]
@@ -134,10 +140,8 @@ def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
-    attached: bool, monkeypatch: pytest.MonkeyPatch
+    attached: bool, monkeypatch: pytest.MonkeyPatch, world: World
 ) -> None:
-    world = World.new("sim:h200")
-    world.asked("mps", "start").ok()
     script = "true 'a word that is so long that its second quote would be cut off after eighty characters'; sleep 600"
     world.asked("run", "-d", "--name", "trainer", "--threads", "20", "--", "sh", "-c", script).ok()
     try:
@@ -158,18 +162,14 @@ def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
         world.run("stop", "trainer", "-y")
 
 
-def test_a_long_command_line_shows_its_beginning_and_its_end() -> None:
-    world = World.new("sim:h200")
-    world.asked("mps", "start").ok()
+def test_a_long_command_line_shows_its_beginning_and_its_end(world: World) -> None:
     world.client(name="python3", command_line=["python3", "train.py", "--data", "x" * 200, "--seed", "7"])
     (lost,) = wants(world, "mps", "stop", "--force")
     assert "python3 train.py --data xxx" in lost["why"][0]
     assert lost["why"][0].endswith("xxx --seed 7)")
 
 
-def test_an_idle_daemon_of_ours_is_stopped_without_a_question() -> None:
-    world = World.new("sim:h200")
-    world.asked("mps", "start").ok()
+def test_an_idle_daemon_of_ours_is_stopped_without_a_question(world: World) -> None:
     world.asked("mps", "stop", "--force").ok()
 
 
@@ -212,9 +212,7 @@ def test_what_comes_after_the_answer_is_asked_for_too(host: World) -> None:
     assert "This destroys 2g.20gb:2 on GPU 0 (named 'late'). Continue? [y/N]" in said
 
 
-def test_a_client_that_comes_after_the_answer_is_not_ended() -> None:
-    world = World.new("sim:h200")
-    world.asked("mps", "start").ok()
+def test_a_client_that_comes_after_the_answer_is_not_ended(world: World) -> None:
     world.client()
     code, said = typed(world, ["mps", "stop", "--force"], "y\n", world.client)
     assert code == 19

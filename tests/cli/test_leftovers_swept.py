@@ -11,7 +11,7 @@ import pytest
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.records import sweep_leftovers
 from gpushare.mps.home import home_of
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, World, Write
 
 LEVEL = "lent", "gpu.json"
 MODE = "mode", "gpu.json"
@@ -66,12 +66,11 @@ def test_what_somebody_is_writing_stays(world: World, where: tuple[str, str]) ->
     assert not path.exists()
 
 
-def test_apply_removes_a_leftover_of_its_own_file(cli: Cli, world: World, tmp_path: Path) -> None:
-    file = tmp_path / "gpushare.yaml"
-    file.write_text("version: 1\ngpus:\n- {match: {index: 0}, timeslice: default}\n")
-    cli("apply", "-f", str(file), "-y").ok()
+def test_apply_removes_a_leftover_of_its_own_file(cli: Cli, world: World, write: Write) -> None:
+    file = write("version: 1\ngpus:\n- {match: {index: 0}, timeslice: default}\n")
+    cli("apply", "-f", file, "-y").ok()
     path = world.host.state_directory / ".applied-abcd_123"
     path.write_text("half of")
     # Nothing to do, and kept already.
-    cli("apply", "-f", str(file), "-y").ok()
+    cli("apply", "-f", file, "-y").ok()
     assert not path.exists()

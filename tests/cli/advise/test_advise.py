@@ -22,7 +22,7 @@ from gpushare.advice.facts import host_facts
 from gpushare.base.errors import OperationFailed
 from gpushare.cli import main
 from gpushare.sim import admin
-from tests.cli.drive import H200, World, environment
+from tests.cli.drive import H200, World, Write, environment
 
 FARM = ("--processes", "4", "--memory", "2G", "--users", "same", "--no-saturating")
 USERS = ("--processes", "3", "--memory", "2G", "--users", "different", "--pattern", "steady")
@@ -140,10 +140,9 @@ def test_a_file_may_list_sizes_of_memory(cli: Any, refused: Any, tmp_path: Path)
     refused("advise", "-f", str(file), code="bad_size", exit_code=2)
 
 
-def test_a_file_says_the_same_as_flags(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("workloads:\n- {processes: 4, memory: 2G, users: same, saturating: no}\n")
-    by_file = cli("advise", "-f", str(file), host="sim:t4", output="json").ok().data
+def test_a_file_says_the_same_as_flags(cli: Any, write: Write) -> None:
+    file = write("workloads:\n- {processes: 4, memory: 2G, users: same, saturating: no}\n")
+    by_file = cli("advise", "-f", file, host="sim:t4", output="json").ok().data
     assert by_file == cli("advise", *FARM, host="sim:t4", output="json").ok().data
 
 
@@ -620,29 +619,26 @@ def test_bad_words_are_refused(refused: Any, words: tuple[str, ...], code: str, 
         ("", "is empty"),
         ("workloads: []\n", "is empty"),
         ("root: yes\n", "no workloads"),
-        ("- {processes: 4\n", "w.yaml:2:1: this is not YAML"),
-        ("workloads:\n- processes: 4\n  memroy: 6G\n", "w.yaml:3:3: 'memroy' is not a property"),
-        ("workloads:\n- processes: 4\n  memory: six\n", "w.yaml:3:3: 'six' is not a memory size"),
-        ("workloads:\n- processes: 4\n  processes: 5\n", "w.yaml:3:3: the key 'processes' is given twice"),
-        ("workloads: [{processes: 2}]\nhost: x\n", "w.yaml:2:1: unknown key 'host'"),
-        ("- just text\n", "w.yaml:1:3: a workload is a mapping"),
-        ("- {saturating: maybe}\n", "w.yaml:1:4: 'maybe' is not a valid value for saturating"),
+        ("- {processes: 4\n", "gpushare.yaml:2:1: this is not YAML"),
+        ("workloads:\n- processes: 4\n  memroy: 6G\n", "gpushare.yaml:3:3: 'memroy' is not a property"),
+        ("workloads:\n- processes: 4\n  memory: six\n", "gpushare.yaml:3:3: 'six' is not a memory size"),
+        ("workloads:\n- processes: 4\n  processes: 5\n", "gpushare.yaml:3:3: the key 'processes' is given twice"),
+        ("workloads: [{processes: 2}]\nhost: x\n", "gpushare.yaml:2:1: unknown key 'host'"),
+        ("- just text\n", "gpushare.yaml:1:3: a workload is a mapping"),
+        ("- {saturating: maybe}\n", "gpushare.yaml:1:4: 'maybe' is not a valid value for saturating"),
     ],
 )
-def test_a_bad_file_names_its_line(cli: Any, tmp_path: Path, text: str, said: str) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text(text)
-    answer = cli("advise", "-f", str(file))
+def test_a_bad_file_names_its_line(cli: Any, write: Write, text: str, said: str) -> None:
+    file = write(text)
+    answer = cli("advise", "-f", file)
     assert answer.code == 2
     assert said in answer.err
-    assert str(file) in answer.err
+    assert file in answer.err
     assert len(answer.lines("hint")) == 1
 
 
-def test_a_file_that_is_no_text(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_bytes(b"\xff\xfe\x00")
-    answer = cli("advise", "-f", str(file))
+def test_a_file_that_is_no_text(cli: Any, write: Write) -> None:
+    answer = cli("advise", "-f", write(b"\xff\xfe\x00"))
     assert answer.code == 2
     assert "is not UTF-8" in answer.err
 
@@ -673,10 +669,9 @@ def test_needs_are_a_list(cli: Any, words: tuple[str, ...]) -> None:
     assert (one["nccl"], one["p2p"], one["cuda_graphs"], one["ipc"]) == (True, False, True, None)
 
 
-def test_a_file_lists_needs_too(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text("workloads: [{processes: 2, needs: [nccl, no-p2p]}, {processes: 1, needs: 'ipc'}]\n")
-    first, second = cli("advise", "-f", str(file), "--needs", "vms", output="json").ok().data["case"]["workloads"]
+def test_a_file_lists_needs_too(cli: Any, write: Write) -> None:
+    file = write("workloads: [{processes: 2, needs: [nccl, no-p2p]}, {processes: 1, needs: 'ipc'}]\n")
+    first, second = cli("advise", "-f", file, "--needs", "vms", output="json").ok().data["case"]["workloads"]
     assert (first["nccl"], first["p2p"], first["vms"]) == (True, False, True)
     assert (second["nccl"], second["ipc"], second["vms"]) == (None, True, True)
 

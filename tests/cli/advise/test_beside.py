@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,11 +258,10 @@ def test_programs_that_fill_a_gpu_get_one_each(cli: Any) -> None:
     assert line.startswith("gpushare run -g 0-3 --slice 2ms --wait ")
 
 
-def test_the_lists_of_several_gpus_are_placed_too(cli: Any, tmp_path: Path) -> None:
-    file = tmp_path / "w.yaml"
-    file.write_text(
+def test_the_lists_of_several_gpus_are_placed_too(cli: Any, write: Any) -> None:
+    file = write(
         "\n".join(f"- {{name: {n}, user: {n}, processes: 1, memory: 10G, isolation: fault}}" for n in ("a", "b", "c"))
     )
-    data = advised(cli, "sim:2xa30", "-f", str(file), "--root")
+    data = advised(cli, "sim:2xa30", "-f", file, "--root")
     assert data["winner"] == "mig"
     assert data["why"][0].endswith("2 on GPU 0 (MIG), 1 on GPU 1 (the whole GPU)")

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import LIMIT_FILE, pipe_directory, pipe_users, set_pipe_users
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused, World, same
+from tests.cli.drive import Cli, Refused, World, Write, same
 
 EIGHT = "sim:8xh100-80gb"
 TWO = "sim:2xh100"
@@ -54,20 +53,6 @@ gpus:
 - match: {model: h100}
   timeslice: default
 """
-
-Write = Callable[[str], str]
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Write:
-    """Return a function that writes a file and returns its path."""
-
-    def to_file(text: str) -> str:
-        path = tmp_path / "gpushare.yaml"
-        path.write_text(text, encoding="utf-8")
-        return str(path)
-
-    return to_file
 
 
 def one(way: str, index: int = 0) -> str:

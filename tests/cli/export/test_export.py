@@ -8,7 +8,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from gpushare.mps.home import homes_in
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedGpuInstance
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, Write
 from tests.export.plugin_config import from_config
 
 T4S = "sim:4xt4"
@@ -311,20 +310,8 @@ def test_one_replica_is_a_gpu_that_is_not_shared(cli: Cli) -> None:
 # -- from gpushare.yaml ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> Callable[[str], str]:
-    """Return a function that writes a file and returns its path."""
-
-    def write(text: str) -> str:
-        path = tmp_path / "gpushare.yaml"
-        path.write_text(text)
-        return str(path)
-
-    return write
-
-
-def test_a_file_says_what_the_host_is_not_yet(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file("version: 1\ngpus:\n- {match: all, timeslice: {level: default, replicas: 3}}\n")
+def test_a_file_says_what_the_host_is_not_yet(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- {match: all, timeslice: {level: default, replicas: 3}}\n")
     done = cli("export", "k8s", "-f", path, host=T4S).ok()
     assert plugin_of(done.out)[0] == "timeslice-3"
     assert "--replicas" not in done.err
@@ -334,8 +321,8 @@ def test_a_file_says_what_the_host_is_not_yet(cli: Cli, file: Callable[[str], st
     assert "nvidia.com/gpu: '12'" in cli("export", "karpenter", "-f", path, host=T4S).ok().out
 
 
-def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file('version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g, "1g*2"]\n')
+def test_mig_of_a_file(cli: Cli, write: Write) -> None:
+    path = write('version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g, "1g*2"]\n')
     host = "sim:2xh100"
     entries = choose_config(
         parse_parted(yaml.safe_load(cli("export", "mig-parted", "-f", path, host=host).ok().out)), None
@@ -359,10 +346,8 @@ def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
         ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
     ],
 )
-def test_a_file_that_is_refused(
-    refused: Refused, file: Callable[[str], str], text: str, code: str, exit_code: int
-) -> None:
-    refused("export", "k8s", "-f", file(text), code=code, exit_code=exit_code, host=T4S)
+def test_a_file_that_is_refused(refused: Refused, write: Write, text: str, code: str, exit_code: int) -> None:
+    refused("export", "k8s", "-f", write(text), code=code, exit_code=exit_code, host=T4S)
 
 
 @pytest.mark.parametrize(
@@ -377,22 +362,22 @@ def test_a_file_that_is_refused(
 )
 @pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
 def test_what_a_gpu_can_never_hold_is_not_exported(
-    refused: Refused, file: Callable[[str], str], engine: str, way: str, code: str, exit_code: int, said: str
+    refused: Refused, write: Write, engine: str, way: str, code: str, exit_code: int, said: str
 ) -> None:
-    path = file(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
+    path = write(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
     assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
 
 
-def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file("version: 1\ngpus:\n- {match: {index: 1}, mig: [3g.40gb, 1g.10gb*2]}\n")
+def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- {match: {index: 1}, mig: [3g.40gb, 1g.10gb*2]}\n")
     words = ("export", "slurm", "--autodetect", "off")
     assert "does not exist yet" in cli(*words, "-f", path, host="sim:2xh100").err
     cli("apply", "-f", path, host="sim:2xh100").ok()
     assert cli(*words, "-f", path, host="sim:2xh100").ok().out == cli(*words, host="sim:2xh100").ok().out
 
 
-def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
+def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
     cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
 
 
@@ -509,9 +494,7 @@ def test_a_unit_has_the_path_of_this_gpushare(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("engine", ["k8s", "dra", "slurm", "systemd", "mig-parted", "docker", "cdi"])
-def test_a_file_from_stdin_is_read_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str) -> None:
+def test_a_file_from_stdin_is_read_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, write: Write, engine: str) -> None:
     text = "version: 1\ngpus:\n- match: {index: 0}\n  exclusive: true\nslices:\n- match: all\n  slice: 500us\n"
-    path = tmp_path / "wanted.yaml"
-    path.write_text(text, encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert cli("export", engine, "-f", "-").ok().out == cli("export", engine, "-f", str(path)).ok().out
+    assert cli("export", engine, "-f", "-").ok().out == cli("export", engine, "-f", write(text)).ok().out

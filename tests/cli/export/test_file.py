@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused
+from tests.cli.drive import Cli, Refused, Write
 
 SPEC = "sim:2xa100-80gb"
 FILE = """\
@@ -25,10 +25,8 @@ gpus:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "gpushare.yaml"
-    path.write_text(FILE)
-    return str(path)
+def file(write: Write) -> str:
+    return write(FILE)
 
 
 def test_a_daemon_that_is_not_up_yet_has_its_pipe_already(cli: Cli, file: str) -> None:
@@ -68,10 +66,9 @@ def test_instances_of_the_file_are_those_of_their_names(cli: Cli, file: str) -> 
         assert "CUDA_MPS" not in out, "those with a daemon are the other two"
 
 
-def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "plain.yaml"
-    path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb}]}, {match: {index: 1}, mps: {}}]\n")
-    units = cli("export", "systemd", "-f", str(path), "--at-boot", "/etc/gpushare.yaml", host=SPEC).ok().out
+def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, write: Write) -> None:
+    path = write("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb}]}, {match: {index: 1}, mps: {}}]\n")
+    units = cli("export", "systemd", "-f", path, "--at-boot", "/etc/gpushare.yaml", host=SPEC).ok().out
     assert "ExecStart=/usr/bin/gpushare apply -f /etc/gpushare.yaml --yes\n" in units
     assert units.count("# file: gpushare-mps-gpu-") == 1
 

@@ -29,7 +29,7 @@ from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, until_it_runs
+from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until_it_runs
 
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
@@ -393,12 +393,10 @@ def test_rules_name_the_command_that_fixes_it(cli: Cli) -> None:
     assert all(rule["annotations"]["remedy"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
 
 
-def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, tmp_path: Path) -> None:
+def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, write: Write) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     assert value(samples(cli), "gpu_exclusive_wanted") is None
-    path = tmp_path / "gpushare.yaml"
-    path.write_text("version: 1\ngpus:\n- match: all\n  exclusive: true\n", encoding="utf-8")
-    cli("apply", "-f", str(path)).ok()
+    cli("apply", "-f", write("version: 1\ngpus:\n- match: all\n  exclusive: true\n")).ok()
     assert value(samples(cli), "gpu_exclusive_wanted", gpu="0", UUID=world.uuid()) == 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import yaml
 
 from gpushare.connect import connect
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, Write
 
 HOST = "sim:2xh100"
 MIXED = "sim:h100,t4"
@@ -29,18 +28,6 @@ mig-configs:
   night:
   - {devices: all, mig-enabled: false}
 """
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Callable[[str | bytes], str]:
-    """Return a function that writes a file and returns its path."""
-
-    def write(content: str | bytes) -> str:
-        path = tmp_path / "mig.yaml"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        return str(path)
-
-    return write
 
 
 def cut(*profiles: str, host: str = HOST, gpu: str = "0") -> None:
@@ -86,7 +73,7 @@ def test_every_gpu_is_looked_at_without_g(cli: Cli) -> None:
     assert second["missing"] == [{"profile": "1g.10gb", "start": None, "count": 1, "mig_device": True}]
 
 
-def test_a_pending_mode_is_not_as_asked(cli: Cli, file: Callable[[str], str]) -> None:
+def test_a_pending_mode_is_not_as_asked(cli: Cli, write: Write) -> None:
     host = "sim:a100-80gb"
     connect(host)
     admin.set_fault(host, "reset-required", "0", None)
@@ -95,15 +82,15 @@ def test_a_pending_mode_is_not_as_asked(cli: Cli, file: Callable[[str], str]) ->
     nvml.ask(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
     (gpu,) = nvml.sweep()
     assert (gpu.mig_enabled, gpu.mig_pending) == (False, True)
-    done = cli("mig", "check", "-f", file(TWO), "-c", "night", host=host)
+    done = cli("mig", "check", "-f", write(TWO), "-c", "night", host=host)
     assert done.code == 7
     assert "MIG on is pending; asked: off" in done.out
     assert "MIG is off, and on is pending; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
 
 
-def test_check_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
+def test_check_of_a_file(cli: Cli, write: Write) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
-    path = file(TWO)
+    path = write(TWO)
     assert cli("mig", "check", "-f", path, "-c", "day", host=HOST).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
     done = cli("mig", "check", "-f", path, "-c", "night", host=HOST)
     assert done.code == 7
@@ -115,8 +102,8 @@ NO_MATCH = 'version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices
 FIRST = 'version: v1\nmig-configs: {x: [{devices: [0], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
 
 
-def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, file: Callable[[str], str]) -> None:
-    path = file(FIRST)
+def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, write: Write) -> None:
+    path = write(FIRST)
     cli("mig", "apply", "-f", path, host=HOST).ok()
     done = cli("mig", "check", "-f", path, host=HOST).ok()
     assert done.out == "GPU 0: as asked\nGPU 1: no entry of the config is for it\n"
@@ -126,9 +113,9 @@ def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, file:
     assert cli("mig", "check", "-f", path, "-g", "1", host=HOST).code == 7
 
 
-def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, file: Callable[[str], str]) -> None:
+def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, write: Write) -> None:
     """As nvidia-mig-parted assert: "not all GPUs match the specified config"."""
-    path = file(FIRST)
+    path = write(FIRST)
     text = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
     assert "config 'x' has no entry for GPU 1" in text
     cli("mig", "apply", "-f", path, host=HOST).ok()
@@ -139,8 +126,8 @@ def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, file: Cal
     refused("mig", "check", "1g.10gb", "--exact", code="bad_combination", exit_code=2, host=HOST)
 
 
-def test_a_filter_that_matches_nothing_is_a_note(cli: Cli, refused: Refused, file: Callable[[str], str]) -> None:
-    path = file(NO_MATCH)
+def test_a_filter_that_matches_nothing_is_a_note(cli: Cli, refused: Refused, write: Write) -> None:
+    path = write(NO_MATCH)
     for words in (("apply",), ("apply", "-n"), ("check",)):
         assert "config 'x', entry 1 matches no GPU here" in cli("mig", *words, "-f", path, host=HOST).ok().err
     refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
@@ -148,22 +135,22 @@ def test_a_filter_that_matches_nothing_is_a_note(cli: Cli, refused: Refused, fil
     assert cli("mig", "check", "-f", path, "--exact", host=HOST).code == 7
 
 
-def test_the_filter_knows_the_model(cli: Cli, file: Callable[[str], str]) -> None:
+def test_the_filter_knows_the_model(cli: Cli, write: Write) -> None:
     cut("1g.10gb", host=MIXED)
-    path = file(
+    path = write(
         'version: v1\nmig-configs:\n  x:\n  - device-filter: "0x233010DE"\n    devices: all\n    mig-enabled: true\n'
         '    mig-devices: {"1g.10gb": 1}\n  - {device-filter: ["0x1EB810DE"], devices: all, mig-enabled: false}\n'
     )
     assert cli("mig", "check", "-f", path, host=MIXED).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
 
 
-def test_a_gpu_without_mig(cli: Cli, file: Callable[[str], str]) -> None:
+def test_a_gpu_without_mig(cli: Cli, write: Write) -> None:
     cut("1g.10gb", host=MIXED)
-    path = file('version: v1\nmig-configs: {x: [{devices: all, mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n')
+    path = write('version: v1\nmig-configs: {x: [{devices: all, mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n')
     done = cli("mig", "check", "-f", path, host=MIXED)
     assert done.code == 7
     assert done.out == "GPU 0: as asked\nGPU 1: not as asked\n  Tesla T4 has no MIG\n"
-    off = file("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: false}]}\n")
+    off = write("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: false}]}\n")
     assert cli("mig", "check", "-f", off, host="sim:t4").ok().out == "GPU 0: as asked\n"
 
 
@@ -255,14 +242,12 @@ LAUGHS = "a: &a [x]\n" + "".join(
         ("version: v1\nmig-configs:\n  x:\n  - devices: 7\n    mig-enabled: true\n", ":4:14: 'devices' is 7, neither"),
     ],
 )
-def test_a_bad_file(refused: Refused, file: Callable[..., str], content: str | bytes, said: str) -> None:
-    assert said in refused("mig", "check", "-f", file(content), code="bad_file", exit_code=2, host=HOST)
+def test_a_bad_file(refused: Refused, write: Write, content: str | bytes, said: str) -> None:
+    assert said in refused("mig", "check", "-f", write(content), code="bad_file", exit_code=2, host=HOST)
 
 
-def test_a_file_that_may_not_be_read(
-    refused: Refused, file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = file(TWO)
+def test_a_file_that_may_not_be_read(refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(TWO)
     opened = Path.open
 
     def closed(self: Path, *arguments: Any, **named: Any) -> Any:
@@ -275,9 +260,9 @@ def test_a_file_that_may_not_be_read(
     refused("mig", "check", "-f", path, code="bad_file", exit_code=4, host=HOST)
 
 
-def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, file: Callable[..., str]) -> None:
+def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, write: Write) -> None:
     text = "\ufeffversion: v1\nmig-configs:\n  x: &off [{devices: all, mig-enabled: false}]\n  y: *off\n"
-    assert cli("mig", "check", "-f", file(text), "-c", "y", host=HOST).ok().out.count("as asked") == 2
+    assert cli("mig", "check", "-f", write(text), "-c", "y", host=HOST).ok().out.count("as asked") == 2
 
 
 @pytest.mark.parametrize(
@@ -309,14 +294,14 @@ def test_export_is_a_v1_file(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("placement", [True, False])
-def test_what_is_exported_is_as_asked(cli: Cli, file: Callable[[str], str], placement: bool) -> None:
+def test_what_is_exported_is_as_asked(cli: Cli, write: Write, placement: bool) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
     text = cli("export", "mig-parted", *(["--placement"] if placement else []), host=HOST).ok().out
     assert len(list(yaml.safe_load_all(text))) == 1 + placement
-    cli("mig", "check", "-f", file(text), host=HOST).ok()
+    cli("mig", "check", "-f", write(text), host=HOST).ok()
     # The same instances elsewhere: only the file with places minds.
     cut("3g.40gb:0", "1g.10gb:5", "1g.10gb:6")
-    assert cli("mig", "check", "-f", file(text), host=HOST).code == (7 if placement else 0)
+    assert cli("mig", "check", "-f", write(text), host=HOST).code == (7 if placement else 0)
 
 
 def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) -> None:
@@ -358,17 +343,17 @@ def test_pci_ids_are_those_of_the_model() -> None:
     assert [host.nvml.pci_ids(index) for index in range(3)] == [(0x233510DE, None), (0x1EB810DE, None), (None, None)]
 
 
-def test_a_host_without_mig_is_refused_what_wants_it(cli: Cli, file: Callable[[str], str]) -> None:
+def test_a_host_without_mig_is_refused_what_wants_it(cli: Cli, write: Write) -> None:
     """`devices: all` skips a GPU without MIG, but not all of them."""
     text = "version: v1\nmig-configs:\n  a:\n  - devices: all\n    mig-enabled: true\n    mig-devices: {1g.5gb: 7}\n"
-    assert cli("mig", "check", "-f", file(text), host="sim:t4").code != 0
-    refused = cli("mig", "apply", "-f", file(text), host="sim:t4")
+    assert cli("mig", "check", "-f", write(text), host="sim:t4").code != 0
+    refused = cli("mig", "apply", "-f", write(text), host="sim:t4")
     assert refused.code == 3
     assert "MIG" in refused.err
 
 
-def test_diff_names_an_instance_without_a_compute_instance(cli: Cli, world: World, file: Callable[[str], str]) -> None:
-    path = file("version: 1\ngpus:\n- match: all\n  mig: [{wish: '3g.71gb:4', name: alice}]\n")
+def test_diff_names_an_instance_without_a_compute_instance(cli: Cli, world: World, write: Write) -> None:
+    path = write("version: 1\ngpus:\n- match: all\n  mig: [{wish: '3g.71gb:4', name: alice}]\n")
     cli("apply", "-f", path).ok()
     _destroy_compute_instances(world)
     assert "name alice: 3g.71gb:4 without a compute instance; the file: 3g.71gb:4" in cli("diff", "-f", path).out

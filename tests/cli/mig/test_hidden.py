@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, World, Write
 
 TWO = "sim:2xa100-80gb"
 
@@ -74,16 +72,15 @@ def test_nothing_is_planned_on_what_is_unknown(host: World, words: tuple[str, ..
         assert "mig/monitor" in answer.error["hint"]
 
 
-def test_what_was_captured_blindly_destroys_nothing(host: World, tmp_path: Path) -> None:
+def test_what_was_captured_blindly_destroys_nothing(host: World, write: Write) -> None:
     """As before: a file with an empty list of instances, which root then applies."""
     before = host.look()
     answer = host.run("capture")
     assert answer.code == 4, answer
     assert answer.json["data"] is None
-    path = tmp_path / "gpushare.yaml"
-    path.write_text("version: 1\ngpus:\n  - match: {index: 0}\n    mig: []\n")
+    path = write("version: 1\ngpus:\n  - match: {index: 0}\n    mig: []\n")
     for verb in ("diff", "apply"):
-        answer = host.run(verb, "-f", str(path), *(["-y"] if verb == "apply" else []))
+        answer = host.run(verb, "-f", path, *(["-y"] if verb == "apply" else []))
         assert answer.code == 4, answer
         assert answer.error["code"] == "instances_hidden"
     assert host.look() == before

@@ -33,6 +33,14 @@ def crashed(host: World, *words: str, step: int) -> None:
     host.clear()
 
 
+@pytest.fixture
+def host() -> World:
+    """Return a host on which a change was cut off."""
+    host = World.new(A100)
+    crashed(host, "apply", "1g.10gb*3", step=4)
+    return host
+
+
 def test_status_and_doctor_lead_to_the_recovery_and_to_nothing_else() -> None:
     host = World.new("sim:2xh200")
     assert host.run("mig", "enable", "-g", "1").code == 0
@@ -87,10 +95,8 @@ BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, 
 
 @BROKEN
 def test_every_change_is_refused_while_the_journal_cannot_be_read(
-    refused: Refused, broken: Callable[[Path], None], why: str
+    refused: Refused, broken: Callable[[Path], None], why: str, host: World
 ) -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=4)
     broken(host.journal)
     kept, before = host.journal.read_bytes(), host.look()
     for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "enable"], ["mig", "enable", "-n"]):
@@ -103,9 +109,7 @@ def test_every_change_is_refused_while_the_journal_cannot_be_read(
     assert host.look() == before
 
 
-def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=4)
+def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli, host: World) -> None:
     torn(host.journal)
     assert str(host.journal) in cli("mig", "status", host=A100).ok().err
     by_key = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
@@ -114,9 +118,7 @@ def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> No
     assert "gpushare_mig_change_interrupted 1" in cli("export", "prometheus", host=A100).out
 
 
-def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli) -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=4)
+def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli, host: World) -> None:
     torn(host.journal)
     would = cli("mig", "recover", "--forget", "-n", host=A100).ok()
     assert "would be" in would.out
@@ -323,9 +325,9 @@ def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monk
 
 
 @pytest.mark.parametrize("then", [("recover", "--forget"), ("apply", "1g.10gb*3")])
-def test_what_the_driver_refuses_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]) -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=4)
+def test_what_the_driver_refuses_is_in_nobodys_way(
+    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...], host: World
+) -> None:
     answer = refusing(monkeypatch, host)
     assert answer.error["hint"].startswith("try again: gpushare mig recover")
     assert host.run("mig", *then).code == 0
@@ -442,9 +444,7 @@ def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: C
 # -- what is told of it, and to whom ---------------------------------------------------------------
 
 
-def test_what_was_interrupted_is_told_with_the_step_in_which_it_died() -> None:
-    host = World.new(A100)
-    crashed(host, "apply", "1g.10gb*3", step=4)
+def test_what_was_interrupted_is_told_with_the_step_in_which_it_died(host: World) -> None:
     seen = connect(A100)
     (left,) = leftovers(seen, MigLedger(seen))
     entry = json.loads(host.journal.read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, Write
 
 A100, TWO, H100 = "sim:a100-80gb", "sim:2xh100", "sim:h100-80gb"
 
@@ -82,10 +82,8 @@ mig-configs:
 
 
 @pytest.fixture
-def parted(tmp_path: Path) -> str:
-    path = tmp_path / "mig.yaml"
-    path.write_text(PARTED)
-    return str(path)
+def parted(write: Write) -> str:
+    return write(PARTED)
 
 
 @pytest.mark.parametrize(

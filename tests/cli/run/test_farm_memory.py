@@ -15,7 +15,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.units import GIB
 from gpushare.memory.ledger import reservations
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Started, World, alive, until
+from tests.cli.drive import Cli, Real, Started, World, Write, alive, until
 from tests.cli.run.test_memory import STRAY
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
@@ -175,11 +175,10 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(real: Real, world: W
 # What a user may reserve is shared out, or bounds how many run at the same time.
 @pytest.mark.parametrize(("given", "running"), [((), 2), (("--memory", "30G"), 1)])
 def test_copies_keep_to_the_limit_of_their_user(
-    real: Real, cli: Cli, world: World, tmp_path: Path, given: tuple[str, ...], running: int
+    real: Real, cli: Cli, world: World, write: Write, given: tuple[str, ...], running: int
 ) -> None:
-    file = tmp_path / "gpushare.yaml"
-    file.write_text(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: 40G\n")
-    cli("apply", "-f", str(file), "-y").ok()
+    file = write(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: 40G\n")
+    cli("apply", "-f", file, "-y").ok()
     farm = real("farm", "--copies", "2", *given, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, running)
     sizes = reserved(world)

@@ -30,6 +30,14 @@ SPEC = "sim:h200"
 
 
 @pytest.fixture
+def pid(cli: Cli) -> int:
+    """A job that is out."""
+    pid = job()
+    cli("swap", "out", str(pid)).ok()
+    return pid
+
+
+@pytest.fixture
 def world() -> World:
     return World.new(SPEC)
 
@@ -76,9 +84,7 @@ def once(act: Callable[[], object]) -> Callable[[int], None]:
 # -- processes that end ------------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
+def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World, pid: int) -> None:
     admin.end_process(SPEC, pid)
     answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (6, "no_job")
@@ -88,19 +94,17 @@ def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World) 
 
 
 @pytest.mark.parametrize("reader", [("status",), ("swap", "list"), ("swap", "in", "1"), ("doctor",)])
-def test_whatever_reads_the_records_removes_those_of_the_dead(cli: Cli, world: World, reader: tuple[str, ...]) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
+def test_whatever_reads_the_records_removes_those_of_the_dead(
+    cli: Cli, world: World, reader: tuple[str, ...], pid: int
+) -> None:
     admin.end_process(SPEC, pid)
     answer = cli(*reader)
     assert str(pid) not in answer.out + answer.err
     assert not SWAPS.path(world.host, pid).exists()
 
 
-def test_a_repair_writes_no_record_of_a_job_that_has_ended(cli: Cli, world: World) -> None:
+def test_a_repair_writes_no_record_of_a_job_that_has_ended(world: World, pid: int) -> None:
     """What ends the job sweeps the records once; a guard that repairs at the same time must not bring one back."""
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     (swap,) = swaps(world.host)
     admin.end_process(SPEC, pid)
     for state in (LEAVING, RETURNING):
@@ -278,10 +282,8 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(cli: Cli, world: World, before
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
-def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cli: Cli, world: World) -> None:
+def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cli: Cli, world: World, pid: int) -> None:
     """A restore of it would not return, and take effect when it continues, with room or without."""
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     world.send(pid, signal.SIGSTOP)
     for words in (("swap", "in", str(pid)), ("swap", "in", str(pid), "--wait")):
         assert f"kill -CONT {pid}" in refused(*words, code="stopped", exit_code=19)
@@ -334,10 +336,8 @@ def _refuse() -> None:
     raise OperationFailed("the driver did not swap out", "see: gpushare status", code="lock_refused")
 
 
-def test_a_job_on_its_way_back_is_laid_down_too(cli: Cli, world: World) -> None:
+def test_a_job_on_its_way_back_is_laid_down_too(world: World, pid: int) -> None:
     """gpushare and its guard have died after the restore, and the program is ended."""
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     (swap,) = swaps(world.host)
     world.host.open_checkpoint().restore(pid, swap.memory_bytes)
     SWAPS.write(replace(swap, state=RETURNING))
@@ -389,9 +389,7 @@ def test_a_full_disk_loses_nothing_on_the_way_out(
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
-def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
+def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
     with full_disk(monkeypatch):
         answer = cli("swap", "in", str(pid), output="json")
         assert "is back on the GPU, but" in answer.error["message"]
@@ -451,10 +449,8 @@ def record(world: World, pid: int) -> tuple[Path, dict[str, Any]]:
     return path, json.loads(path.read_text())
 
 
-def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World) -> None:
+def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World, pid: int) -> None:
     """As where a container and the host share the directory: its PIDs are those of other processes here."""
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     path, document = record(world, pid)
     assert document["space"] == os.stat("/proc/self/ns/pid").st_ino
     path.write_text(json.dumps({**document, "space": 7}))
@@ -476,9 +472,7 @@ def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Refused, wor
     refused("run", "--swap", "request", "--", "true", code="pid_namespace", exit_code=3)
 
 
-def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli, world: World) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
+def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(world: World, pid: int) -> None:
     swap = find_swap(world.host, pid)
     assert isinstance(swap, Swap)
     SWAPS.write(replace(swap, pid=4242, state=BACK, path=SWAPS.path(world.host, 4242)))
@@ -537,11 +531,9 @@ def test_without_the_calls_of_the_driver_nothing_begins(
 
 @pytest.mark.parametrize("state", [LEAVING, RETURNING])
 def test_a_record_stays_while_the_driver_is_missing(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, state: str
+    world: World, monkeypatch: pytest.MonkeyPatch, state: str, pid: int
 ) -> None:
     """As between the upgrade of a driver and the reboot: the job is out, and must not be taken for one that is back."""
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=state))
     with monkeypatch.context() as without:
@@ -554,10 +546,8 @@ def test_a_record_stays_while_the_driver_is_missing(
 
 
 def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     with monkeypatch.context() as silent:
         silent.setattr(Checkpoint, "state", lambda *_: None)
         # Its guard asks the driver itself, and would complete it.
@@ -590,10 +580,8 @@ def _others_come(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:
 
 
 def test_room_that_another_program_took_after_the_reservation_loses_nothing(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int
 ) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
     came = _others_come(monkeypatch, 130 * GIB)
     answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")

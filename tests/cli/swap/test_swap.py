@@ -30,6 +30,14 @@ def job(size: int = 20 * GIB, **options: object) -> int:
     return admin.add_process(SPEC, memory_bytes=size, name="train", **options)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def pid(cli: Cli) -> str:
+    """A job that is out."""
+    pid = str(job())
+    cli("swap", "out", pid).ok()
+    return pid
+
+
 def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World) -> None:
     pid = str(job())
     answer = cli("swap", "out", pid, output="json").ok()
@@ -147,9 +155,7 @@ def test_what_the_host_lacks_is_noticed_before(
     assert world.process(pid).checkpoint == RUNNING
 
 
-def test_without_room_it_stays_out(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("swap", "out", pid).ok()
+def test_without_room_it_stays_out(cli: Cli, world: World, pid: str) -> None:
     other = job(130 * GIB)
     answer = cli("swap", "in", pid, output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
@@ -175,9 +181,7 @@ def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli:
     assert world.process(int(pid)).memory_bytes == all_of_it
 
 
-def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("swap", "out", pid).ok()
+def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World, pid: str) -> None:
     assert "now there is room: 139.8 GiB free to reserve" in cli("swap", "in", pid, "-n").ok().err
     other = job(130 * GIB)
     assert "now there is no room for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n").ok().err
@@ -187,9 +191,7 @@ def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
     assert not reservations(world.host)
 
 
-def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("swap", "out", pid).ok()
+def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World, pid: str) -> None:
     place = world.hold(130 * GIB)
     assert cli("swap", "in", pid).code == 19
     place.leave()
@@ -209,10 +211,8 @@ def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, na
     assert swaps(world.host) == []
 
 
-def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: str) -> None:
     """Somebody took the room between the check and the restore: the driver has lost the job."""
-    pid = str(job())
-    cli("swap", "out", pid).ok()
     real = Checkpoint.restore
 
     def restore(self: Checkpoint, pid_asked: int, size: int, pairs: object) -> None:
@@ -326,9 +326,7 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
     assert world.process(pid).checkpoint == RUNNING
 
 
-def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("swap", "out", pid).ok()
+def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World, pid: str) -> None:
     world.set(checkpoint_faults={"restore": 800})
     answer = cli("swap", "in", pid, output="json")
     assert (answer.code, answer.error["code"]) == (1, "restore_refused")
