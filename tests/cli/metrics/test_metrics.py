@@ -247,17 +247,6 @@ def test_every_host_can_be_read(cli: Cli, host: str) -> None:
     assert value(samples(cli, host), "host_up") == 1
 
 
-def test_textfile(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "gpushare.prom"
-    path.write_text("old")
-    cli("export", "prometheus", "--textfile", str(path)).ok()
-    text = path.read_text()
-    assert text.endswith("\n")
-    assert value(parsed(text), "host_up") == 1
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
-
-
 def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpushare.prom"
     path.write_text("old")
@@ -265,10 +254,17 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    answer = cli("export", "prometheus", "--textfile", str(path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        answer = cli("export", "prometheus", "--textfile", str(path))
     assert (answer.code, "No space left" in answer.err) == (4, True)
     assert path.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
+    cli("export", "prometheus", "--textfile", str(path)).ok()
+    text = path.read_text()
+    assert text.endswith("\n")
+    assert value(parsed(text), "host_up") == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
 
 

@@ -17,12 +17,9 @@ from tests.cli.drive import H200, Cli, Real, Refused, World, until
 TWO = "sim:2xt4,a30"
 
 
-def test_list_of_nothing(cli: Cli) -> None:
+def test_list(cli: Cli) -> None:
     assert "no simulated hosts yet" in cli("sim", "list", host=None).ok().out
     assert cli("sim", "list", host=None, output="json").ok().data == {"hosts": []}
-
-
-def test_list(cli: Cli) -> None:
     cli("status", host=TWO).ok()
     cli("mps", "start").ok()
     hosts = cli("sim", "list", host=None, output="json").ok().data["hosts"]
