@@ -347,10 +347,10 @@ def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
             memory = sizes[0]
         return (workload_of({**words, "memory": memory}),)
     count = len(sizes) if words.get("processes") is None else words["processes"]
-    return of_sizes(workload_of({**words, "memory": None, "processes": count}), sizes)
+    return workloads_of_sizes(workload_of({**words, "memory": None, "processes": count}), sizes)
 
 
-def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
+def workloads_of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
     """Return one workload for each size of memory, which is else as ``base``.
 
     Raises:

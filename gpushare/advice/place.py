@@ -90,6 +90,7 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
         return _of_several_gpus(situation, idle)
     on_one_gpu = _judge_part(situation)
     count = case.processes
+    # Nothing to spread: one idle GPU, one process or an unknown number, or an answer that more GPUs do not change.
     if (
         len(idle) < _SEVERAL
         or count is None
@@ -104,6 +105,7 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_judge_part(situation.on(kind[0], case, more=kind[1:count])),)
+    # Else the best of all sets of GPUs and ways to load them.
     choices = [
         parts
         for gpus in _gpu_sets(idle, situation)

@@ -630,7 +630,7 @@ def _streams(steps: Steps, _: Way) -> None:
     steps.add_line(
         "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory"
     )
-    _alone(steps, steps.s.case.workloads[0], 1)
+    _alone(steps, steps.s.case.workloads[0], count=1)
     steps.measure.append("whether kernels overlap: nsys profile CMD")
 
 
@@ -737,6 +737,7 @@ def recipe(s: Situation, way: Way) -> Recipe:
     """Return the recipe of a way for a case on the GPUs that the situation is spread over."""
     steps = Steps(s)
     if s.case.any("kubernetes") and way.outer in _FOR_PODS:
+        # The device plugin of the cluster applies the way, not gpushare on the host.
         _kubernetes(steps, way)
         return steps.made()
     _turn_off_obstacles(steps, way)

@@ -22,11 +22,11 @@ from gpushare.advice.case import (
     Role,
     Workload,
     check_users,
-    of_sizes,
     read_case,
     sizes_of,
     workload_of,
     workloads_of,
+    workloads_of_sizes,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts, RunningJob, host_facts, instance_facts
 from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
@@ -605,7 +605,7 @@ def _ask_property(
         sizes = sizes_of(line) if may_differ else [line]
         try:
             if len(sizes) > 1:
-                return of_sizes(workload, sizes)
+                return workloads_of_sizes(workload, sizes)
             return (replace(workload, **{name: getattr(workload_of({name: line}), name)}),)
         except BadUsage as error:
             sys.stderr.write(f"  {error.message}; {error.hint}\n")

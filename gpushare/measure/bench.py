@@ -99,7 +99,7 @@ class _Copy:
     number: int
     program: Program
     printed: Printed
-    by_us: bool = False
+    ended_by_us: bool = False
     left_behind: tuple[int, ...] = ()
     # Whether its slice was set, or why it could not be.
     sliced: bool = False
@@ -195,13 +195,13 @@ class Copies:
                 self.on_wait()
                 self.on_wait = None
             poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
-            interrupted = self._interrupted_within(poll_seconds)
+            interrupted = self._wait_for_interrupt(poll_seconds)
         closed = self.clock()
         if usage is not None:
             usage.stop()
         for copy in copies:
-            copy.by_us = copy.program.runs
-        self._end([copy for copy in copies if copy.by_us])
+            copy.ended_by_us = copy.program.runs
+        self._end([copy for copy in copies if copy.ended_by_us])
         self._end_left_behind(copies, frozenset() if usage is None else usage.members)
         results = tuple(self._result_of(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
@@ -212,8 +212,8 @@ class Copies:
         needs_slice = self.slices is not None and self.slices.microseconds is not None
         return bool(copy.printed.values) and (not needs_slice or copy.sliced or copy.unsliced is not None)
 
-    def _interrupted_within(self, seconds: float) -> bool:
-        """Wait at most ``seconds``, and return whether the user has asked for the end."""
+    def _wait_for_interrupt(self, seconds: float) -> bool:
+        """Wait until the user asks for the end, at most ``seconds``, and return whether he did."""
         if self.signals is not None:
             return self.signals.asked(seconds)
         time.sleep(seconds)
@@ -247,7 +247,7 @@ class Copies:
         """
         programs = {copy.program.pid for copy in copies}
         elsewhere = [pid for pid in seen - programs if self.group.host.processes.alive(pid)]
-        ended = [copy for copy in copies if not copy.by_us]
+        ended = [copy for copy in copies if not copy.ended_by_us]
         left_behind = self.group.left_behind([copy.program for copy in ended], elsewhere)
         for copy in ended:
             copy.left_behind = left_behind.get(copy.program.pid, ())
@@ -258,39 +258,42 @@ class Copies:
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
     ) -> CopyResult:
         """Return the result of a copy that was watched from ``opened`` (None: there was no window) to ``closed``."""
+        # With a window, what was printed before it does not count.
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
         program = copy.program
         since = -math.inf if opened is None else opened
-        ended = closed if copy.by_us or program.ended is None else program.ended
+        ended = closed if copy.ended_by_us or program.ended is None else program.ended
         return CopyResult(
             copy=copy.number,
             pid=program.pid,
             seconds=ended - program.started,
-            exit_code=None if copy.by_us else program.status,
+            exit_code=None if copy.ended_by_us else program.status,
             value=value if self.metric.printed else None,
             latencies=tuple(within(copy.printed.latencies, since, math.inf)),
             latency_p50=copy.printed.latency(50, since),
             latency_p99=copy.printed.latency(99, since),
-            failure="interrupted" if interrupted and copy.by_us else self._failure(copy, value, opened, hung=hung),
+            failure="interrupted"
+            if interrupted and copy.ended_by_us
+            else self._failure(copy, value, opened, hung=hung),
             last_line=program.last_line or None,
         )
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
         """Return why the figures of a copy do not count; None: they do."""
         window = self.durations.window
-        if not copy.by_us and copy.program.failure is not None:
+        if not copy.ended_by_us and copy.program.failure is not None:
             return copy.program.failure
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
         if self.slices is not None and self.slices.microseconds is not None and not copy.sliced:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
-        if copy.by_us and hung:
+        if copy.ended_by_us and hung:
             if window is not None and not copy.printed.values:
                 reason = _no_number_text(copy.printed)
                 return reason if copy.printed.refused else f"{reason} in {self.durations.limit:g} s"
             return f"did not end within {self.durations.limit:g} s"
-        if window is not None and not copy.by_us:
+        if window is not None and not copy.ended_by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
             when = "" if opened is None else f" in the measured {window:g} s"
@@ -496,17 +499,17 @@ class Bench:
         if unsliced is not None and all(way.kind is Way.SLICES for way, _ in settings.cells):
             raise unsliced
 
-        def without_slices(way: BenchWay) -> str | None:
+        def why_no_slice(way: BenchWay) -> str | None:
             return None if unsliced is None or way.kind is not Way.SLICES else f"{unsliced.message}; {unsliced.hint}"
 
-        def too_large(way: BenchWay, number: int) -> str | None:
+        def why_too_large(way: BenchWay, number: int) -> str | None:
             way, copies = measured_as((way, number), settings)
             at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
             if peak is None or total is None or peak * at_once <= total:
                 return None
             return f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
 
-        cells, left_out = sort_out(settings.cells, without_slices, too_large)
+        cells, left_out = sort_out(settings.cells, why_no_slice, why_too_large)
         self._settings = self.measurement.settings = replace(settings, cells=cells)
         self.measurement.left_out += left_out
 

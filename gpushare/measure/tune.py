@@ -496,16 +496,16 @@ class Tuner:
     def _others_alone(self) -> Alone:
         """Return the figures of the opportunistic jobs without production, over all ways."""
         known_rates = self._others_rates()
-        stages = [stage.others_use for stage in self._stages]
+        uses = [use for stage in self._stages for use in stage.others_use]
         memory = [stage.others_memory for stage in self._stages]
         return Alone(
             rate=mean(known_rates) if known_rates else None,
             spread=self.others_spread(),
             memory=max((sum(sizes) for sizes in memory if sizes), default=None),
             peak=max((size for sizes in memory for size in sizes), default=None),
-            sm=mean_known(use[0] for each in stages for use in each),
-            dram=mean_known(use[1] for each in stages for use in each),
-            busy=mean_known(use[2] for each in stages for use in each),
+            sm=mean_known(sm for sm, _, _ in uses),
+            dram=mean_known(dram for _, dram, _ in uses),
+            busy=mean_known(busy for _, _, busy in uses),
         )
 
 
@@ -1034,7 +1034,7 @@ class Stage:
         """Return the standard error of a share: by its own windows, or by those alone if they scatter more."""
         alone = self._rates_alone()
         spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
-        # A spread of few windows is itself uncertain.
+        # A spread of few windows is itself uncertain: Student's quantile is that much above the 2 of many windows.
         pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * t_quantile(max(1, len(alone) - 1)) / 2
         return max(pooled, _SHARED_WINDOW_FACTOR * (own_error or 0.0))
 

@@ -103,9 +103,10 @@ class TorchMultiplier(Multiplier):
 
     def _new_copy(self, size: int, *, up: bool) -> tuple[Any, Any, Any]:
         """Return a stream, a target and a source; ``up``: the copy goes to the GPU."""
-        device = self._torch.ones(size, size, device="cuda")
-        host = self._torch.ones(size, size, pin_memory=True)
-        return self._torch.cuda.Stream(), *((device, host) if up else (host, device))
+        on_device = self._torch.ones(size, size, device="cuda")
+        on_host = self._torch.ones(size, size, pin_memory=True)
+        target, source = (on_device, on_host) if up else (on_host, on_device)
+        return self._torch.cuda.Stream(), target, source
 
     def launch(self, stream: int) -> None:
         left, right, product = self._matrices[stream]
