@@ -129,13 +129,7 @@ def _throughput_table(data: BenchAnswer) -> Table:
             for number in numbers
         ),
     )
-    return Table(
-        name="throughput",
-        title=title,
-        columns=columns,
-        rows=tuple(rows),
-        empty="nothing was measured",
-    )
+    return Table(name="throughput", title=title, columns=columns, rows=tuple(rows), empty="nothing was measured")
 
 
 def _unit(data: BenchAnswer) -> str:

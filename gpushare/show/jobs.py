@@ -171,13 +171,7 @@ def _ended_table(jobs: Sequence[ListedJob]) -> Table:
     """Return the table of the jobs that have ended."""
     columns = (
         _JOB,
-        Column(
-            "exit_code",
-            "exit code",
-            right=True,
-            of=_exit_text,
-            style=lambda code: "red" if code else None,
-        ),
+        Column("exit_code", "exit code", right=True, of=_exit_text, style=lambda code: "red" if code else None),
         _ROLE,
         Column("device", "device", rank=1),
         Column("ran_seconds", "ran", right=True, rank=2, format=age),

@@ -378,11 +378,7 @@ def _wanted_memory(value: int | None) -> str:
     return "all" if value is None else format_bytes(value)
 
 
-_ABOVE: Final = {
-    "end": "it is ended",
-    "warn": "a warning",
-    "pause": "it is stopped",
-}
+_ABOVE: Final = {"end": "it is ended", "warn": "a warning", "pause": "it is stopped"}
 
 
 def _limited_table(snapshot: Snapshot) -> Table:

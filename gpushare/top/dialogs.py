@@ -30,7 +30,7 @@ _MOST_LINES: Final = 5000
 
 
 def wrap_lines(lines: Sequence[Line], width: int) -> list[Line]:
-    """Return lines broken at words, so that none is wider than ``width`` cells; what goes on is indented as its line."""
+    """Return lines broken at words to at most ``width`` cells; the rest of a line is indented two cells more than it."""
     import textwrap
 
     from rich.cells import chop_cells
@@ -46,12 +46,17 @@ def wrap_lines(lines: Sequence[Line], width: int) -> list[Line]:
 
 
 class Lines(Widget):
-    """Lines that can be scrolled, with a cursor if one can be chosen, from ``first`` on."""
+    """Lines that can be scrolled.
+
+    ``cursor`` is the line that is chosen, None where lines are only read. Those before ``first`` cannot be chosen.
+    ``offset_y`` is the first line in view.
+    """
 
     def __init__(self, theme: Theme) -> None:
         super().__init__()
         self.lines: list[Line] = []
-        self._colours, self.offset_y = theme, 0
+        self._colours = theme
+        self.offset_y = 0
         self.first = 0
         self.cursor: int | None = None
         self.styles.height = "auto"
@@ -60,11 +65,11 @@ class Lines(Widget):
         return max(1, len(self.lines))
 
     def render_line(self, y: int) -> Strip:
-        at = self.offset_y + y
-        if at >= len(self.lines):
+        number = self.offset_y + y
+        if number >= len(self.lines):
             return Strip([Segment(" " * self.size.width, self._colours.style("text", "head"))])
-        text, colour = self.lines[at]
-        back = "row" if at == self.cursor else "head"
+        text, colour = self.lines[number]
+        back = "row" if number == self.cursor else "head"
         return Strip([Segment(fit(text, self.size.width), self._colours.style(colour, back))])
 
     def on_resize(self) -> None:
@@ -111,7 +116,11 @@ class Dialog(ModalScreen[object]):
 
     def __init__(self, title: str, lines: Sequence[Line], theme: Theme, keys: str = "↑ ↓ scroll    Esc closes") -> None:
         super().__init__()
-        self._title, self._given, self._colours, self._keys = title, list(lines), theme, keys
+        self._title = title
+        # The lines as they were given, before they are broken at the width of the box.
+        self._given = list(lines)
+        self._colours = theme
+        self._keys = keys
         self.lines = Lines(theme)
 
     @property
@@ -131,7 +140,8 @@ class Dialog(ModalScreen[object]):
         with Vertical() as box:
             box.styles.background = self._colours.colours.get("head")
             if self._colours.plain:
-                box.styles.border, box.styles.padding = ("solid", "ansi_white"), (0, 1)
+                box.styles.border = ("solid", "ansi_white")
+                box.styles.padding = (0, 1)
             yield Static(self._title_text(self._title, bold=True))
             yield Static("")
             yield self.lines
@@ -214,7 +224,9 @@ class Choice(Dialog):
         above: Sequence[Line] = (),
     ) -> None:
         super().__init__(title, above, theme, "↑ ↓ move    Enter chooses    Esc closes")
-        self._texts, self._chosen, self._of_key = texts, cursor, keys
+        self._texts = texts
+        self._chosen = cursor
+        self._keys_of_texts = keys
 
     def _break_lines(self, width: int) -> list[Line]:
         """Return the lines above, broken, then one line per choice.
@@ -232,9 +244,9 @@ class Choice(Dialog):
         return [*above, *((one_line(text), "text") for text in self._texts)]
 
     def on_key(self, event: events.Key) -> None:
-        if event.character and event.character in self._of_key:
+        if event.character and event.character in self._keys_of_texts:
             event.stop()
-            self.dismiss(self._of_key.index(event.character))
+            self.dismiss(self._keys_of_texts.index(event.character))
 
     def action_choose(self) -> None:
         self.dismiss((self.lines.cursor or 0) - self.lines.first)

@@ -45,9 +45,9 @@ class Theme:
     colours: dict[str, str]
 
     def style(self, colour: str, back: str = "back", *, bold: bool = False) -> Style:
-        """Return a style by the names of its colours; ``row`` behind it is the line under the cursor.
+        """Return a style by the names of its colours and of its background; ``row`` is that of the line under the cursor.
 
-        Without colours, whatever is behind it but the screen is drawn in reverse.
+        A theme without colours has bold text for what is wrong, and the line under the cursor is drawn in reverse.
         """
         key = (self.name, colour, back, bold)
         if key not in _STYLES:
@@ -105,11 +105,14 @@ def segments(pieces: Sequence[Piece], width: int, theme: Theme, back: str = "bac
     """Return a line of exactly ``width`` cells; what is longer is cut."""
     from rich.segment import Segment
 
-    line, room = [], width
+    line = []
+    room = width
     for piece in pieces:
-        text, cells = piece[0], width_of(piece[0])
+        text = piece[0]
+        cells = width_of(text)
         if cells > room:
-            text, cells = fit(text, room), room
+            text = fit(text, room)
+            cells = room
         if text:
             line.append(Segment(text, theme.style(piece[1], piece[2] if len(piece) > 2 else back)))
         room -= cells
@@ -131,7 +134,9 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
         return [("-".ljust(width), "dim")]
     if theme.plain:
         return [(_plain_bar(width, parts), "text")]
-    edges, filled = list[tuple[float, str]](), 0.0
+    # The right edge of each part, in cells.
+    edges: list[tuple[float, str]] = []
+    filled = 0.0
     for share, colour in parts:
         filled = min(1.0, filled + max(0.0, share or 0.0))
         # Any share above 0 is visible.
@@ -140,9 +145,12 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     pieces: list[Piece] = []
     for cell in range(width):
         shares = _cell_shares(cell, edges)
-        colour = shares[0][0] if len(shares) == 1 else mix_colours(shares, theme)
-        shape = _THIN if shares[0][0] == "reserved" else _CELL
-        colour = "reserved" if shape == _THIN else colour
+        shape = _CELL
+        colour = shares[0][0]
+        if colour == "reserved":
+            shape = _THIN
+        elif len(shares) > 1:
+            colour = mix_colours(shares, theme)
         if pieces and pieces[-1][1] == colour:
             pieces[-1] = (pieces[-1][0] + shape, colour)
         else:
@@ -152,38 +160,41 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
 
 def _cell_shares(cell: int, edges: Sequence[tuple[float, str]]) -> list[tuple[str, float]]:
     """Return the colours in one cell of a bar, with their parts of it."""
-    shares, at = [], float(cell)
+    shares = []
+    filled_to = float(cell)
     for edge, colour in edges:
         # In eighths: a colour for each value would be a style for each value, kept until the end.
-        part = round(8 * (min(edge, cell + 1) - at)) / 8
+        part = round(8 * (min(edge, cell + 1) - filled_to)) / 8
         if part > 0:
             shares.append((colour, part))
-            at += part
+            filled_to += part
     return shares or [("track", 1.0)]
 
 
 def mix_colours(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
     """Return the mean of colours by their parts, as a name that `Theme.style` takes: ``#5b9df5``."""
-    channels = [0.0, 0.0, 0.0]
-    for name, part in shares:
-        code = theme.colours[name]
-        for place in range(3):
-            channels[place] += part * int(code[1 + 2 * place : 3 + 2 * place], 16)
-    return "#" + "".join(f"{min(255, round(channel / sum(part for _, part in shares))):02x}" for channel in channels)
+    whole = sum(part for _, part in shares)
+    mixed = "#"
+    # Red, green and blue: two hexadecimal digits each.
+    for start in (1, 3, 5):
+        total = sum(part * int(theme.colours[name][start : start + 2], 16) for name, part in shares)
+        mixed += f"{min(255, round(total / whole)):02x}"
+    return mixed
 
 
 def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
     """Return a bar without colours: held and reserved are told apart by shapes."""
-    text, at = "", 0.0
+    text = ""
+    filled = 0.0
     for (share, _), mark in zip(parts, "█▒", strict=False):
-        at = min(1.0, at + (share or 0.0))
-        text = text.ljust(round(width * at), mark)
+        filled = min(1.0, filled + (share or 0.0))
+        text = text.ljust(round(width * filled), mark)
     return text.ljust(width, "·")
 
 
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:
     """Return the newest values (0 to 1) as one line, the newest at the right; an unknown one is a blank."""
-    shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
+    shown = _newest(values, width)
     return [("".join(" " if value is None else _UP[min(7, _eighths(value, 1))] for value in shown), colour)]
 
 
@@ -192,20 +203,25 @@ def chart(values: Sequence[float | None], width: int, height: int, colour: str) 
 
     A whole cell is a blank on a background: blocks above each other show a seam in some fonts.
     """
-    shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
-    columns = [-1 if value is None else _eighths(value, height) for value in shown]
+    # The heights of the columns in eighths of a cell.
+    heights = [0 if value is None else _eighths(value, height) for value in _newest(values, width)]
     lines: list[list[Piece]] = []
-    for below in range(height - 1, -1, -1):
+    for lines_below in range(height - 1, -1, -1):
         line: list[Piece] = []
-        for column in columns:
-            level = min(8, max(0, column - 8 * below))
-            whole = level == 8
-            cell = (" ", colour, colour) if whole else (_UP[level], colour, "head")
-            if line and (line[-1][-1] == colour) == whole:
+        for column_height in heights:
+            level = min(8, max(0, column_height - 8 * lines_below))
+            cell = (" ", colour, colour) if level == 8 else (_UP[level], colour, "head")
+            # Cells with the same background are one piece.
+            if line and line[-1][-1] == cell[-1]:
                 cell = (line.pop()[0] + cell[0], *cell[1:])
             line.append(cell)
         lines.append(line)
     return lines
+
+
+def _newest(values: Sequence[float | None], width: int) -> list[float | None]:
+    """Return the last ``width`` values, after unknown ones if there are fewer."""
+    return [*([None] * (width - len(values))), *values[-width:]] if width > 0 else []
 
 
 def _eighths(value: float, height: int) -> int:

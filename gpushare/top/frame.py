@@ -101,8 +101,8 @@ class Reader:
         self._observer = Observer(host, hurry=True)
         self.watched: int | None = None
         self.trees = False
-        # The first look does not wait for what takes long: programs, and the traffic.
-        self._turn = 0
+        # The number of looks. The first one does not wait for what takes long: programs, and the traffic.
+        self._looks = 0
         self._recorders: dict[tuple[int, int | None], ActivityRecorder] = {}
         self._traffic: dict[int, tuple[int | None, int | None]] = {}
         self._usage: dict[int, tuple[float, ProcessUsage]] = {}
@@ -130,10 +130,10 @@ class Reader:
         jobs = tuple(listed_jobs(host, snapshot, everything=True))
         answering = [gpu for gpu in snapshot.gpus if gpu.error is None]
         now = time.monotonic()
-        load = host.machine.load()
-        earlier_load, self._load = self._load, load
+        earlier_load = self._load
+        load = self._load = host.machine.load()
         uses, trees = self._host_use(jobs, now)
-        if self._turn and now >= self._xids_until:
+        if self._looks and now >= self._xids_until:
             self._xids = host.machine.xids()
             self._xids_until = now + _XID_SECONDS
         return Frame(
@@ -153,11 +153,11 @@ class Reader:
 
     def _sensors(self, gpus: Sequence[Gpu]) -> dict[int, GpuSensors]:
         """Return the sensors by GPU index; traffic is read only for one GPU in turn and the watched one."""
-        self._turn += 1
-        turn = gpus[self._turn % len(gpus)].index if gpus else None
+        self._looks += 1
+        in_turn = gpus[self._looks % len(gpus)].index if gpus else None
         by_gpu: dict[int, GpuSensors] = {}
         for gpu in gpus:
-            if self._turn > 1 and gpu.index in {turn, self.watched}:
+            if self._looks > 1 and gpu.index in {in_turn, self.watched}:
                 self._traffic[gpu.index] = or_none(lambda: self._host.nvml.pcie_traffic(gpu.index)) or (None, None)  # noqa: B023 - called here
             sensors = or_none(lambda: self._host.nvml.sensors(gpu.index))  # noqa: B023
             if sensors is not None:
@@ -192,8 +192,11 @@ class Reader:
         """
         roots = [job.pid for job in jobs if job.pid is not None]
         families = self._host.processes.families(roots) if self.trees else {}
-        earlier, self._usage = self._usage, {}
-        uses, trees = {}, {}
+        # `_process_use` keeps the readings of now in its place.
+        earlier = self._usage
+        self._usage = {}
+        uses = {}
+        trees = {}
         for job in jobs:
             if job.pid is None:
                 continue
@@ -218,9 +221,10 @@ class Reader:
         self._usage[pid] = now, usage
         percent = None
         if earlier is not None:
-            read_at, before = earlier
-            if before.started == usage.started and now > read_at:
-                percent = 100 * max(0.0, usage.cpu_seconds - before.cpu_seconds) / (now - read_at)
+            read_at, earlier_usage = earlier
+            # Otherwise another process has the PID now.
+            if earlier_usage.started == usage.started and now > read_at:
+                percent = 100 * max(0.0, usage.cpu_seconds - earlier_usage.cpu_seconds) / (now - read_at)
         return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
 
     def _tree(self, family: Sequence[int], uses: Mapping[int, HostUse | None]) -> tuple[Member, ...]:

@@ -22,6 +22,9 @@ _HOT_CELSIUS: Final = 85
 _FULL: Final = 0.97
 # The column of the way of sharing; the longest word has twelve letters.
 _SHARING: Final = 13
+# The bars are at least so wide.
+_LEAST_UTIL: Final = 6
+_LEAST_MEMORY: Final = 8
 
 
 class Layout(NamedTuple):
@@ -44,27 +47,32 @@ def layout_of(width: int, longest_name: int) -> Layout:
     is left widens the name, the bars and the history.
     """
     # Number, bars with their figures, power, temperature, sharing, and blanks between.
-    room = width - (4 + (6 + 6) + (8 + 12) + 5 + 6 + _SHARING)
+    room = width - (4 + (_LEAST_UTIL + 6) + (_LEAST_MEMORY + 12) + 5 + 6 + _SHARING)
     name = min(longest_name, 9, max(0, room - 1))
     room -= name + 1
-    sm = clocks = pcie = fan = 0
+    # The other parts, each with a blank after it.
     past = min(10, room - 1) if room > 6 else 0
-    room -= past + 1 if past else 0
-    if room >= 7:
-        sm, room = 6, room - 7
-    if room >= 9:
-        clocks, room = 8, room - 9
-    if room >= 14:
-        pcie, room = 13, room - 14
-    if room >= 5:
-        fan, room = 4, room - 5
-    more = min(longest_name - name, room // 4)
-    name = name + max(0, more)
-    room = room - max(0, more)
-    util = 6 + min(18, room // 4)
-    memory = 8 + min(30, room // 3)
-    room -= util - 6 + memory - 8
-    return Layout(name, util, memory, past + min(50, max(0, room)) if past else 0, sm, clocks, pcie, fan)
+    if past:
+        room -= past + 1
+    optional = {"sm": 6, "clocks": 8, "pcie": 13, "fan": 4}
+    for part, cells in optional.items():
+        if room > cells:
+            room -= cells + 1
+        else:
+            optional[part] = 0
+    # What is left.
+    wider_name = max(0, min(longest_name - name, room // 4))
+    room -= wider_name
+    wider_util = min(18, room // 4)
+    wider_memory = min(30, room // 3)
+    room -= wider_util + wider_memory
+    return Layout(
+        name=name + wider_name,
+        util=_LEAST_UTIL + wider_util,
+        memory=_LEAST_MEMORY + wider_memory,
+        past=past + min(50, max(0, room)) if past else 0,
+        **optional,
+    )
 
 
 def name_in(gpu: Gpu, width: int) -> str:
@@ -99,7 +107,7 @@ def head_line(layout: Layout) -> list[Piece]:
 
 
 def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Theme) -> list[Piece]:
-    """Return the line of a GPU; of one that does not answer its error."""
+    """Return the line of a GPU, with the parts of its layout; for one that does not answer, its error."""
     pieces: list[Piece] = [(f"{gpu.index:>3} ", "text"), (name_in(gpu, layout.name) + " ", "text")]
     if gpu.error is not None:
         word = silent_word(gpu.error)
@@ -115,33 +123,28 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
         pieces += [*sparkline(history.values(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
     if layout.sm:
         sm = frame.activity(gpu)
-        pieces.append((fit("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
+        pieces.append(_figure_piece(sm, "%", layout.sm, "sm" if sm else "dim"))
     sensors = frame.sensors.get(gpu.index, GpuSensors())
     pieces += _power_and_heat(sensors)
     if layout.clocks:
-        clock = sensors.sm_clock_mhz
-        pieces.append(
-            (
-                fit("-" if clock is None else f"{clock}MHz", layout.clocks, right=True) + " ",
-                "warn" if sensors.slowed_by else "dim",
-            )
-        )
+        colour = "warn" if sensors.slowed_by else "dim"
+        pieces.append(_figure_piece(sensors.sm_clock_mhz, "MHz", layout.clocks, colour))
     if layout.pcie:
         traffic = f"{_megabytes(sensors.pcie_received)}/{_megabytes(sensors.pcie_sent)}"
         pieces.append((fit(traffic, layout.pcie, right=True) + " ", "dim"))
     if layout.fan:
-        pieces.append(
-            (
-                fit("-" if sensors.fan_percent is None else f"{sensors.fan_percent}%", layout.fan, right=True) + " ",
-                "dim",
-            )
-        )
+        pieces.append(_figure_piece(sensors.fan_percent, "%", layout.fan, "dim"))
     pieces.append((sharing_text(frame, gpu), "text"))
     return pieces
 
 
+def _figure_piece(value: float | None, unit: str, width: int, colour: str) -> Piece:
+    """Return a figure without decimals at the right of its column, and a blank after it; a dash if it is unknown."""
+    return (fit("-" if value is None else f"{value:.0f}{unit}", width, right=True) + " ", colour)
+
+
 def _percent_piece(value: float | None) -> Piece:
-    return (f"{'-' if value is None else f'{value:.0f}%':>5} ", "text" if value else "dim")
+    return _figure_piece(value, "%", 5, "text" if value else "dim")
 
 
 def _megabytes(value: int | None) -> str:
@@ -149,19 +152,17 @@ def _megabytes(value: int | None) -> str:
 
 
 def _power_and_heat(sensors: GpuSensors) -> list[Piece]:
-    """Return power and temperature, each in five cells, coloured if clocks are lowered or the GPU is hot."""
-    watts, heat = sensors.power_watts, sensors.temperature_celsius
-    slowed = sensors.slowed_by or ()
-    return [
-        (
-            fit("-" if watts is None else f"{watts:.0f}W", 5, right=True),
-            "warn" if slowed else "text" if watts else "dim",
-        ),
-        (
-            fit("-" if heat is None else f"{heat}°", 5, right=True) + " ",
-            "bad" if (heat or 0) >= _HOT_CELSIUS else "text" if heat else "dim",
-        ),
-    ]
+    """Return power and temperature, coloured if clocks are lowered or the GPU is hot."""
+    watts = sensors.power_watts
+    power_colour = "text" if watts else "dim"
+    if sensors.slowed_by:
+        power_colour = "warn"
+    heat = sensors.temperature_celsius
+    heat_colour = "text" if heat else "dim"
+    if heat is not None and heat >= _HOT_CELSIUS:
+        heat_colour = "bad"
+    power = fit("-" if watts is None else f"{watts:.0f}W", 5, right=True)
+    return [(power, power_colour), _figure_piece(heat, "°", 5, heat_colour)]
 
 
 def _is_full(gpu: Gpu) -> bool:
@@ -217,9 +218,9 @@ def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[li
 def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
     """Return the line of a MIG instance: its load, its memory, its name, and what runs in it."""
     sm = frame.activity(gpu, instance)
-    inside = filter(instance.has, gpu.processes or ())
-    names = ", ".join(dict.fromkeys(frame.name_of(each.pid, each.name) or str(each.pid) for each in inside))
-    empty = "-" if gpu.processes is None else "free"
+    processes = filter(instance.has, gpu.processes or ())
+    names = ", ".join(dict.fromkeys(frame.name_of(each.pid, each.name) or str(each.pid) for each in processes))
+    no_names = "-" if gpu.processes is None else "free"
     return [
         ((instance.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
@@ -227,7 +228,7 @@ def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout
         *memory_bar(instance, layout.memory, theme),
         (fit(used_text(instance), 11, right=True) + "  ", "text"),
         (f"{visible(instance.name)}  " if instance.name else "", "good"),
-        (visible(names) or empty, "text" if names else "dim"),
+        (visible(names) or no_names, "text" if names else "dim"),
     ]
 
 
@@ -248,7 +249,7 @@ def _daemon_line(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
 
 
 def _limits(threads_percent: float | None, memory_bytes: int | None) -> str:
-    """Return limits of MPS; whoever tells any has a thread percentage, so without one that of memory is unknown too."""
+    """Return limits of MPS in words. Without a thread percentage none were read, and that of memory is unknown too."""
     if threads_percent is None:
         return f"threads -  memory {format_bytes(memory_bytes)}"
     memory = f"memory {format_bytes(memory_bytes)}" if memory_bytes else "no memory limit"
@@ -278,11 +279,16 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
     def shown(value: object, unit: str = "") -> str:
         return "-" if value is None else f"{value}{unit}"
 
-    power = f"{shown(None if sensors.power_watts is None else round(sensors.power_watts))} of {shown(None if sensors.power_limit_watts is None else round(sensors.power_limit_watts), ' W')}"
+    def watts(value: float | None, unit: str = "") -> str:
+        return shown(None if value is None else round(value), unit)
+
     slowed = "-" if sensors.slowed_by is None else ", ".join(sensors.slowed_by) or "nothing"
+    mig = {True: "on", False: "off", None: "-"}[gpu.mig_enabled]
+    if gpu.mig_capable is False:
+        mig = "no"
     facts = [
         [
-            ("power", power),
+            ("power", f"{watts(sensors.power_watts)} of {watts(sensors.power_limit_watts, ' W')}"),
             ("temperature", shown(sensors.temperature_celsius, " °C")),
             ("fan", shown(sensors.fan_percent, " %")),
             ("SM clock", f"{shown(sensors.sm_clock_mhz)} of {shown(sensors.sm_clock_max_mhz, ' MHz')}"),
@@ -299,7 +305,7 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
         [
             ("time-slice", shown(None if gpu.time_slice is None else gpu.time_slice.title)),
             ("compute mode", shown(None if gpu.compute_mode is None else gpu.compute_mode.title)),
-            ("MIG", "no" if gpu.mig_capable is False else {True: "on", False: "off", None: "-"}[gpu.mig_enabled]),
+            ("MIG", mig),
             ("PCI", shown(gpu.pci_bus_id)),
             ("UUID", shown(gpu.uuid)),
         ],
@@ -308,7 +314,7 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
 
 
 def _flow(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
-    """Return facts in as many lines as they need."""
+    """Return facts, each a title and a value, in as many lines of ``width`` cells as they need."""
     lines: list[list[Piece]] = []
     room = 0
     for title, value in facts:

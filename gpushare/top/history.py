@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.model import MPS_SERVER, ListedJob
+from gpushare.base.model import MPS_SERVER, GpuSensors, ListedJob
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
@@ -48,7 +48,7 @@ class History:
         self._points: dict[int, deque[tuple[float, tuple[float | None, ...]]]] = {}
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame; one from before the last one, as in a replay that went back, forgets what is later."""
+        """Keep a frame. The ones after its time are forgotten: a replay that went back shows another past."""
         for gpu in frame.snapshot.gpus:
             points = self._points.setdefault(gpu.index, deque(maxlen=_MOST_POINTS))
             while points and points[-1][0] >= frame.at:
@@ -69,12 +69,13 @@ class History:
         sums = [0.0] * width
         counts = [0] * width
         for at, values in points:
-            value, slot = values[place], width - 1 - (last - int(at / part))
+            value = values[place]
+            slot = width - 1 - (last - int(at / part))
             if value is not None and 0 <= slot < width:
                 sums[slot] += value
                 counts[slot] += 1
         means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-        # A longer interval than a part leaves gaps.
+        # Where looks are further apart than a part, some parts have no value: they have that of the part before.
         for slot in range(1, width):
             if means[slot] is None:
                 means[slot] = means[slot - 1]
@@ -125,22 +126,23 @@ class Events:
         self.all: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self._before: Frame | None = None
         self._slowed_until: dict[tuple[int, str], float] = {}
-        # Processes of named jobs: the end of such a job is told once.
-        self._of_jobs: set[int | None] = set()
+        # The processes of jobs with a name are no jobs of their own: the end of such a job is told once.
+        self._pids_of_named_jobs: set[int | None] = set()
         # Waiting jobs that were told of, or waited at the first look.
         self._waiting: set[_Key] = set()
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
+        if frame.error is not None:
+            return
         before = self._before
-        self._before = frame if frame.error is None else self._before
+        self._before = frame
         if before is None:
             self._waiting = {_job_key(job) for job in frame.jobs if job.line is not None}
-        if frame.error is not None or before is None or frame.at <= before.at:
-            return
-        self.all.extend(self._job_events(before, frame))
-        self.all.extend(self._gpu_events(before, frame))
-        self.all.extend(self._daemon_events(before, frame))
+        elif frame.at > before.at:
+            self.all.extend(self._job_events(before, frame))
+            self.all.extend(self._gpu_events(before, frame))
+            self.all.extend(self._daemon_events(before, frame))
 
     def restart(self, at: float) -> None:
         """Forget what is later than ``at``; the next frame is a first one: a replay has moved its time."""
@@ -151,19 +153,24 @@ class Events:
     def _job_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
         """Yield what has happened to the jobs between two frames; a job with a name and its processes are one."""
         jobs_of_both = (*before.jobs, *frame.jobs)
-        self._of_jobs &= {job.pid for job in jobs_of_both}
-        self._of_jobs |= {pid for job in jobs_of_both if job.name is not None for pid in (job.pid, *job.processes)}
-        silent = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
+        named_jobs = [job for job in jobs_of_both if job.name is not None]
+        self._pids_of_named_jobs &= {job.pid for job in jobs_of_both}
+        self._pids_of_named_jobs |= {pid for job in named_jobs for pid in (job.pid, *job.processes)}
+        silent_gpus = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
 
-        def listed(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
+        def jobs_by_key(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
             """Return jobs by their keys, without those that have ended and the processes of named jobs."""
-            counted = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
-            # Of MPS servers the daemons tell.
-            return {_job_key(job): job for job in counted if job.state != ENDED and program_of(job) != MPS_SERVER}
+            listed = [job for job in jobs if job.name is not None or job.pid not in self._pids_of_named_jobs]
+            # The end of an MPS server is an event of its daemon.
+            return {_job_key(job): job for job in listed if job.state != ENDED and program_of(job) != MPS_SERVER}
 
-        # What runs on a GPU that does not answer is unknown.
-        earlier = {key: job for key, job in listed(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
-        present = listed(frame.jobs)
+        earlier = {
+            key: job
+            for key, job in jobs_by_key(before.jobs).items()
+            # The processes on a GPU that does not answer are unknown: they have not ended.
+            if job.name or silent_gpus.isdisjoint(job.gpu_indexes)
+        }
+        present = jobs_by_key(frame.jobs)
         ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
         new_exit_codes = {
             job.name: job.exit_code
@@ -201,24 +208,26 @@ class Events:
                 )
             if gpu.error is None and old is not None and old.error is not None:
                 yield Event(frame.at, f"GPU {gpu.index} answers again", "good")
-            sensors = frame.sensors.get(gpu.index)
-            for reason in (sensors.slowed_by or ()) if sensors is not None else ():
+            sensors = frame.sensors.get(gpu.index, GpuSensors())
+            for reason in sensors.slowed_by or ():
                 if frame.at >= self._slowed_until.get((gpu.index, reason), 0.0):
                     yield Event(frame.at, f"GPU {gpu.index} is throttled: {reason}", "warn")
                 self._slowed_until[gpu.index, reason] = frame.at + _QUIET_SECONDS
-        for xid in (frame.xids or ())[len(before.xids) :] if before.xids is not None else ():
+        # Without the earlier ones it is unknown which of them are new.
+        new_xids = () if before.xids is None else (frame.xids or ())[len(before.xids) :]
+        for xid in new_xids:
             yield Event(frame.at, f"Xid {xid.number} of the GPU at {xid.pci}", "bad")
 
     def _daemon_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
         """Yield what has happened to MPS daemons and their servers between two frames."""
-        # That of a recording has no PID.
+        # By GPU, too: a daemon of a recording has no PID.
         present = {(daemon.pid, daemon.gpu_index): daemon for daemon in frame.snapshot.daemons}
         earlier = {(daemon.pid, daemon.gpu_index): daemon for daemon in before.snapshot.daemons}
         for key, old in earlier.items():
             where = f"GPU {old.gpu_index}" if old.gpu_index is not None else f"{old.pipe_directory}"
             daemon = present.get(key)
             if daemon is None:
-                # A transient one comes and goes with its jobs, which are told.
+                # A transient daemon comes and goes with its jobs, which have events of their own.
                 if not old.transient:
                     yield Event(frame.at, f"the MPS daemon of {where} ended", "warn")
                 continue

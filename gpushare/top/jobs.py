@@ -77,9 +77,14 @@ def _way_text(job: ListedJob) -> str:
     """Return how a job shares its GPU, in the words of `status`: ``time-slice``, ``slice``, ``MPS``, ``train+MPS``."""
     if job.way is None:
         return "-"
-    turns = "time-slice" if job.slice_us is None else "slice"
-    words = [job.mig_name or job.mig_profile or "MIG"] if job.way.startswith("mig") else []
-    return "+".join([*words, *(["MPS"] if job.way.endswith("mps") else [])]) or turns
+    parts = []
+    if job.way.startswith("mig"):
+        parts.append(job.mig_name or job.mig_profile or "MIG")
+    if job.way.endswith("mps"):
+        parts.append("MPS")
+    if parts:
+        return "+".join(parts)
+    return "time-slice" if job.slice_us is None else "slice"
 
 
 def _command_cell(row: Row) -> tuple[str, str]:
@@ -192,8 +197,14 @@ class View:
     @property
     def filters(self) -> str:
         """Return the filters in words; empty: there are none."""
-        words = [f"/{self.text}" if self.text else "", f"user {self.user}" if self.user else ""]
-        return "  ".join(filter(None, [*words, f"GPU {self.gpu}" if self.gpu is not None else ""]))
+        filters = []
+        if self.text:
+            filters.append(f"/{self.text}")
+        if self.user:
+            filters.append(f"user {self.user}")
+        if self.gpu is not None:
+            filters.append(f"GPU {self.gpu}")
+        return "  ".join(filters)
 
 
 def rows_of(frame: Frame, view: View) -> list[Row]:
@@ -225,15 +236,16 @@ def _is_shown(job: ListedJob, view: View) -> bool:
 def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
     """Return rows by the chosen column; unknown values are last either way, and equal ones stay by GPU and PID."""
     column = BY_KEY[view.sort]
-    steady = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
-    valued = [row for row in steady if column.value(row) is not None]
-    unknown = [row for row in steady if column.value(row) is None]
+    by_place = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
+    valued = [row for row in by_place if column.value(row) is not None]
+    unknown = [row for row in by_place if column.value(row) is None]
 
     def key(row: Row) -> Any:
         value = column.value(row)
         return in_order(value) if isinstance(value, str) else value
 
-    return [*sorted(valued, key=key, reverse=column.falls != view.reverse), *unknown]
+    largest_first = column.falls != view.reverse
+    return [*sorted(valued, key=key, reverse=largest_first), *unknown]
 
 
 def _member_rows(row: Row, frame: Frame) -> list[Row]:
@@ -241,8 +253,9 @@ def _member_rows(row: Row, frame: Frame) -> list[Row]:
     members = frame.trees.get(row.job.pid or 0, ())
     lines = []
     for number, member in enumerate(members):
-        following = next((later.depth for later in members[number + 1 :] if later.depth <= member.depth), 0)
-        branch = "  " * (member.depth - 1) + ("├ " if following == member.depth else "└ ")
+        # The depth of the next process that is not below this one; the same depth: its parent has another child.
+        next_depth = next((later.depth for later in members[number + 1 :] if later.depth <= member.depth), 0)
+        branch = "  " * (member.depth - 1) + ("├ " if next_depth == member.depth else "└ ")
         lines.append(Row(row.job, member.use, member, branch))
     return lines
 
@@ -253,9 +266,9 @@ _LEAST_COMMAND: Final = 10
 
 
 def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[Column, int]]:
-    """Return the columns that fit, with their widths: the first one always, then those from ``first`` on.
+    """Return the columns that fit into ``width`` cells, with their widths: the names of jobs, then those from ``first`` on.
 
-    The last one takes what is left.
+    What is left widens the names, and the command if it is there.
     """
     candidates = [
         column
@@ -270,10 +283,12 @@ def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[C
             break
         chosen.append((column, least))
         room -= least + 1
-    # The name has use for some of it, the command for the rest.
-    longest = max((len(program_of(row.job)) for row in rows), default=0)
-    more = min(max(0, longest - COLUMNS[0].width), room // 3 if chosen[-1][0].key == "command" else min(room, 12))
-    chosen[0] = (COLUMNS[0], COLUMNS[0].width + more)
-    if chosen[-1][0].key == "command":
-        chosen[-1] = (chosen[-1][0], chosen[-1][1] + room - more)
+    last, last_width = chosen[-1]
+    has_command = last.key == "command"
+    longest_name = max((len(program_of(row.job)) for row in rows), default=0)
+    most = room // 3 if has_command else min(room, 12)
+    wider_name = min(max(0, longest_name - COLUMNS[0].width), most)
+    chosen[0] = (COLUMNS[0], COLUMNS[0].width + wider_name)
+    if has_command:
+        chosen[-1] = (last, last_width + room - wider_name)
     return chosen

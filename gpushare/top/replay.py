@@ -21,14 +21,8 @@ from gpushare.top.frame import Frame
 from gpushare.top.history import SECONDS
 
 if TYPE_CHECKING:
-    from gpushare.base.model import WayInForce
-    from gpushare.measure.recording import (
-        ProcessSample,
-        RecordedInstance,
-        RecordedProcess,
-        Sample,
-        Samples,
-    )
+    from gpushare.base.model import JobWay, WayInForce
+    from gpushare.measure.recording import ProcessSample, RecordedInstance, RecordedProcess, Sample, Samples
 
 # Frames of the past that are drawn at once, after the time was moved.
 _MOST_PAST: Final = 600
@@ -82,24 +76,25 @@ class Replay:
 
     def _frame(self, sample: Sample) -> Frame:
         """Return a sample as the frame that `Reader` would have made of the host then."""
-        header, recorded = self._samples.header, self._samples
+        recorded = self._samples
+        header = recorded.header
         measured = {gpu.index: gpu for gpu in sample.gpus}
+        # What was recorded of each process and each MIG device once, with what this sample says of it.
         processes = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
-        devices = [
-            (recorded.instances[use.id], use)
+        devices = {
+            gpu.index: [(recorded.instances[use.id], use) for use in gpu.instances if use.id in recorded.instances]
             for gpu in sample.gpus
-            for use in gpu.instances
-            if use.id in recorded.instances
-        ]
-        places = {device.uuid: device for device, _ in devices}
+        }
+        places = {device.uuid: device for instances in devices.values() for device, _ in instances}
         ways = {index: _WAYS.get(gpu.way or "") for index, gpu in measured.items()}
-        gpus, sm = [], dict[tuple[int, int | None], float | None]()
+        gpus: list[Gpu] = []
+        sm: dict[tuple[int, int | None], float | None] = {}
         for facts in header.gpus:
             if facts.index not in measured:
                 continue
-            gpu, way = measured[facts.index], ways[facts.index]
-            inside = {use.id for use in gpu.instances}
-            instances = [(device, use) for device, use in devices if device.id in inside]
+            gpu = measured[facts.index]
+            way = ways[facts.index]
+            instances = devices[facts.index]
             sm |= {(facts.index, device.gpu_instance_id): use.sm_percent for device, use in instances}
             sm[facts.index, None] = gpu.sm_percent
             percent = gpu.utilization_percent
@@ -192,19 +187,23 @@ def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]
 def _listed_job(process: RecordedProcess, sample: ProcessSample, places: dict[str, RecordedInstance]) -> ListedJob:
     """Return a recorded process as a job; ``places`` are the MIG devices by UUID."""
     place = places.get(process.mig or "")
-    mps = process.mps or process.name == MPS_SERVER
-    # What the driver tells of the work of a process: of a client of MPS nothing, its server has it.
+    way: JobWay
+    if process.mps or process.name == MPS_SERVER:
+        way = Way.MPS if process.mig is None else Way.MIG_MPS
+    else:
+        way = Way.TIMESLICE if process.mig is None else Way.MIG
+    # The driver tells nothing of the work of a client of MPS: its server has it.
     percent = None if process.mps else sample.utilization_percent
     return ListedJob(
         name=process.job,
         pid=process.pid,
-        # One that was paused is recorded as the others.
+        # A recording does not say which processes were paused.
         state="-",
         user=process.user,
         role=process.role,
         device=f"GPU {process.gpu}",
         gpu_indexes=(process.gpu,),
-        way=(Way.MPS if mps else Way.TIMESLICE) if process.mig is None else (Way.MIG_MPS if mps else Way.MIG),
+        way=way,
         mig_profile=None if place is None else place.profile,
         mig_name=None if place is None else place.name,
         threads_percent=process.threads_percent,

@@ -128,7 +128,9 @@ class Panel(Widget, can_focus=True):
     def __init__(self, cockpit: Cockpit) -> None:
         super().__init__()
         self._cockpit = cockpit
-        self.cursor, self.top = 0, 0
+        # The row under the cursor, and the first one in view.
+        self.cursor = 0
+        self.top = 0
         self._head: list[Piece] = []
         self._rows: list[list[Piece]] = []
 
@@ -149,10 +151,14 @@ class Panel(Widget, can_focus=True):
         if shown_before != (self.top, self.cursor, len(old_lines) - 1):
             self.refresh()
             return
-        changed = [at for at, (old, new) in enumerate(zip(old_lines, [head, *rows], strict=True)) if old != new]
-        lines = [y for y in (0 if at == 0 else at - self.top for at in changed) if 0 <= y < self.size.height]
-        if lines:
-            self.refresh(*(Region(0, y, self.size.width, 1) for y in lines))
+        changed = []
+        for number, (old, new) in enumerate(zip(old_lines, [head, *rows], strict=True)):
+            # The head does not move with the view.
+            y = number - self.top if number else 0
+            if old != new and 0 <= y < self.size.height:
+                changed.append(Region(0, y, self.size.width, 1))
+        if changed:
+            self.refresh(*changed)
 
     def render_line(self, y: int) -> Strip:
         """Return line y of the panel, for Textual: the head, a row, or a blank line below the last row."""
@@ -233,10 +239,13 @@ class Cockpit(App[None]):
     ) -> None:
         """Show what ``watch`` reads; ``answer`` runs the verbs.
 
-        ``examine``: ask the doctor soon, and every five minutes.
+        ``examine``: ask the doctor soon, and every five minutes. ``follow`` hands the output of a job, by its name or PID,
+        to a function; None: there is no output to show.
         """
         super().__init__(ansi_color=theme == "plain")
-        self.watch_host, self._answer, self._follow = watch, answer, follow
+        self.watch_host = watch
+        self._answer = answer
+        self._follow = follow
         self.colours: Theme = THEMES[theme]
         self._examines = examine
         self.view = jobs.View()
@@ -313,7 +322,7 @@ class Cockpit(App[None]):
         if frame.error is None:
             self.past.add(frame)
         self.happened.add(frame)
-        # What was seen last stays on the screen while nothing can be read.
+        # While nothing can be read, the last values stay on the screen.
         if frame.error is None or self.frame is None or self.frame.error is not None:
             self.frame = frame
         else:
@@ -340,16 +349,19 @@ class Cockpit(App[None]):
         shown = [gpu for gpu in all_gpus if self.opened in {None, gpu.index}]
         layout = gpus.layout_of(width, max((len(gpus.short_name(gpu)) for gpu in all_gpus), default=0))
         chosen = self.chosen_gpu
-        # Title, heads, events and keys, and some jobs.
-        room = max(1, (height - 5) * (3 if self.opened is not None else 2) // 4)
+        # All but the title, the heads of both lists, events and keys. The GPUs may have a half of it, an open one more.
+        height_of_lists = height - 5
+        room = max(1, height_of_lists * (2 if self.opened is None else 3) // 4)
         rows, owners = self._gpu_rows(frame, shown, layout, room)
         self._gpu_of_row = owners
-        chosen = chosen if chosen in owners else owners[0] if owners else None
-        listed = len(jobs.rows_of(frame, self.view))
-        lines = min(len(rows), max(room, height - 5 - max(3, listed)))
-        # Charts take what the jobs leave.
+        if chosen not in owners:
+            chosen = owners[0] if owners else None
+        job_count = len(jobs.rows_of(frame, self.view))
+        lines = min(len(rows), max(room, height_of_lists - max(3, job_count)))
+        # The jobs have at most two thirds of what is left. Charts, with a head, take the rest.
         least_jobs = 6 if self.opened is None else 3
-        chart_room = height - 6 - lines - max(least_jobs, min(listed + 1, (height - 5 - lines) * 2 // 3))
+        room_for_jobs = max(least_jobs, min(job_count + 1, (height_of_lists - lines) * 2 // 3))
+        chart_room = height_of_lists - 1 - lines - room_for_jobs
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
         self._draw_charts(frame, charted, chart_room)
         self._gpus.styles.height = lines + 1
@@ -402,7 +414,9 @@ class Cockpit(App[None]):
         columns = jobs.visible_columns(self.size.width - 2, self._first_column, self._rows)
         head: list[Piece] = [(" ", "dim")]
         for column, width in columns:
-            mark = ("▼" if column.falls != self.view.reverse else "▲") if column.key == self.view.sort else ""
+            mark = ""
+            if column.key == self.view.sort:
+                mark = "▼" if column.falls != self.view.reverse else "▲"
             title = column.title + mark
             if len(title) > width:
                 title = column.title[: width - 1] + mark
@@ -431,15 +445,16 @@ class Cockpit(App[None]):
         return f"no processes on {where}{'' if self.view.gpu is None else '; Esc shows all GPUs'}"
 
     def _row_of(self, row: jobs.Row | None) -> int:
-        """Return where a row is now: the cursor follows its job."""
-        if row is None:
-            return self._jobs.cursor
-        pid = None if row.member is None else row.member.pid
-        for at, other in enumerate(self._rows):
-            # Several jobs of one name may have ended.
-            same_job = all(getattr(other.job, key) == getattr(row.job, key) for key in ("name", "pid", "ran_seconds"))
-            if same_job and (None if other.member is None else other.member.pid) == pid:
-                return at
+        """Return the number of the row that shows the same job or process now; if none does, that under the cursor."""
+
+        def identity(row: jobs.Row) -> tuple[object, ...]:
+            # Several jobs of one name may have ended, each after another time.
+            return (row.job.name, row.job.pid, row.job.ran_seconds, row.member and row.member.pid)
+
+        if row is not None:
+            for number, other in enumerate(self._rows):
+                if identity(other) == identity(row):
+                    return number
         return self._jobs.cursor
 
     # -- the lines -----------------------------------------------------------------------------------------------------------
@@ -521,10 +536,10 @@ class Cockpit(App[None]):
         at = self._gpus.cursor
         return self._gpu_of_row[at] if at < len(self._gpu_of_row) else None
 
-    def move_cursor(self, panel: Panel, to: int) -> None:
-        """Put the cursor of a panel somewhere."""
+    def move_cursor(self, panel: Panel, row: int) -> None:
+        """Put the cursor of a panel on a row, and the keys into the panel; another GPU has other charts."""
         panel.focus()
-        panel.show_rows(panel._head, panel._rows, to)
+        panel.show_rows(panel._head, panel._rows, row)
         if panel is self._gpus and self.frame is not None:
             self._draw_gpus(self.frame)
 
@@ -532,11 +547,11 @@ class Cockpit(App[None]):
         """Sort by the column of the list of jobs whose title was clicked; again: the other way round."""
         if panel is not self._jobs:
             return
-        at = 1
+        left = 1
         for column, width in jobs.visible_columns(self.size.width - 2, self._first_column, self._rows):
-            if at <= x < at + width:
+            if left <= x < left + width:
                 self._sort_by(column.key)
-            at += width + 1
+            left += width + 1
 
     # -- keys ----------------------------------------------------------------------------------------------------------------
 
@@ -558,7 +573,9 @@ class Cockpit(App[None]):
         if self.opened is not None:
             self._open_gpu(None)
         else:
-            self.view.text, self.view.user, self.view.gpu = "", None, None
+            self.view.text = ""
+            self.view.user = None
+            self.view.gpu = None
             self.redraw()
 
     def action_reverse(self) -> None:
@@ -577,14 +594,14 @@ class Cockpit(App[None]):
         self.view.reverse = False
         self.redraw()
 
-    def _lacks(self, thing: str) -> bool:
-        """Return whether a recording is shown, which does not have some thing; then say so."""
+    def _refuse_in_replay(self, thing: str) -> bool:
+        """Say that a recording does not have some thing, and return True, if one is shown; else return False."""
         if self.watch_host.reader.recorded:
             self.say(f"a recording has no {thing}", "warn")
         return self.watch_host.reader.recorded
 
     def action_tree(self) -> None:
-        if self._lacks("trees of processes"):
+        if self._refuse_in_replay("trees of processes"):
             return
         self.view.tree = not self.view.tree
         self.watch_host.reader.trees = self.view.tree
@@ -592,7 +609,7 @@ class Cockpit(App[None]):
         self.redraw()
 
     def action_ended(self) -> None:
-        if self._lacks("jobs that have ended"):
+        if self._refuse_in_replay("jobs that have ended"):
             return
         self.view.ended = not self.view.ended
         self.redraw()
@@ -625,11 +642,10 @@ class Cockpit(App[None]):
         frames = reader.seek(seconds)
         if frames:
             self.happened.restart(frames[0].at)
-        for frame in frames[:-1]:
-            self.past.add(frame)
-            self.happened.add(frame)
-        for frame in frames[-1:]:
-            self.take(frame)
+            for frame in frames[:-1]:
+                self.past.add(frame)
+                self.happened.add(frame)
+            self.take(frames[-1])
 
     def _open_gpu(self, index: int | None) -> None:
         """Show one GPU and only its jobs; None: all again."""
@@ -661,14 +677,16 @@ class Cockpit(App[None]):
             lines += [
                 (f"  {finding[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if finding[key]
             ]
-        recorded = self.watch_host.reader.recorded
-        nothing = "gpushare doctor has found nothing"
-        if recorded or self._findings is None:
-            nothing = "a recording has no findings" if recorded else "gpushare doctor is still at work"
-        elif self._examines:
-            # For the next time: these may be some minutes old.
-            self._examine()
-        self.push_screen(Dialog("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
+        if self.watch_host.reader.recorded:
+            no_findings = "a recording has no findings"
+        elif self._findings is None:
+            no_findings = "gpushare doctor is still at work"
+        else:
+            no_findings = "gpushare doctor has found nothing"
+            if self._examines:
+                # For the next time: these may be some minutes old.
+                self._examine()
+        self.push_screen(Dialog("Findings of gpushare doctor", lines or [(no_findings, "dim")], self.colours))
 
     def _examine(self) -> None:
         self.run_worker(self._ask_doctor(), group="doctor", exclusive=True)
@@ -702,20 +720,20 @@ class Cockpit(App[None]):
     def action_user(self) -> None:
         users = sorted({job.user for job in self.frame.jobs if job.user} if self.frame else ())
 
-        def chosen(number: int) -> None:
-            self.view.user = None if number == 0 else users[number - 1]
+        def show_user(number: int) -> None:
+            self.view.user = [None, *users][number]
             self.redraw()
 
-        self._choose("Jobs of", ["all users", *users], chosen)
+        self._choose("Jobs of", ["all users", *users], show_user)
 
     def action_of_gpu(self) -> None:
         indexes = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
 
-        def chosen(number: int) -> None:
-            self.view.gpu = None if number == 0 else indexes[number - 1]
+        def show_gpu(number: int) -> None:
+            self.view.gpu = [None, *indexes][number]
             self.redraw()
 
-        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in indexes)], chosen)
+        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in indexes)], show_gpu)
 
     def action_sort(self) -> None:
         keys = [column.key for column in jobs.COLUMNS]
@@ -789,7 +807,7 @@ class Cockpit(App[None]):
         if not isinstance(reader, Reader):
             self.say("a recording cannot be acted on", "warn")
             return
-        # Its PID may be another process's by the time of the answer.
+        # While the user decides, the job may end and its PID go to another process.
         process = reader.identity(job.pid)
         words = await self._command_words(action, job)
         if words is None:
@@ -818,7 +836,7 @@ class Cockpit(App[None]):
                 document = await self._answer([*words, "-y"] if consent else words)
             finally:
                 self._doing = None
-            # Something else would go by now than was agreed to.
+            # The host has changed, and the verb would take more than was agreed to: show the new plan, and ask again.
             if not needs_consent(document):
                 break
         self._note = None
@@ -859,10 +877,12 @@ class Cockpit(App[None]):
         self.run_worker(self._ask_and_explain(job), group="explain", exclusive=True)
 
     async def _ask_and_explain(self, job: ListedJob | None) -> None:
-        """Ask for a word, a job's own by default, and show what `gpushare explain` says of it."""
+        """Ask for a word, and show what `gpushare explain` says of it. For a job, its state or its way is proposed."""
         value = ""
-        if job is not None and job.way is not None:
-            value = "swap" if job.swapped_bytes else "time-slicing" if job.way is Way.TIMESLICE else ""
+        if job is not None and job.way is not None and job.swapped_bytes:
+            value = "swap"
+        elif job is not None and job.way is Way.TIMESLICE:
+            value = "time-slicing"
         text = await self.push_screen_wait(
             Prompt("Explain", "an error code, a line of a log, or a word", self.colours, example="Xid 79", value=value)
         )
@@ -887,14 +907,14 @@ class Cockpit(App[None]):
 
     def _show_logs(self, job: ListedJob) -> None:
         """Show what a job prints, and go on with it until the dialog is closed."""
-        if self._lacks("output of jobs") or self._follow is None:
+        if self._refuse_in_replay("output of jobs") or self._follow is None:
             return
         pages = Dialog(f"{job_title(job)}: output", [], self.colours)
         follow = self._follow
         target = job.name or str(job.pid)
 
         async def followed() -> None:
-            # Its lines are added to what is on the screen.
+            # Lines can be added only to a dialog that is on the screen.
             await shown
             await follow(target, lambda lines: pages.add([(line, "text") for line in lines]))
 

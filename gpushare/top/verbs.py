@@ -51,7 +51,6 @@ def _move_words(job: ListedJob, text: str) -> Sequence[str]:
 
 def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
     """Return `mps set` for limits as they are typed: threads in percent, memory, or both."""
-    gpu = ",".join(map(str, job.gpu_indexes))
     words = text.split()
     threads = [word for word in words if word.endswith("%") or word.replace(".", "", 1).isdigit()]
     memory = [word for word in words if word not in threads]
@@ -59,11 +58,14 @@ def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
         raise BadUsage(
             "give threads, memory or both", "for example: 50% 8G; memory none removes the limit", code="usage"
         )
-    options = [
-        *(["--threads", threads[0].rstrip("%")] if threads else []),
-        *(["--memory", memory[0]] if memory else []),
-    ]
-    return ["mps", "set", *(["-g", gpu] if gpu else []), *options]
+    command = ["mps", "set"]
+    if job.gpu_indexes:
+        command += ["-g", ",".join(map(str, job.gpu_indexes))]
+    if threads:
+        command += ["--threads", threads[0].rstrip("%")]
+    if memory:
+        command += ["--memory", memory[0]]
+    return command
 
 
 ACTIONS: Final = (
@@ -169,7 +171,8 @@ async def follow_output(spec: str, job: str, add: Callable[[Sequence[str]], None
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""
             add([line.decode(errors="replace") for line in lines])
-        add([line.decode(errors="replace") for line in [rest] if line])
+        if rest:
+            add([rest.decode(errors="replace")])
     finally:
         if process.returncode is None:
             process.terminate()
