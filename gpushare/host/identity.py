@@ -9,7 +9,6 @@ import re
 import signal as signals
 import time
 from collections.abc import Callable
-from operator import itemgetter
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import signal_refused_error
@@ -25,8 +24,6 @@ _KERNEL_THREAD: Final = 0x00200000
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
-# The numbers of the fields of `Stat` in proc_pid_stat(5), less 3: the state is the first one behind the name.
-_STAT_FIELDS: Final = itemgetter(0, 1, 2, 6, 11, 12, 19, 21)
 # States of a process that has ended.
 GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})
@@ -89,9 +86,19 @@ def read_stat(pid: int | str) -> Stat | None:
             text = os.read(descriptor, 4096)
         finally:
             os.close(descriptor)
-        # The name can contain any bytes; it ends at the last parenthesis.
-        state, *numbers = _STAT_FIELDS(text[text.rindex(b")") + 1 :].split())
-        return Stat(state.decode("ascii", "replace"), *map(int, numbers))
+        # The name can contain any bytes; it ends at the last parenthesis. Split no further than the last field that is used.
+        fields = text[text.rindex(b")") + 1 :].split(None, 22)
+        # The state is field 3 of proc_pid_stat(5).
+        return Stat(
+            state=fields[0].decode("ascii", "replace"),
+            parent=int(fields[1]),
+            group=int(fields[2]),
+            flags=int(fields[6]),
+            user_ticks=int(fields[11]),
+            kernel_ticks=int(fields[12]),
+            started=int(fields[19]),
+            resident_pages=int(fields[21]),
+        )
     except (OSError, ValueError, IndexError):
         return None
 

@@ -116,11 +116,17 @@ class Machine:
 
     def load(self) -> Load | None:
         """Return what the machine has done and has (psutil: ``/proc/stat``, ``/proc/meminfo``)."""
+        import warnings
+
         import psutil
 
         try:
-            times, memory = psutil.cpu_times(), psutil.virtual_memory()
-        except (OSError, ValueError, KeyError):
+            with warnings.catch_warnings():
+                # It warns of the figures that a container's own /proc lacks.
+                warnings.simplefilter("ignore")
+                times = psutil.cpu_times()
+                memory = psutil.virtual_memory()
+        except (OSError, ValueError, KeyError, TypeError):
             return None
         # Guests are counted within user and nice (proc_stat(5)).
         spent = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -70,3 +71,14 @@ def test_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < load.memory_free <= load.memory_total
     monkeypatch.setattr(psutil, "PROCFS_PATH", "/nonexistent")
     assert Machine().load() is None
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_load_where_a_container_has_its_own_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.joinpath("meminfo").write_text("MemTotal: 8 kB\nMemFree: 2 kB\nMemAvailable: 4 kB\n")
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    for fields, is_known in (("1 2 3 4 5 6 7 8 9 10", True), ("1 2 3 4", False)):
+        tmp_path.joinpath("stat").write_text(f"cpu {fields}\n")
+        load = Machine().load()
+        assert (load is not None) is is_known
+        assert load is None or (load.memory_total, load.memory_free) == (8 << 10, 4 << 10)
