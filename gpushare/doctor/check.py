@@ -62,10 +62,14 @@ class _Filler(string.Formatter):
 
 
 def finding(name: str, gpu: int | None = None, **values: Any) -> Check:
-    """Return what a row of ``data/doctor-checks.yaml`` says with these values filled in."""
-    row, fill = package_rows("doctor-checks.yaml")[name], _Filler()
+    """Return a problem as a check: a row of ``data/doctor-checks.yaml`` with these values filled in.
+
+    ``name`` is that of the row: the id of the check, and a word where one id has several rows.
+    """
+    row = package_rows("doctor-checks.yaml")[name]
     verdict = Verdict.FAIL if "fail" in row else Verdict.WARN
-    seen, cause, remedy = (fill.format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
+    # The text of what was seen stands under the verdict.
+    seen, cause, remedy = (_Filler().format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
     return Check(id=name.partition(" ")[0], verdict=verdict, seen=seen, why=cause, remedy=remedy, gpu=gpu)
 
 
@@ -139,5 +143,7 @@ def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:
 def process_title(seen: Examination, pid: int) -> str:
     """Return a process for people: ``123 (python, alice)``."""
     info = seen.host.processes.describe(pid)
-    description = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
+    if info is None:
+        return str(pid)
+    description = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user)))
     return f"{pid} ({description})" if description else str(pid)

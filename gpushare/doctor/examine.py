@@ -85,7 +85,9 @@ def power(seen: Examination) -> Iterator[Check]:
     """Check that no power cap slows a GPU down."""
     for gpu in seen.answering:
         nvml = seen.host.nvml
-        usual, limit = nvml.usual_power_limit_watts(gpu.index), nvml.with_power(gpu).power_limit_watts
+        usual = nvml.usual_power_limit_watts(gpu.index)
+        limit = nvml.with_power(gpu).power_limit_watts
+        # A difference of a watt slows nothing down.
         if usual is not None and limit is not None and limit < usual - 1:
             yield finding("gpu.power_cap", gpu.index, limit=limit, usual=usual)
 
@@ -94,9 +96,11 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     """Check that no compute mode is left over from an MPS daemon that is gone. One set by `apply` is not left over."""
     if seen.daemons_error is not None:
         return
-    kept = {item.record.device_uuid for item in seen.daemons if item.record is not None and item.daemon.error is None}
-    # Another user may claim any GPU: the driver must show it there.
-    foreign = {
+    served_by_gpushare = {
+        item.record.device_uuid for item in seen.daemons if item.record is not None and item.daemon.error is None
+    }
+    # Another user may claim any GPU: the driver must show the daemon there.
+    served_by_others = {
         index
         for item in seen.daemons
         for index in item.daemon.gpu_indexes
@@ -106,8 +110,8 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         gpu
         for gpu in seen.gpus
         if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-        and gpu.uuid not in kept
-        and gpu.index not in foreign
+        and gpu.uuid not in served_by_gpushare
+        and gpu.index not in served_by_others
         and not _is_exclusive_by_file(seen, gpu)
     ]
     for gpu in changed:
@@ -141,7 +145,8 @@ def xids(seen: Examination) -> Iterator[Check]:
 
 def _is_at(gpu: Gpu, pci: str) -> bool:
     """Return whether a GPU has this PCI address; NVML writes 00000000:01:00.0 where the kernel has 0000:01:00."""
-    return gpu.pci_bus_id is not None and pci.lower().rpartition(".")[0 if "." in pci else 2] in gpu.pci_bus_id.lower()
+    without_function = pci.lower().rsplit(".", 1)[0]
+    return gpu.pci_bus_id is not None and without_function in gpu.pci_bus_id.lower()
 
 
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
@@ -206,36 +211,36 @@ def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[
 def _renamed_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     """Check programs not yet on the GPU for MIG UUIDs that now mean another instance than the one they were chosen for."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
-    waiting = {
-        pid: given["CUDA_VISIBLE_DEVICES"]
-        for pid, given in sorted(environments.items())
-        if given.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
-    }
-    if not waiting.keys() - running:
-        return
-    meant = dict(_reused_uuids(seen))
-    for uuid in dict.fromkeys(waiting.values()):
-        pids = [pid for pid, value in waiting.items() if value == uuid and pid not in running] if uuid in meant else []
-        if pids:
+    pids_by_uuid: dict[str, list[int]] = {}
+    for pid, environment in sorted(environments.items()):
+        uuid = environment.get("CUDA_VISIBLE_DEVICES", "")
+        if uuid.startswith("MIG-"):
+            pids = pids_by_uuid.setdefault(uuid, [])
+            if pid not in running:
+                pids.append(pid)
+    meanings = dict(_reused_uuids(seen)) if any(pids_by_uuid.values()) else {}
+    for uuid, pids in pids_by_uuid.items():
+        if pids and uuid in meanings:
             check = finding(
-                "mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes_text(seen, pids)
+                "mig.environment other", uuid=uuid, meaning=meanings[uuid], processes=_processes_text(seen, pids)
             )
             yield for_owner(seen, check, pids)
 
 
 def _reused_uuids(seen: Examination) -> Iterator[tuple[str, str]]:
-    """Yield UUIDs of instances where a name means another instance, each with a text about both."""
+    """Yield the UUIDs of instances that now lie where a name means another one, each with a text about both."""
     named = list(names_of(seen.host).values())
     for gpu in seen.gpus:
-        mine = [name for name in named if name.gpu_uuid == gpu.uuid]
-        if not mine or not gpu.mig_enabled:
+        named_here = [name for name in named if name.gpu_uuid == gpu.uuid]
+        if not named_here or not gpu.mig_enabled:
             continue
         with contextlib.suppress(GpushareError):
             for place in places_on(seen.host, gpu):
-                now = place.instance
-                for named_there in mine:
-                    if now.placement.mask >> named_there.start & 1 and named_there.place != now.place:
-                        yield place.mig.uuid, f"{now} now, where {named_there.name} meant {named_there}"
+                instance = place.instance
+                for former in named_here:
+                    covers_start = instance.placement.mask >> former.start & 1
+                    if covers_start and former.place != instance.place:
+                        yield place.mig.uuid, f"{instance} now, where {former.name} meant {former}"
 
 
 def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
@@ -246,10 +251,9 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
     if seen.host.processes.namespace_is_host() is False:
         return
     served = {
-        place
+        path
         for entry in seen.daemons
-        for ours in {entry.trusted, False}
-        for place in _comparable_paths(entry.daemon.pipe_directory or "", ours=ours)
+        for path in _comparable_paths(entry.daemon.pipe_directory or "", ours=entry.trusted)
     }
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(environments.items()):
@@ -302,17 +306,16 @@ def drift(seen: Examination) -> Iterator[Check]:
     if seen.wanted_error is not None:
         yield finding("host.file", error=seen.wanted_error)
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
+    if not kept:
+        return
     wrong = False
-    for live in live_gpus(HostState(seen.host, kept), kept) if kept else ():
+    for live in live_gpus(HostState(seen.host, kept), kept):
         differences = _differences_text(seen, live)
         if differences:
             wrong = True
             yield finding("host.drift", live.gpu.index, differences=differences, file=applied_path(seen.host))
-    if kept and not wrong:
-        yield Check.passed(
-            "host.drift",
-            seen=f"{counted(len(kept), 'GPU')} as applied ({applied_path(seen.host)})",
-        )
+    if not wrong:
+        yield Check.passed("host.drift", seen=f"{counted(len(kept), 'GPU')} as applied ({applied_path(seen.host)})")
 
 
 def _differences_text(seen: Examination, live: LiveGpu) -> str:
@@ -373,8 +376,12 @@ def _nvml(seen: Examination) -> Iterator[Check]:
         return
     yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is installed")
     if error is not None:
-        mismatch = "driver.mismatch" if error.code == "driver_mismatch" else "nvml.answers"
-        yield finding("driver.loaded" if isinstance(error, DriverNotLoaded) else mismatch, error=error)
+        if isinstance(error, DriverNotLoaded):
+            yield finding("driver.loaded", error=error)
+        elif error.code == "driver_mismatch":
+            yield finding("driver.mismatch", error=error)
+        else:
+            yield finding("nvml.answers", error=error)
         return
     yield Check.passed("driver.loaded", seen=f"driver {seen.driver or 'of unknown version'}")
     if not seen.gpus:
@@ -398,10 +405,7 @@ def _smi(seen: Examination) -> Iterator[Check]:
     except GpushareError as error:
         yield finding("smi.program failed", error=error, remedy=remedy_of(error))
         return
-    yield Check.passed(
-        "smi.program",
-        seen=f"nvidia-smi lists the time-slice of {counted(len(seen.levels), 'GPU')}",
-    )
+    yield Check.passed("smi.program", seen=f"nvidia-smi lists the time-slice of {counted(len(seen.levels), 'GPU')}")
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
@@ -459,7 +463,7 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 def _records(seen: Examination) -> Iterator[Check]:
     """Check that every record can be read: no command sees what an unreadable one is about."""
     number = 0
-    # Not the journal of MIG changes: `_mig` tells what became of it.
+    # Not the journal of MIG changes: the check of MIG modes tells what became of it.
     for kind in (
         *(SWAPS, PAUSES, JOBS, MEMBERS, PROGRAMS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
         *(NAMES, TUNED, BENCHED, PROFILES),
@@ -503,9 +507,11 @@ def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) 
 
 
 def _keeper_command(uid: int | None, record: Path, words: str) -> str:
-    """Return what to type about a record of this user (None), of root, or for root of another user."""
-    if uid is None or uid == 0:
-        return f"{'' if uid is None else 'sudo '}gpushare {words}"
+    """Return what to type about a record: as this user (``uid`` None), with sudo for root's, as root for another user's."""
+    if uid is None:
+        return f"gpushare {words}"
+    if uid == 0:
+        return f"sudo gpushare {words}"
     return as_user(user_name(uid), record.parent.parent, words)
 
 
@@ -515,7 +521,8 @@ _LONG_PAUSE_SECONDS: Final = 86400.0
 
 def _pauses(seen: Examination) -> Iterator[Check]:
     """Check that each paused job has a guard, or a `gpushare run`, that ends its pause, and is not forgotten."""
-    jobs, wrong = paused_jobs(seen.host), False
+    jobs = paused_jobs(seen.host)
+    wrong = False
     for job in jobs:
         remedy = _keeper_command(job.keeper_uid, job.path, f"resume {job.pid}")
         age = uptime() - job.since
@@ -549,9 +556,10 @@ def _swaps(seen: Examination) -> Iterator[Check]:
 def _swap_finding(job: Swap) -> Check | None:
     """Return what is wrong with a swapped job: lost, halfway for minutes, or out for days; None: nothing."""
     age = uptime() - job.since
-    # `since` is when it left. The record was written again when its state changed, so its mtime dates the other states.
-    with contextlib.suppress(OSError):
-        age = age if job.state == OUT else time.time() - job.path.stat().st_mtime
+    if job.state != OUT:
+        # `since` is when it left. The record was written again when its state changed: that is the mtime of its file.
+        with contextlib.suppress(OSError):
+            age = time.time() - job.path.stat().st_mtime
     if job.state == LOST:
         kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
         return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
@@ -623,9 +631,12 @@ def _idle(seen: Examination) -> Iterator[Check]:
         return
     now = time.time()
     for gpu in seen.answering:
-        # Of clients of MPS and under MIG nothing is known.
-        idle = [process for process in gpu.processes or () if process.compute and process.sm_percent == 0]
-        idle = [process for process in idle if (process.memory_used_bytes or 0) > MUCH_UNLISTED]
+        # The percentage is unknown, not 0, for clients of MPS and under MIG.
+        idle = [
+            process
+            for process in gpu.processes or ()
+            if process.compute and process.sm_percent == 0 and (process.memory_used_bytes or 0) > MUCH_UNLISTED
+        ]
         work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if idle else None  # type: ignore[misc]
         if work is None:
             continue

@@ -38,20 +38,20 @@ def modes(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")
         return
     wrong = False
-    left = visible_leftovers(seen.host)
-    half_changed = {uuid for leftover in left for uuid in leftover.gpus}
+    leftovers = visible_leftovers(seen.host)
+    half_changed = {uuid for leftover in leftovers for uuid in leftover.gpus}
     for gpu in seen.answering:
         for check in _mode_findings(seen, gpu, half_changed=gpu.uuid in half_changed):
             wrong = True
             yield check
-    for leftover in left:
+    for leftover in leftovers:
         wrong = True
-        at = f", at: {leftover.at}" if leftover.at else ""
-        yield finding(leftover.id, seen=leftover.seen + at, remedy=leftover.remedy)
-    on = [gpu for gpu in seen.answering if gpu.mig_enabled]
-    if on and not wrong:
-        number = sum(len(gpu.mig_instances) for gpu in on)
-        seen_text = f"MIG is enabled on {counted(len(on), 'GPU')}: {counted(number, 'MIG device')}"
+        step = f", at: {leftover.at}" if leftover.at else ""
+        yield finding(leftover.id, seen=leftover.seen + step, remedy=leftover.remedy)
+    mig_gpus = [gpu for gpu in seen.answering if gpu.mig_enabled]
+    if mig_gpus and not wrong:
+        number = sum(len(gpu.mig_instances) for gpu in mig_gpus)
+        seen_text = f"MIG is enabled on {counted(len(mig_gpus), 'GPU')}: {counted(number, 'MIG device')}"
         yield Check.passed("mig.state", seen=seen_text)
 
 
@@ -123,13 +123,15 @@ def holders(seen: Examination) -> Iterator[Check]:
     if not capable:
         return
     files = open_device_files(seen.host)
-    own = _pids_ending_by_themselves(seen)
+    no_obstacles = _pids_ending_by_themselves(seen)
     for gpu in capable:
         present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
-        for inside in instance_holders(seen.host, gpu, files).values():
-            present += inside
+        for instance_users in instance_holders(seen.host, gpu, files).values():
+            present += instance_users
         present = [
-            holder for holder in present if holder.pid not in own and not (holder.name or "").startswith(_NO_OBSTACLE)
+            holder
+            for holder in present
+            if holder.pid not in no_obstacles and not (holder.name or "").startswith(_NO_OBSTACLE)
         ]
         if present and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines, and matters only once MIG is wanted.

@@ -37,6 +37,8 @@ from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE, Limits
 from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
+# Stands for a directory that is unknown: nothing is read from it.
+_NO_DIRECTORY: Final = "/nonexistent"
 # Processes of other users that claim to be MPS daemons: any user can start hundreds.
 MOST_CLAIMS: Final = 10
 
@@ -91,7 +93,8 @@ def _owner_text(daemon: MpsDaemon) -> str:
 
 def _daemon_check(found: FoundDaemon) -> Check:
     """Return the worst that is wrong with a daemon that was asked, or that it answers."""
-    daemon, gpu = found.daemon, found.daemon.gpu_index
+    daemon = found.daemon
+    gpu = daemon.gpu_index
     stop = f"gpushare mps stop -g {daemon.device_uuid}"
     if found.record is not None and found.record.interrupted:
         return finding("mps.interrupted", gpu, uuid=found.record.device_uuid)
@@ -151,17 +154,18 @@ def _few_descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
 def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     """Check that nobody else may replace the pipes of a daemon, and that users reach the pipes of root's daemon."""
     daemon = found.daemon
-    pipe = Path(daemon.pipe_directory or "/nonexistent")
-    seen_pipe = _trusted_lstat(pipe)
-    if seen_pipe is None or not stat.S_ISDIR(seen_pipe.st_mode):
+    pipe = Path(daemon.pipe_directory or _NO_DIRECTORY)
+    status = _trusted_lstat(pipe)
+    if status is None or not stat.S_ISDIR(status.st_mode):
         return
-    mode = seen_pipe.st_mode
+    mode = status.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         yield finding("mps.directory", daemon.gpu_index, pipe=pipe, mode=stat.S_IMODE(mode))
+    if daemon.user != "root":
+        return
     # Under `users:` of gpushare.yaml it is closed on purpose; the directories above must still be open.
-    chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
-    first = pipe.parent if chosen else pipe
-    closed = _first_closed(first, root_of(seen.host)) if daemon.user == "root" else None
+    closed_on_purpose = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
+    closed = _first_closed(pipe.parent if closed_on_purpose else pipe, root_of(seen.host))
     if closed is not None:
         yield finding(
             "mps.reach", daemon.gpu_index, closed=closed, way="" if closed == pipe else f", on the way to {pipe}"
@@ -181,7 +185,7 @@ def _first_closed(directory: Path, root: Path) -> Path | None:
 
 def _large_log(daemon: MpsDaemon) -> Iterator[Check]:
     """Check that the log of a daemon, which is never rotated, is not too large."""
-    path = Path(daemon.log_directory or "/nonexistent") / "control.log"
+    path = Path(daemon.log_directory or _NO_DIRECTORY) / "control.log"
     status = _trusted_lstat(path)
     if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
         yield finding("mps.log", daemon.gpu_index, path=path, size=format_bytes(status.st_size))
@@ -197,7 +201,7 @@ def _trusted_lstat(path: Path) -> os.stat_result | None:
 
 def log_tail(daemon: MpsDaemon, name: str) -> str:
     """Return the end of a daemon's log (``control.log``, ``server.log``), empty if it may not be read."""
-    return read_tail(Path(daemon.log_directory or "/nonexistent") / name, _TAIL_BYTES)
+    return read_tail(Path(daemon.log_directory or _NO_DIRECTORY) / name, _TAIL_BYTES)
 
 
 _CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -218,7 +222,8 @@ def _dropped_limits(
     seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
 ) -> Iterator[Check]:
     """Check for a memory limit that names a GPU the client does not see: CUDA then drops all its limits."""
-    text, uuid = environment.get(MEMORY_VARIABLE), daemon.device_uuid
+    text = environment.get(MEMORY_VARIABLE)
+    uuid = daemon.device_uuid
     if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
         return
     check = finding("mps.limits_dropped", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
@@ -226,9 +231,11 @@ def _dropped_limits(
 
 
 def _names_other(entry: str, uuid: str) -> bool:
-    """Return whether an entry names a device other than the visible one (ordinal 0, or its UUID)."""
+    """Return whether an entry (``DEVICE=SIZE``) names a device other than the visible one: ordinal 0, or its UUID."""
     device = entry.partition("=")[0].strip()
-    return bool(device) and device != "0" and not (len(device) > 4 and uuid.startswith(device))
+    # CUDA takes the beginning of a UUID too, but GPU- alone is none.
+    is_visible = device == "0" or (len(device) > len("GPU-") and uuid.startswith(device))
+    return bool(device) and not is_visible
 
 
 def _many_connections(
@@ -253,6 +260,10 @@ def daemon_environment(seen: Examination) -> Iterator[Check]:
 
 
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
+# A PID is a positive pid_t: the log can have any number.
+_MOST_PID: Final = (1 << 31) - 1
+# The log has whole seconds, and the start of a process is not exact either.
+_LOG_CLOCK_SECONDS: Final = 2.0
 _PENDING: Final = re.compile(
     r"^\[([\d-]{10} [\d:]{8})\.\d+ Control +\d+\] NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending",
     re.MULTILINE | re.ASCII,
@@ -303,14 +314,10 @@ def _dead_default(seen: Examination) -> Iterator[Check]:
         item.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for item in seen.daemons
     )
     # In a container, the daemon of this directory may run outside.
-    if (
-        unknown
-        or seen.host.processes.namespace_is_host() is False
-        or not path.exists()
-        or not _refuses_connection(path)
-    ):
+    if unknown or seen.host.processes.namespace_is_host() is False:
         return
-    yield finding("mps.default_stale", directory=DEFAULT_PIPE_DIRECTORY)
+    if path.exists() and _refuses_connection(path):
+        yield finding("mps.default_stale", directory=DEFAULT_PIPE_DIRECTORY)
 
 
 def _refuses_connection(path: Path) -> bool:
@@ -352,10 +359,11 @@ def outside(seen: Examination) -> Iterator[Check]:
     A job that gpushare has started outside stays there on purpose: production, with a time-slice of its own, one that can
     be swapped. So does all that runs beside a daemon of opportunistic jobs only.
     """
-    pids = set(seen.host.processes.named(control.SERVER_PROGRAM))
+    # The processes that belong to MPS, and those that were looked at for another daemon.
+    accounted = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for item in seen.daemons:
-        pids |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
-        pids |= {item.daemon.pid or 0}
+        accounted |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
+        accounted |= {item.daemon.pid or 0}
     for item in seen.believed:
         for gpu in seen.answering:
             # The clients of a daemon that was not asked are unknown.
@@ -364,9 +372,9 @@ def outside(seen: Examination) -> Iterator[Check]:
             strangers = [
                 process
                 for process in _processes_on(gpu, item.daemon)
-                if process.compute and not process.mps and process.pid not in pids
+                if process.compute and not process.mps and process.pid not in accounted
             ]
-            pids |= {process.pid for process in strangers}
+            accounted |= {process.pid for process in strangers}
             unintended = _unintended_strangers(seen, item.daemon, strangers) if strangers else []
             others = [process for process in unintended if whom_to_ask(seen, [process.pid]) is not None]
             own = [process for process in unintended if process not in others]
@@ -435,7 +443,7 @@ def _waiting_clients(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int
     clients = {client.pid for client in daemon.clients}
     served = {server.user for server in daemon.servers}
     for stamp, pid, uid in _PENDING.findall(log_tail(daemon, "control.log")):
-        info = seen.host.processes.describe(int(pid)) if 0 < int(pid) < 1 << 31 else None
+        info = seen.host.processes.describe(int(pid)) if 0 < int(pid) <= _MOST_PID else None
         if info is None or info.uid != int(uid):
             continue
         user = user_name(int(uid))
@@ -444,9 +452,9 @@ def _waiting_clients(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int
         if (seen.host.processes.environment(info.pid) or {}).get(_PIPE, daemon.pipe_directory) != daemon.pipe_directory:
             # A client of another daemon.
             continue
-        # The process started after the line was written: the PID belonged to another.
+        # If the process started after the line was written, the PID belonged to another.
         began = info.started_at
-        if began is None or began <= _parse_log_time(stamp) + 2.0:
+        if began is None or began <= _parse_log_time(stamp) + _LOG_CLOCK_SECONDS:
             yield int(pid), user
 
 

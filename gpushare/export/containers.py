@@ -49,12 +49,12 @@ class ExportedDevice:
     @property
     def traits(self) -> set[str]:
         """Return the traits of this device that select notes (`document.notes`)."""
-        mps, whole = self.mps, self.mig is None
+        mps = self.mps
         conditions = {
             "mps": mps is not None,
             "timeslice": mps is None and self.gpu.sharing is Way.TIMESLICE,
-            "slice-length": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
-            "mig": not whole,
+            "slice-length": self.mig is None and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
+            "mig": self.mig is not None,
             "granted": self.mig is not None and self.mig.granted,
             "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
             "restricted": mps is not None and bool(mps.users),
@@ -248,8 +248,10 @@ def _placements(host: HostDescription, name: str) -> dict[str, Any]:
             )
         counts = Counter((mig.start or 0, mig.profile) for mig in gpu.mig)
         if gpu.sharing is Way.MIG:
-            words = (f"{profile}:{start}" + f"*{n}" * (n > 1) for (start, profile), n in sorted(counts.items()))
-            places[str(gpu.index)] = list(words)
+            places[str(gpu.index)] = [
+                f"{profile}:{start}" if count == 1 else f"{profile}:{start}*{count}"
+                for (start, profile), count in sorted(counts.items())
+            ]
     return {PLACEMENTS: {name: places}}
 
 

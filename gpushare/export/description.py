@@ -228,11 +228,12 @@ def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
 
 def _describe_instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
     """Return the MIG devices of a GPU in the driver's order, each with its name and its daemon."""
-    host, places = state.host, {instance.id: instance for instance in state.layout(gpu).instances}
+    host = state.host
+    instances = {instance.id: instance for instance in state.layout(gpu).instances}
     names = {(named.gpu_uuid, named.profile, named.start): named for named in state.names.values()}
     devices = []
     for index, mig in enumerate(gpu.mig_instances):
-        instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
+        instance = None if mig.gpu_instance_id is None else instances.get(mig.gpu_instance_id)
         place = None if instance is None else (gpu.uuid or "", instance.profile.name, instance.start)
         named = None if place is None else names.get(place)
         daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)

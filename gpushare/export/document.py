@@ -68,6 +68,11 @@ def yaml_document(name: str, value: Mapping[str, Any]) -> Document:
     return Document(name=name, text=yaml_text(value))
 
 
+def cluster_object(api: str, kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an object of Kubernetes: the version of its API, its kind, its name and what it specifies."""
+    return {"apiVersion": api, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
 # Runs a kernel and ends: listing GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
 

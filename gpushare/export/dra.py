@@ -14,7 +14,7 @@ from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import TimeSlice, Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
-from gpushare.export.document import Document, Export, notes, yaml_document
+from gpushare.export.document import Document, Export, cluster_object, notes, yaml_document
 from gpushare.export.k8s import deployment, slug, verifying_commands
 from gpushare.hostfile.file import MpsWish
 
@@ -58,20 +58,21 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
             "make some: gpushare mig apply -g 0 '1g*7'",
             code="no_device",
         )
-    traits, gates = host.traits, []
+    traits = host.traits
+    gates = []
     if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
         gates.append("TimeSlicingSettings=true")
-    gates += ["MPSSupport=true"] if "daemons" in traits else []
-    traits |= {"gates"} if gates else set()
-    which = (
-        f"{kubernetes} or later (1.32 or 1.33: name it with --kubernetes)"
-        if kubernetes == NEWEST
-        else f"{kubernetes} ({version} of the API)"
-    )
+    if "daemons" in traits:
+        gates.append("MPSSupport=true")
+    if gates:
+        traits.add("gates")
+    versions_text = f"{kubernetes} ({version} of the API)"
+    if kubernetes == NEWEST:
+        versions_text = f"{kubernetes} or later (1.32 or 1.33: name it with --kubernetes)"
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands(documents)),
-        needs=notes("dra", "needs", traits, kubernetes=which, gates=", ".join(gates)),
+        needs=notes("dra", "needs", traits, kubernetes=versions_text, gates=", ".join(gates)),
         lost=notes("dra", "lost", traits),
     )
 
@@ -171,27 +172,17 @@ def _claim_devices(request: dict[str, Any], parameters: dict[str, Any] | None) -
 
 def _template(name: str, request: dict[str, Any], version: str) -> Document:
     """Return a template: each pod gets a claim, hence a device, of its own."""
-    return yaml_document(
-        f"{name}.yaml",
-        {
-            "apiVersion": f"resource.k8s.io/{version}",
-            "kind": "ResourceClaimTemplate",
-            "metadata": {"name": name},
-            "spec": {"spec": _claim_devices(request, None)},
-        },
-    )
+    spec = {"spec": _claim_devices(request, None)}
+    template = cluster_object(f"resource.k8s.io/{version}", "ResourceClaimTemplate", name, spec)
+    return yaml_document(f"{name}.yaml", template)
 
 
 def _shared_claim(
     name: str, request: dict[str, Any], parameters: dict[str, Any] | None, version: str
 ) -> list[Document]:
     """Return a claim that several pods name, and a Deployment of two such pods that verifies it."""
-    claim = {
-        "apiVersion": f"resource.k8s.io/{version}",
-        "kind": "ResourceClaim",
-        "metadata": {"name": name},
-        "spec": _claim_devices(request, parameters),
-    }
+    spec = _claim_devices(request, parameters)
+    claim = cluster_object(f"resource.k8s.io/{version}", "ResourceClaim", name, spec)
     # Two pods that name one claim run at the same time only if the GPU is shared.
     asked = [{"name": "gpu", "resourceClaimName": name}]
     check = deployment(f"verify-{name}", 2, {"claims": [{"name": "gpu"}]}, resourceClaims=asked)

@@ -18,7 +18,7 @@ from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, format_bytes, format_percent, ranges
 from gpushare.export import containers
 from gpushare.export.description import GpuDescription, HostDescription
-from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
+from gpushare.export.document import IMAGE, Document, Export, cluster_object, notes, yaml_document
 from gpushare.hostfile.file import MpsWish
 from gpushare.inputs import yaml_text
 
@@ -121,15 +121,16 @@ def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy
     if has_mig:
         _check_mig(host, plain, mig_strategy)
     lost: list[str] = []
-    strategy, replicas = _strategy_and_replicas(plain, lost)
-    inside = _replicas_by_resource(host, mig_strategy)
-    if strategy != "mps" and inside:
+    strategy, gpu_replicas = _strategy_and_replicas(plain, lost)
+    mig_replicas = _replicas_by_resource(host, mig_strategy)
+    if strategy != "mps" and mig_replicas:
         strategy = "timeSlicing"
+    replicas = ((_GPU, gpu_replicas), *mig_replicas) if gpu_replicas else mig_replicas
     return NodeSharing(
-        key=_config_key(strategy, replicas, inside, mig=has_mig),
+        key=_config_key(strategy, [number for _, number in replicas], mig=has_mig),
         plugin=PluginSharing(
             strategy=strategy,
-            replicas=((*(((_GPU, replicas),) if replicas else ()), *inside)),
+            replicas=replicas,
             rename=rename and strategy is not None,
             mig_strategy=mig_strategy if has_mig else None,
         ),
@@ -137,12 +138,11 @@ def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy
     )
 
 
-def _config_key(strategy: str | None, replicas: int, inside: Sequence[tuple[str, int]], *, mig: bool) -> str:
+def _config_key(strategy: str | None, replicas: Sequence[int], *, mig: bool) -> str:
     """Return the name of a sharing in the ConfigMap: ``timeslice-4``, ``mig-mps-8``, ``whole``."""
     words = ["mig"] if mig else []
     if strategy is not None:
-        numbers = sorted({number for number in (replicas, *(number for _, number in inside)) if number})
-        words += ["mps" if strategy == "mps" else "timeslice", *map(str, numbers)]
+        words += ["mps" if strategy == "mps" else "timeslice", *map(str, sorted(set(replicas)))]
     return "-".join(words) or "whole"
 
 
@@ -178,11 +178,12 @@ def _sharing_text(gpu: GpuDescription) -> str:
         limits.append(f"{format_percent(gpu.mps.limits.threads_percent)} of the threads")
     if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes:
         limits.append(format_bytes(gpu.mps.limits.memory_limit_bytes))
-    return f"{gpu.sharing.value}{replicas}" + (f" ({', '.join(limits)})" if limits else "")
+    limits_text = f" ({', '.join(limits)})" if limits else ""
+    return f"{gpu.sharing.value}{replicas}{limits_text}"
 
 
 def _strategy_and_replicas(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
-    """Return the strategy and the replicas of the GPUs without MIG, which are shared alike."""
+    """Return the strategy and the replicas of the GPUs without MIG, which are shared alike; add to ``lost`` what is lost."""
     if not gpus or gpus[0].sharing is Way.EXCLUSIVE:
         return None, 0
     first = gpus[0]
@@ -207,7 +208,10 @@ def _assumed_text() -> str:
 
 
 def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
-    """Return the replicas whose equal share matches the daemon's limits; the plugin has no other limits."""
+    """Return the replicas whose equal share matches the daemon's limits, and add to ``lost`` what is lost.
+
+    The plugin has no other limits than an equal share for each client.
+    """
     threads = mps.limits.threads_percent
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(number, gpu.compute_capability)
@@ -228,7 +232,8 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
             code="uneven_limits",
         )
     if threads is None:
-        lost += [_assumed_text()] if gpu.replicas is None else []
+        if gpu.replicas is None:
+            lost.append(_assumed_text())
         lost.append(f"no thread limit: the plugin caps each client at {100 // number} %")
     if wanted is None and part is not None:
         lost.append(f"no memory limit: the plugin caps each client process at {part} MiB")
@@ -336,15 +341,9 @@ def operator_export(
 def _config_map(sharing: NodeSharing, namespace: str) -> Document:
     """Return the ConfigMap of the plugin: this node's sharing by its key, and ``none`` for nodes without a label."""
     unshared = PluginSharing(mig_strategy=sharing.plugin.mig_strategy)
-    return yaml_document(
-        "device-plugin-config.yaml",
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": PLUGIN_MAP, "namespace": namespace},
-            "data": {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))},
-        },
-    )
+    data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
+    metadata = {"name": PLUGIN_MAP, "namespace": namespace}
+    return _config_map_document("device-plugin-config.yaml", metadata, data)
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
@@ -353,15 +352,12 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
     config = containers.mig_config(host, containers.layout_name(host))
     # The mig-manager falls back to all-disabled, and takes a node out of MIG with it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
-    return yaml_document(
-        "mig-parted-config.yaml",
-        {
-            "apiVersion": "v1",
-            "kind": "ConfigMap",
-            "metadata": {"name": MIG_MAP, "namespace": namespace},
-            "data": {"config.yaml": yaml_text(config)},
-        },
-    )
+    metadata = {"name": MIG_MAP, "namespace": namespace}
+    return _config_map_document("mig-parted-config.yaml", metadata, {"config.yaml": yaml_text(config)})
+
+
+def _config_map_document(file: str, metadata: dict[str, str], data: dict[str, str]) -> Document:
+    return yaml_document(file, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
 
 def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
@@ -372,8 +368,8 @@ def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
     spec["devicePlugin"] = {"config": {"name": PLUGIN_MAP, "default": "none"}}
     if has_mig:
         spec["migManager"] = {"config": {"name": MIG_MAP}}
-    head = {"apiVersion": "nvidia.com/v1", "kind": "ClusterPolicy", "metadata": {"name": "cluster-policy"}}
-    return yaml_document("cluster-policy-patch.yaml", {**head, "spec": spec})
+    patch = cluster_object("nvidia.com/v1", "ClusterPolicy", "cluster-policy", spec)
+    return yaml_document("cluster-policy-patch.yaml", patch)
 
 
 def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
@@ -421,9 +417,8 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
     lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
-    lines += [
-        f"kubectl apply -f {document.name}" for document in documents if document.name == "mig-parted-config.yaml"
-    ]
+    if sharing.plugin.mig_strategy is not None:
+        lines.append("kubectl apply -f mig-parted-config.yaml")
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )

@@ -16,7 +16,7 @@ from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
-from gpushare.export.document import Document, Export, notes, yaml_document
+from gpushare.export.document import Document, Export, cluster_object, notes, yaml_document
 from gpushare.export.k8s import sharing_of_node
 
 _DEFAULT_AMI: Final = "al2023@latest"
@@ -89,14 +89,15 @@ def node_pool_export(
         )
         for resource, number in capacity.items()
     ]
-    written = [] if node_class else [_node_class(name, ami, cluster, role, tags)]
-    documents = (
-        *written,
-        yaml_document("node-pool.yaml", pool),
-        *([yaml_document("node-overlay.yaml", _node_overlay(name, requirements, capacity))] if overlaid else []),
-        *verify,
-    )
-    files = ["node-class.yaml"] * bool(written) + ["node-overlay.yaml"] * overlaid + ["node-pool.yaml"]
+    documents = [yaml_document("node-pool.yaml", pool)]
+    files = ["node-pool.yaml"]
+    if overlaid:
+        documents.append(yaml_document("node-overlay.yaml", _node_overlay(name, requirements, capacity)))
+        # Before the pool, which would start a node for each pod without it.
+        files.insert(0, "node-overlay.yaml")
+    if not node_class:
+        documents.insert(0, _node_class(name, ami, cluster, role, tags))
+        files.insert(0, "node-class.yaml")
     commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verifying_commands(verify, max_nodes)]
     conditions = {
         "new-class": node_class is None,
@@ -109,7 +110,7 @@ def node_pool_export(
     }
     traits = {trait for trait, is_true in conditions.items() if is_true}
     return Export(
-        documents=documents,
+        documents=(*documents, *verify),
         commands=tuple(commands),
         needs=notes("karpenter", "needs", traits, cluster=_CLUSTER, node_class=node_class),
         lost=(*sharing.lost, *notes("karpenter", "lost", traits | host.traits)),
@@ -125,8 +126,7 @@ def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags
         "subnetSelectorTerms": [{"tags": where}],
         "securityGroupSelectorTerms": [{"tags": dict(where)}],
     }
-    head = {"apiVersion": "karpenter.k8s.aws/v1", "kind": "EC2NodeClass", "metadata": {"name": name}}
-    return yaml_document("node-class.yaml", {**head, "spec": spec})
+    return yaml_document("node-class.yaml", cluster_object("karpenter.k8s.aws/v1", "EC2NodeClass", name, spec))
 
 
 def _verifying_commands(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
@@ -185,15 +185,8 @@ def _node_pool(
             "taints": [dict(k8s.TAINT)],
         },
     }
-    return {
-        "apiVersion": "karpenter.sh/v1",
-        "kind": "NodePool",
-        "metadata": {"name": name},
-        "spec": {
-            "template": template,
-            "disruption": {"consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "5m"},
-        },
-    }
+    disruption = {"consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "5m"}
+    return cluster_object("karpenter.sh/v1", "NodePool", name, {"template": template, "disruption": disruption})
 
 
 def _node_overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
@@ -201,9 +194,6 @@ def _node_overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[
     numbers = {resource: str(number) for resource, number in capacity.items()}
     # With MIG on every GPU the node offers no whole GPU for Karpenter to count.
     numbers.setdefault("nvidia.com/gpu", "0")
-    return {
-        "apiVersion": "karpenter.sh/v1alpha1",
-        "kind": "NodeOverlay",
-        "metadata": {"name": name},
-        "spec": {"requirements": [*requirements, _requirement("karpenter.sh/nodepool", name)], "capacity": numbers},
-    }
+    selected = [*requirements, _requirement("karpenter.sh/nodepool", name)]
+    spec = {"requirements": selected, "capacity": numbers}
+    return cluster_object("karpenter.sh/v1alpha1", "NodeOverlay", name, spec)

@@ -65,17 +65,15 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     ]
     if with_mps:
         order = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
-        uuids, shards = (
-            {number: device.gpu.uuid for number, device in order if device.gpu.sharing is sharing}
-            for sharing in (Way.MPS, Way.TIMESLICE)
-        )
+        mps_uuids = {number: device.gpu.uuid for number, device in order if device.gpu.sharing is Way.MPS}
+        shard_uuids = {number: device.gpu.uuid for number, device in order if device.gpu.sharing is Way.TIMESLICE}
         limits = {
             gpu.uuid: gpu.mps.limits.memory_limit_bytes
             for gpu in with_mps
             if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes is not None
         }
         documents += [
-            Document(name="gpushare-prolog.sh", text=prolog(uuids, shards, limits), kind="sh"),
+            Document(name="gpushare-prolog.sh", text=prolog(mps_uuids, shard_uuids, limits), kind="sh"),
             Document(name="gpushare-epilog.sh", text=_rendered_script("epilog"), kind="sh"),
             # A Prolog's own environment never reaches the job.
             Document(name="gpushare-task-prolog.sh", text=_rendered_script("task-prolog"), kind="sh"),
@@ -141,12 +139,12 @@ def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     """
     devices = _devices_by_minor(host, by_nvml=by_nvml)
     if by_nvml:
-        return sorted(
-            devices,
-            key=lambda device: (device.mig is not None, (device.gpu.minor or 0) if device.mig else device.gpu.index),
-        )
-    types = _count_types(devices)
-    return sorted(devices, key=lambda device: list(types).index(device.type))
+        gpus = [device for device in devices if device.mig is None]
+        migs = [device for device in devices if device.mig is not None]
+        # Indexes are in the order of PCI bus ids; the MIG devices are in the order of their files already.
+        return [*sorted(gpus, key=lambda device: device.gpu.index), *migs]
+    types = list(_count_types(devices))
+    return sorted(devices, key=lambda device: types.index(device.type))
 
 
 def _count_types(devices: Iterable[SlurmDevice]) -> Counter[str]:
@@ -224,13 +222,14 @@ def _device_lines(gpu: GpuDescription) -> list[str]:
 
 def _slurm_conf_lines(host: HostDescription, *, by_nvml: bool) -> str:
     """Return the lines for slurm.conf; their types are in the order of `slurm_order`."""
-    # In the order of slurm_order.
     types = _count_types(_devices_by_minor(host, by_nvml=by_nvml))
-    shards = mps = 0
-    for gpu in host.gpus:
-        shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Way.TIMESLICE else 0
-        mps += MPS_COUNT if gpu.sharing is Way.MPS else 0
-    shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
+    mps = sum(MPS_COUNT for gpu in host.gpus if gpu.sharing is Way.MPS)
+    shards = sum(gpu.replicas or DEFAULT_REPLICAS for gpu in host.gpus if gpu.sharing is Way.TIMESLICE)
+    shared = []
+    if mps:
+        shared.append(f"mps:{mps}")
+    if shards:
+        shared.append(f"shard:{shards}")
     names = ["gpu", *(gres.partition(":")[0] for gres in shared)]
     gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in types.items()), *shared])
     lines = ["# Written by gpushare: put these lines into slurm.conf, the same on every node."]

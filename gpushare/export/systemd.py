@@ -59,9 +59,11 @@ def units_export(
         )
     if units:
         documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
-    traits, first = host.traits, "sudo gpushare apply -f gpushare.yaml"
+    traits = host.traits
+    first = "sudo gpushare apply -f gpushare.yaml"
     if file != FILE:
-        traits, first = traits | {"own-file"}, f"sudo install -m 644 gpushare.yaml {file}"
+        traits.add("own-file")
+        first = f"sudo install -m 644 gpushare.yaml {file}"
     return Export(
         documents=tuple(documents),
         commands=(
@@ -118,8 +120,11 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
 def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
     """Return the unit of the MPS daemon of a device."""
     uuid = device.uuid
-    pipe, directory = pipe_directory(uuid), f"{UNIT_RUNTIME}/{device_key(uuid)}"
-    before, after = "", ""
+    pipe = pipe_directory(uuid)
+    directory = f"{UNIT_RUNTIME}/{device_key(uuid)}"
+    # Lines of the unit: what is done before the daemon starts, and after it has ended.
+    before = ""
+    after = ""
     if device.mig is None and device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:
         before = f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS\n"
         after = f"# A GPU starts in compute mode default, so that is what to restore.\nExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT\n"

@@ -10,7 +10,16 @@ from gpushare.base.model import LinePlace, ListedJob, Snapshot
 from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table, records
-from gpushare.show.status import age, candidates_text, container_name, gpu_errors, role_style, used_of_total, way_text
+from gpushare.show.status import (
+    age,
+    candidates_text,
+    container_name,
+    gpu_errors,
+    role_style,
+    used_of_total,
+    wanted_memory,
+    way_text,
+)
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
 # Names in a cell.
@@ -81,11 +90,7 @@ def _memory_text(value: tuple[int | None, int | None]) -> str:
 
 def _way_of_job(job: ListedJob) -> str | None:
     return way_text(
-        job.way,
-        threads_percent=job.threads_percent,
-        slice_us=job.slice_us,
-        profile=job.mig_profile,
-        name=job.mig_name,
+        job.way, threads_percent=job.threads_percent, slice_us=job.slice_us, profile=job.mig_profile, name=job.mig_name
     )
 
 
@@ -144,13 +149,7 @@ def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
         _USER,
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: candidates_text(job.line.count, job.gpu_indexes)),
-        Column(
-            "memory",
-            "for",
-            right=True,
-            of=lambda job: job.line.memory_bytes,
-            format=lambda value: "all" if value is None else format_bytes(value),
-        ),
+        Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
         Column("behind", "behind", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),

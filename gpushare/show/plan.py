@@ -29,11 +29,7 @@ def plan_answer(plan: Plan, *, dry_run: bool) -> PlanAnswer:
 
 
 def plan_result(
-    plan: Plan,
-    *,
-    dry_run: bool,
-    notes: Sequence[str] = (),
-    empty: str = "nothing to do: the host is as requested",
+    plan: Plan, *, dry_run: bool, notes: Sequence[str] = (), empty: str = "nothing to do: the host is as requested"
 ) -> Result:
     """Return a plan, or with ``dry_run=False`` a plan that was carried out, as a result with a `PlanAnswer`.
 

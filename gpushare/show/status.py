@@ -357,7 +357,7 @@ def _waiting_table(snapshot: Snapshot) -> Table:
         Column("pid", "pid", right=True),
         _USER,
         Column("name", "job", optional=True),
-        Column("memory_bytes", "memory", right=True, format=_wanted_memory),
+        Column("memory_bytes", "memory", right=True, format=wanted_memory),
         Column(
             "waiting", "waiting", right=True, rank=1, of=lambda job: _since(snapshot, job.waiting_since), format=age
         ),
@@ -374,7 +374,7 @@ def candidates_text(count: int, indexes: Sequence[int]) -> str | None:
     return ranges(indexes) if count == 1 else f"{count} of {ranges(indexes)}"
 
 
-def _wanted_memory(value: int | None) -> str:
+def wanted_memory(value: int | None) -> str:
     return "all" if value is None else format_bytes(value)
 
 
