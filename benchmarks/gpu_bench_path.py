@@ -1,7 +1,7 @@
 """`gpushare bench` on a real GPU: ``python -m benchmarks.gpu_bench_path --json OUT``.
 
 The built-in workload (256 x 256 matrices) at 1, 4 and 8 copies under every way that can run, and a small PyTorch training.
-The figures are the documents of `gpushare bench`. Changes no setting of the GPU; under five minutes. It exits with 1 if
+The figures are the documents of `gpushare bench`. Changes no setting of the GPU; about six minutes. It exits with 1 if
 anything was unexpected. ``--rehearse`` tries the script on a simulated host, where the training is the simulation's job.
 """
 
