@@ -255,7 +255,6 @@ def _access_step(
     host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
 ) -> Step:
     """Return the step that gives a node its new access."""
-    # A node that is gone needs no undo.
     earlier = present or NodeAccess(mode=node.capability.mode)
     users_text = "all users"
     if users:
@@ -265,6 +264,7 @@ def _access_step(
         command=_access_commands(node.capability, earlier, access_to_be),
         undo=_access_commands(node.capability, access_to_be, earlier),
         setting=f"the access to {node.capability.node}",
+        # A node that is gone needs no undo.
         read=lambda: host.capabilities.access(node.capability) or earlier,
         write=lambda access: host.capabilities.set_access(node.capability, access),
         wanted=access_to_be,

@@ -155,7 +155,7 @@ def sweep_left(host: Host) -> None:
 def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None.
 
-    Its record stays only if a job came in just now: the next change of MIG tries again.
+    Its record stays if a job came in just now, or if it cannot be destroyed: the next change of MIG tries again.
     """
     gpu, layout, instance = _read_when_left(host, record)
     obstacle = None

@@ -362,7 +362,7 @@ def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
     """
     ids = sorted({user_id(user) for user in users})
     try:
-        # Close it before opening it to some. With a list, chmod changes only the list's mask: so again after its removal.
+        # Close it before opening it to some. With a list, the group bits are its mask: so again after its removal.
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
         set_listed_users(directory, _CLOSED_MODE, (), _ENTER)
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
