@@ -451,10 +451,10 @@ def _permissions(seen: Examination) -> Iterator[Check]:
 
 def _pid_namespace(seen: Examination) -> Iterator[Check]:
     """Check that PIDs here are those of the host, which the driver reports."""
-    host = seen.host.processes.namespace_is_host()
-    if host is False:
+    is_host = seen.host.processes.namespace_is_host()
+    if is_host is False:
         yield finding("pid.namespace", why=BLIND)
-    elif host:
+    elif is_host:
         yield Check.passed("pid.namespace", seen="the host's PID namespace")
     else:
         yield Check.skipped("pid.namespace", seen="unknown")

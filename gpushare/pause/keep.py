@@ -109,15 +109,15 @@ class Keeper:
     def _pause_new(self, job: PausedJob) -> None:
         """Pause channels and processes that the job has created since the last look."""
         living = {process.pid: process for process in job.living(self._host)}
-        # Those that an earlier look recorded and could not disable.
-        to_pause = [process for pid, process in self._missed.items() if pid in living]
-        for process in living.values():
+        # Those that an earlier look recorded and could not disable. Such a one may have grown since: a record has it once.
+        to_pause = {pid: process for pid, process in self._missed.items() if pid in living}
+        for pid, process in living.items():
             grown = self._with_new_channels(process)
             if grown is not None:
-                to_pause.append(grown)
-        to_pause += self._new_processes(job.pid, living)
+                to_pause[pid] = grown
+        to_pause |= {process.pid: process for process in self._new_processes(job.pid, living)}
         if to_pause:
-            self._record_and_disable(to_pause)
+            self._record_and_disable(list(to_pause.values()))
 
     def _new_processes(self, first_pid: int, recorded: Container[int]) -> Iterator[Channels]:
         """Yield the channels of descendants of the job's first process that have some and are not recorded."""

@@ -447,7 +447,8 @@ class Controller:
 
     def _seconds_lost(self) -> float:
         """Return how much of the window production has lost, in seconds of its own work."""
-        # Faster than alone means another phase: that does not make up for losses.
+        # A gain (a negative part) counts as far as noise explains it. A larger one is another phase of production, which makes
+        # up for no losses.
         return math.fsum(
             loss.seconds * max(loss.part, -self._most_gain()) for loss in self._ledger if loss.part is not None
         )

@@ -274,7 +274,7 @@ class GroupSlice(Part):
                 return
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good: it is about to end."""
+        """Let the program continue for good: it is about to end. Nothing else is to end with it."""
         if self.gave_up and self.instead is not None:
             self.instead.release()
         return {}
@@ -424,7 +424,7 @@ class AdaptedSlice(Part):
             self._watch.troubles.append(text)
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good: it is about to end, and must be able to."""
+        """Let the program continue for good: it is about to end, and must be able to. Nothing else is to end with it."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()

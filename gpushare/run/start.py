@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
-from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
+from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, pid_of, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.users import has_claims, has_records
@@ -428,7 +428,9 @@ class JobStart:
             raise error.restated(
                 hint=f"start it: {start}; or drop --for: the job leaves for every production job"
             ) from error
-        spared = f"'{target}'" if process is None else process.title
+        spared = f"'{target}'" if pid_of(target) is None else f"process {target}"
+        if process is not None:
+            spared = process.title
         if not self.dry_run:
             self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
         return spared

@@ -172,7 +172,8 @@ class Keeper:
         self, host: Host, control: ChannelControl, policy: Policy, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._host, self._control, self._policy, self._clock = host, control, policy, clock
-        self._gpus: dict[int, Gpu] = {gpu.index: gpu for gpu in host.nvml.identities()}
+        # Read at the first look: `recover` needs no NVML.
+        self._gpus: dict[int, Gpu] = {}
         self._processes: dict[int, _Process] = {}
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
@@ -180,13 +181,13 @@ class Keeper:
         self._silent = 0
         # What has happened in this look.
         self._events: list[Event] = []
-        # What a killed keep has set, and this one has not put back yet.
+        # What a killed keep has set on processes that no look has met yet.
         self._earlier: list[KeptProcess] = []
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
 
     def recover(self) -> list[Event]:
-        """Put back what a killed keep left; `undo` tries once more what cannot be put back now."""
+        """Put back what a killed keep left; what cannot be put back now counts as set by this keep."""
         record = KEEPS.read(KEEPS.path(self._host, _KEY))
         self._earlier = [] if record is None else list(record.processes)
         events = self._put_back_earlier(until=math.inf)
@@ -210,6 +211,8 @@ class Keeper:
     def step(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
         self._events = []
+        if not self._gpus:
+            self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()}
         self._update_processes()
         now = self._clock()
         if now - self._forgotten_at >= _FORGET_SECONDS:
@@ -247,9 +250,19 @@ class Keeper:
                 break
             origin = self._host.origin(pid, command=command)
             if origin is not None:
-                self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
+                self._processes[pid] = self._take_over(_Process(pid, gpus, mps, origin, due=self._clock()))
         if any(process.slices for process in ended):
             self._try_to_write()
+
+    def _take_over(self, process: _Process) -> _Process:
+        """Return a new process with what a killed keep has set on it and nobody has put back."""
+        for kept in self._earlier:
+            if (kept.pid, kept.started) == (process.pid, process.origin.started):
+                process.channels = kept.channels
+                process.slices = {slices[:2]: slices for slices in kept.slices}
+                self._earlier.remove(kept)
+                break
+        return process
 
     def _listed_processes(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
         """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
@@ -490,7 +503,6 @@ class Keeper:
                 failed.pop(process.pid, None)
                 events += put_back
                 process.slices.clear()
-        # After those of this keep: a process may have been set by both.
         events += self._put_back_earlier(until=end)
         self.left = [process.pid for process in self._processes.values() if process.slices]
         self.left += [kept.pid for kept in self._earlier]

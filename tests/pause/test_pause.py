@@ -390,6 +390,27 @@ def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper)
     assert job.off == [True, True]
 
 
+def test_a_process_that_grows_before_it_could_be_paused_is_recorded_once(
+    job: Paused, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = job.job().channels[0]
+
+    def channels_now(count: int) -> Channels:
+        """Return the first process with this number of channels."""
+        return replace(first, groups=tuple(replace(group, channels=group.channels[:count]) for group in first.groups))
+
+    with changing(job.host):
+        write(replace(job.job(), channels=(channels_now(3), job.job().channels[1])))
+    job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
+    for count in (4, 5):
+        monkeypatch.setattr(
+            job.control, "find_again", lambda of, n=count: channels_now(n) if of.pid == first.pid else of, raising=False
+        )
+        assert keeper.step() == LOOK_SECONDS
+    assert not PAUSES.unread(job.host)
+    assert [process.pid for process in job.job().channels] == [job.pids[1], job.pids[0]]
+
+
 def test_ctrl_c_during_the_call_takes_the_pause_back(job: Paused) -> None:
     real = job.control.__getattr__
 

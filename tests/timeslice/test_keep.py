@@ -16,7 +16,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse
 from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
-from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, sole_keep, verdicts
+from gpushare.timeslice.keep import KEEPS, Event, Keeper, Policy, keep_record, sole_keep, verdicts
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
@@ -456,36 +456,71 @@ def test_what_cannot_be_put_back_is_tried_again_and_stays_written_down(
     assert desk.slice(pid) == DEFAULT
 
 
-def test_what_the_next_keep_cannot_put_back_is_tried_at_its_end(
+def failing(*_: Any) -> None:
+    raise OperationFailed("no", "none")
+
+
+def recovered_in_vain(new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, rules: str) -> tuple[Desk, int]:
+    """Return a keep that could not put back what a killed one has set, and the process."""
+    killed = new_desk()
+    pid = killed.add()
+    killed.look()
+    desk = new_desk(rules)
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", failing)
+        assert [event.kind for event in desk.keeper.recover()] == ["skipped"]
+    return desk, pid
+
+
+@pytest.mark.parametrize(("rule", "told"), [("none", []), ("*train*", ["set"])])
+def test_what_the_next_keep_cannot_put_back_counts_as_its_own(
+    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, rule: str, told: list[str]
+) -> None:
+    desk, pid = recovered_in_vain(new_desk, monkeypatch, f"- {{match: {{command: '{rule}'}}, slice: 1ms}}\n")
+    # Another process is set meanwhile, which writes the record anew.
+    serve = desk.add("python serve.py")
+    desk.keeper.follow(
+        policy(f"- {{match: {{command: '{rule}'}}, slice: 1ms}}\n- {{match: {{command: '*serve*'}}, slice: 1ms}}\n")
+    )
+    assert [event.kind for event in desk.keeper.step() if event.pid == pid] == told
+    assert not KEEPS.unread(desk.host)
+    record = keep_record(desk.host)
+    assert record is not None
+    assert sorted(kept.pid for kept in record.processes) == [pid, serve]
+    if told:
+        # A killed one is undone as a whole.
+        assert {event.kind for event in new_desk().keeper.recover()} == {"restored"}
+    else:
+        assert {event.kind for event in desk.keeper.undo()} == {"restored"}
+        assert desk.keeper.left == []
+    assert (desk.slice(pid), desk.slice(serve)) == (DEFAULT, DEFAULT)
+
+
+def test_what_cannot_be_put_back_at_the_end_either_stays_written_down(
+    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, pid = recovered_in_vain(new_desk, monkeypatch, "- {match: {command: '*train*'}, slice: 1ms}\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", failing)
+        desk.look()
+        assert [event.kind for event in desk.keeper.undo()] == ["skipped"]
+    assert desk.keeper.left == [pid]
+    new_desk().keeper.recover()
+    assert desk.slice(pid) == DEFAULT
+
+
+def test_a_killed_keep_is_undone_where_nvml_fails(
     new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = new_desk()
     pid = killed.add()
     killed.look()
-
-    def failing(*_: Any) -> None:
-        raise OperationFailed("no", "none")
-
-    desk = new_desk("- {match: {command: none}, slice: 1ms}\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(ChannelControl, "set_slice", failing)
-        assert [event.kind for event in desk.keeper.recover()] == ["skipped"]
-        assert [event.kind for event in desk.keeper.undo()] == ["skipped"]
-    assert desk.keeper.left == [pid]
-    record = keep_record(desk.host)
-    assert [kept.pid for kept in record.processes] == [pid]
-    # Another process is set meanwhile, which writes the record anew.
-    follower = new_desk("- {match: {command: '*serve*'}, slice: 1ms}\n")
-    with monkeypatch.context() as patched:
-        patched.setattr(ChannelControl, "set_slice", failing)
-        follower.keeper.recover()
-    serve = follower.add("python serve.py")
-    follower.look()
-    assert sorted(follower.told(follower.keeper.undo())) == [
-        f"process {pid} (root): restored 500us -> 2.048ms",
-        f"process {serve} (root): restored 1ms -> 2.048ms",
-    ]
-    assert (follower.slice(pid), follower.slice(serve), follower.keeper.left) == (DEFAULT, DEFAULT, [])
+    desk = new_desk()
+    monkeypatch.setattr(desk.host.nvml, "identities", failing)
+    assert [event.kind for event in desk.keeper.recover()] == ["restored"]
+    with pytest.raises(OperationFailed):
+        desk.look()
+    assert desk.slice(pid) == DEFAULT
 
 
 def test_a_slice_that_was_refused_is_not_written_down(desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:

@@ -25,6 +25,7 @@ from gpushare.mps.limits import Limits
 from gpushare.run.jobs import PRODUCTION, JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.run.roles import limits_beside
+from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until
 
 TUNED = Tuned(
@@ -166,6 +167,15 @@ def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
     asked = cli("-o", "json", *words, "--yield", "slices", "--", "true")
     assert asked.error["code"] == "seccomp"
     assert cli(*words, "--yield", "pause", "-n", "--", "true").ok().err.count("not supported") == 0
+
+
+def test_a_process_on_another_candidate_is_named_as_one(cli: Cli, world: World, running: int) -> None:
+    spec = "sim:2xh200"
+    pid = admin.add_process(spec, gpu="1")
+    words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "4G", "--for", str(pid), "-g")
+    for candidates in ("0,1", "1,0"):
+        text = cli(*words, candidates, "--", "true", host=spec).ok().out
+        assert f"when process {pid} or another production job needs room" in text
 
 
 def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) -> None:
