@@ -38,13 +38,14 @@ class Part:
 
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
-    """Return the GPU that a case is judged on first: one with an answer, without waiting, idle, and without instances."""
+    """Return the GPU that a case is judged on first: one that has an answer, at once, and is idle, uncut and without MPS."""
 
     def rank(gpu: GpuFacts) -> tuple[object, ...]:
         """Return the sort key of a GPU, the best first; of equal ones, the one whose answer has the best score."""
         part = _judge_part(replace(situation, gpu=gpu))
         cut = gpu.layout is not None and bool(gpu.layout.instances)
         in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
+        # The whole of a GPU that others use is free later.
         waits = part.way is Way.WHOLE and part.situation.among_others
         return part.best is None, waits, in_use, 0 if part.best is None else -part.best.score
 

@@ -304,7 +304,7 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
 
 
 def _plain_mps(wish: MpsWish) -> MpsWish:
-    """Return the limits and users of a daemon: all that other engines are told of it."""
+    """Return a daemon as the exports tell of it: without defaults (100 %, normal priority), and without its compute mode."""
     return MpsWish(limits=Limits.of(wish.limits), users=wish.users)
 
 

@@ -164,7 +164,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
 
 
 def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
-    """Make a claim of this process that is choosing: others wait for its ticket for a moment.
+    """Write this process's claim to a device (``key``), without a ticket yet: it is choosing, so others wait a moment for it.
 
     Raises:
         NoPermission, OperationFailed: no claim can be made here, or it would not count (code ``lease_unusable``).

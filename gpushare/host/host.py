@@ -160,7 +160,7 @@ def local_run_directory(uid: int) -> Path:
         return SYSTEM_RUN_DIRECTORY
     places = _run_directory_places(uid)
     # First where there is one already, as that has the records: even if a better place has become free since.
-    for is_usable in (_belongs_to, _can_have):
+    for is_usable in (_belongs_to, _may_own):
         for place in places:
             if is_usable(place, uid):
                 return Path(place)
@@ -180,8 +180,8 @@ def _belongs_to(place: str, uid: int) -> bool:
         return False
 
 
-def _can_have(place: str, uid: int) -> bool:
-    """Return whether a user may make a directory there."""
+def _may_own(place: str, uid: int) -> bool:
+    """Return whether an absolute path is the user's, or this user (``uid``) can make a directory there."""
     if os.path.lexists(place):
         return _belongs_to(place, uid)
     parent = os.path.dirname(place)
@@ -202,8 +202,11 @@ def local_state_directory(uid: int) -> Path:
         return Path(explicit).absolute()
     if uid == 0:
         return SYSTEM_STATE_DIRECTORY
-    state = os.environ.get("XDG_STATE_HOME") or home_directory() / ".local" / "state"
-    return Path(state) / "gpushare"
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # The XDG specification wants a relative one ignored.
+    if os.path.isabs(state):
+        return Path(state) / "gpushare"
+    return home_directory() / ".local" / "state" / "gpushare"
 
 
 def home_directory() -> Path:

@@ -18,7 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_copies, quoted
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds
-from gpushare.measure.metric import Printed, hopeless, within
+from gpushare.measure.metric import Printed, pattern_is_hopeless, within
 from gpushare.measure.usage import UsageMeter
 from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Cell, Reasons, one_at_a_time, reasons, sort_out
 from gpushare.mps.control import MpsControl
@@ -107,7 +107,7 @@ class _Copy:
 
     def hopeless(self, at: float) -> bool:
         """Return whether it only prints what is not a number, and will not stop doing so."""
-        return not self.printed.values and hopeless(self.printed.refusals, at - self.program.started)
+        return not self.printed.values and pattern_is_hopeless(self.printed.refusals, at - self.program.started)
 
 
 @dataclass

@@ -35,8 +35,8 @@ def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency:
     return Metric(pattern=pattern, higher_is_better=higher_is_better, latency=latency)
 
 
-def hopeless(refusals: int, seconds: float) -> bool:
-    """Return whether matches that were never a number are to be given up."""
+def pattern_is_hopeless(refusals: int, seconds: float) -> bool:
+    """Return whether to give up a pattern whose matches were no number, so many times, ``seconds`` after the program's start."""
     return refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
 

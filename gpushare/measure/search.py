@@ -51,8 +51,9 @@ _CLEAR_FAILURE: Final = 0.985
 # A p99 this far within its goal meets it, however few the requests; and the error of one that is of too few.
 _CLEAR_P99_MARGIN: Final = 1.12
 _UNKNOWN_P99_ERROR: Final = 0.08
-# The answer is watched for at least this time.
+# The answer is watched for at least this time, and until its rate is as certain as this.
 _ANSWER_SECONDS: Final = 6.0
+_ANSWER_RATE_ERROR: Final = 0.01
 # A p99 whose error would still be so many times too large after the longest time is not watched that long.
 _HOPELESS_ERROR: Final = 2.0
 _SCATTERED_SECONDS: Final = 9.0
@@ -171,10 +172,11 @@ class Figures:
 
     def precise(self, goal: Goal) -> bool:
         """Return whether the figures are as certain as an answer should be."""
-        rate = self.waits or self.error <= 2 * _RATE_ERROR
+        # What the search needs to go on, `_precise_rate`, is more than what an answer needs.
+        rate_is_sure = self.waits or self.error <= _ANSWER_RATE_ERROR
         error = self.p99_error
-        tail = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
-        return rate and tail and self.seconds >= _ANSWER_SECONDS
+        p99_is_sure = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
+        return rate_is_sure and p99_is_sure and self.seconds >= _ANSWER_SECONDS
 
     def most_seconds(self, goal: Goal) -> float:
         """Return how long it is worth watching: a p99 that scatters by the host's own stalls does not become certain."""

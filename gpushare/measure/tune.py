@@ -25,7 +25,7 @@ from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds, Running
-from gpushare.measure.metric import Window, dispersion, hopeless, latencies_of, p99, p99_factor_interval
+from gpushare.measure.metric import Window, dispersion, latencies_of, p99, p99_factor_interval, pattern_is_hopeless
 from gpushare.measure.search import DEFAULT_US as DEFAULT_SERVER_US
 from gpushare.measure.search import (
     FIRST_SECONDS,
@@ -637,7 +637,7 @@ class Stage:
             silent = [job for job in jobs if not (job.printed.values or job.printed.lines)]
             tell(silent)
             for job in silent:
-                if hopeless(job.printed.refusals, self.experiment.now() - started):
+                if pattern_is_hopeless(job.printed.refusals, self.experiment.now() - started):
                     raise OperationFailed(
                         f"the {job.program.title} job printed {quoted(job.printed.refused or '')} where --metric matches, which is not a rate or time",
                         "put the brackets around the number: --metric 'rate=([0-9.]+)'",

@@ -143,8 +143,9 @@ def _bring_back(host: Host, out: Swap, source_uuid: str, keep: Keep) -> None:
 def retargeted(out: Swap, uuid: str) -> Swap:
     """Return the record of a swapped-out job with ``uuid`` as the GPU to come in to.
 
-    The driver restores each process to the GPU of its image, or by pairs (`Swap.left_uuid`) to another one. After a move
-    that was broken off, some images are of the old GPU and some of the new one.
+    ``gpu_uuid`` is the GPU to come in to, ``left_uuid`` the one that the images come from, if that is another, and
+    ``arrived`` are the processes whose images are of ``gpu_uuid`` all the same: those that a move had brought there before it
+    was broken off. The driver restores each process to the GPU of its image, or by pairs to another one.
 
     Raises:
         NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).

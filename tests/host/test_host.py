@@ -226,3 +226,14 @@ def test_a_user_whom_nobody_has_named_and_without_home_has_a_place_all_the_same(
     monkeypatch.setattr("os.getuid", lambda: 2_000_111)
     assert str(local_state_directory(2_000_111)) == "/nonexistent/.local/state/gpushare"
     assert str(local_run_directory(2_000_111)) == "/tmp/gpushare-2000111"
+
+
+def test_a_relative_state_directory_of_the_desktop_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The XDG specification says so; the places above it have no end."""
+    monkeypatch.delenv("GPUSHARE_STATE_DIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/ada")
+    for value in ("state", "", "./state"):
+        monkeypatch.setenv("XDG_STATE_HOME", value)
+        assert str(local_state_directory(1234)) == "/home/ada/.local/state/gpushare"
+    monkeypatch.setenv("XDG_STATE_HOME", "/data/state")
+    assert str(local_state_directory(1234)) == "/data/state/gpushare"
