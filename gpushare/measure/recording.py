@@ -615,8 +615,8 @@ def _read_recording(path: Path, file: Any) -> Recording:
             elif "process" in raw:
                 tally.meet(_read_object(RecordedProcess, raw["process"]))
             elif "end" in raw:
-                missed = int(raw["end"]["missed"])
-                reason = str(raw["end"]["reason"])
+                # Both or none: a damaged line counts for nothing.
+                missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
         except _DAMAGED:
             # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
             damaged += 1

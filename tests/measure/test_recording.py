@@ -126,6 +126,15 @@ def test_a_block_that_was_lost_costs_its_lines_only(tmp_path: Path) -> None:
     assert (found.samples, found.damaged_lines, found.reason) == (2, 3, "finished")
 
 
+def test_a_damaged_end_counts_for_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    written(path, [10.0, 20.0])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], '{"end": {"at": 2.0, "missed": 3}}\n']))
+    found = read_recording(path)
+    assert (found.missed, found.reason, found.damaged_lines) == (0, None, 1)
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [
