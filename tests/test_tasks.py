@@ -67,6 +67,8 @@ def shell(script: str, host: str, directory: Path) -> subprocess.CompletedProces
         text=True,
         timeout=300,
         check=False,
+        # Of a user with a group of their own, as on Ubuntu: root takes no file unasked that a group may write.
+        umask=0o002,
     )
     world = World(host)
     jobs = [job["name"] for job in world.run("jobs").data["jobs"] if job["state"] != "ended"]

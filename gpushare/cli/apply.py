@@ -80,7 +80,8 @@ def apply(
     users (memory:) are in force from then on.
     """
     seconds = 0.0 if wait is None else parse_seconds(wait)
-    wanted, text = load(host_file(path, file, "apply"))
+    path = host_file(path, file, "apply")
+    wanted, text = load(path)
     # Both raise for a user whom this machine does not have.
     names_in(wanted)
     user_limits_in(wanted)
@@ -114,7 +115,7 @@ def apply(
     if not matched.missing and all(row.error is None for row in rows):
         if limits.steps and not any(row.steps for row in rows):
             undo = _undo_command(host, rows)
-        notes += (*_dropped_gpus_notes(host, matched), *_rules_notes(host, wanted), *_limit_notes(host, wanted))
+        notes += (*_dropped_gpus_notes(host, matched), *_rules_notes(host, wanted), *_limit_notes(host, wanted, path))
         kept, kept_errors = _keep_for_boot(host, text, limits)
     if kept is None:
         limits = _NO_LIMITS
@@ -321,13 +322,13 @@ def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
     return [f"the rules for time-slices are followed by another command: {how}"]
 
 
-def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
+def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
     if not host.root:
         keys = ["memory"] if wanted.memory else []
         if wanted.longest_lease_seconds is not None:
             keys.append("reserve")
-        how = "are in force only when root applies the file: sudo gpushare apply"
+        how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
         return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
     in_force = kept_limits(host)
     longest = user_limits_in(wanted).longest_lease_seconds

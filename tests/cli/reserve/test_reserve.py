@@ -123,7 +123,8 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     assert leases(two.host, kept_limits(two.host)) == {}
     assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "the limits of users are those of the file"
     two.fault("user", 1000)
-    assert "only when root applies the file" in cli("apply", "-f", str(file), host=TWO).err
+    note = f"only when root applies the file: sudo gpushare apply -f {file}\n"
+    assert note in cli("apply", "-f", str(file), host=TWO).err
 
 
 def test_a_renewal_counts_from_the_first_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
