@@ -160,7 +160,7 @@ class GpuProcess:
     paused_since: float | None = None
     # The time-slice that gpushare has set, in microseconds; None: it has set none.
     slice_us: int | None = None
-    # The name of its job (`gpushare run`); this and the next three fields are as in `ListedJob`, and only `status` has them.
+    # The name of its job. Only `status` has this and the next three fields. None: no job, or, without root, another user's.
     job: str | None = None
     role: str | None = None
     way: JobWay | None = None
@@ -429,7 +429,7 @@ class ListedJob:
     pid: int | None
     state: str
     user: str | None
-    # production, opportunistic or plain; None: gpushare did not start it.
+    # production, opportunistic or plain; None: it is no job, or, without root, another user's.
     role: str | None
     device: str | None
     gpu_indexes: tuple[int, ...] = ()
