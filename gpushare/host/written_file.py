@@ -194,7 +194,7 @@ def open_new(path: Path) -> int:
 def open_to_append(path: Path, *, create: bool = True, directory: int | None = None) -> int:
     """Return the descriptor of a file of this user alone, to be read and appended to, in a directory that is there.
 
-    ``directory``: the open directory of the file.
+    ``directory``: the open directory of the file. Nobody else may write a new file, whatever the umask.
 
     Raises:
         OSError: it cannot be opened, or is not only this user's file.
@@ -204,7 +204,7 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
         if directory is None:
             directory = held.enter_context(directory_of(path.parent, make=False))
         try:
-            descriptor = os.open(path.name, flags, 0o666, dir_fd=directory)
+            descriptor = os.open(path.name, flags, 0o644, dir_fd=directory)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _in_the_way_error(path, "a symbolic link") from None

@@ -15,6 +15,7 @@ import pytest
 
 from gpushare.run.jobs import PAST, PastJob, output_path
 from gpushare.run.output import seek_lines
+from gpushare.run.program import open_log
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, World, environment, until
 
@@ -46,6 +47,18 @@ def test_it_is_printed_byte_by_byte(world: World, written: Path) -> None:
     assert raw(world, "train", "-f") == TEXT
     written.write_bytes(b"")
     assert raw(world, "train") == b""
+
+
+def test_it_is_read_also_if_new_files_of_the_user_may_be_written_by_a_group(world: World, written: Path) -> None:
+    """As on Ubuntu, where every user has a group of one's own."""
+    written.unlink()
+    before = os.umask(0o002)
+    try:
+        with os.fdopen(open_log(written), "wb") as file:
+            file.write(TEXT)
+    finally:
+        os.umask(before)
+    assert raw(world, "train") == TEXT
 
 
 def test_on_a_terminal_the_last_200_lines(world: World, written: Path) -> None:
