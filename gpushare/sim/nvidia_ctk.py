@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from gpushare.host.host import make_private_directory
 from gpushare.host.program import Completed
 from gpushare.host.records import replace_file
 from gpushare.sim.current import changing, current
@@ -98,7 +99,7 @@ def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | S
 
 def _write_file(state_file: StateFile, path: str, text: str) -> None:
     file = state_file.directory / Path(path.lstrip("/"))
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_private_directory(file.parent, variable="GPUSHARE_SIM_DIR")
     replace_file(file, text)
 
 

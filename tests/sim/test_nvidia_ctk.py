@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,15 @@ def test_refusals(fault: str, value: str | None, said: str) -> None:
     admin.set_fault(SPEC, fault, value=value)
     done = run(*GENERATE, "--output=/var/run/cdi/nvidia.yaml")
     assert (done.exit_code, said in done.stderr) == (1, True)
+
+
+def test_the_state_directory_stays_one_that_gpushare_believes_whatever_the_umask() -> None:
+    before = os.umask(0o002)
+    try:
+        install()
+    finally:
+        os.umask(before)
+    assert open_simulated(SPEC).state_directory.stat().st_mode & 0o777 == 0o755
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
