@@ -166,7 +166,7 @@ class DetachedAnswer:
     """The answer of `run --detach`."""
 
     job: str
-    pid: int | None
+    pid: int
     # runs, waits or ended; null: it has not started yet.
     state: str | None
     exit_code: int | None
