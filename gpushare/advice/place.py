@@ -324,7 +324,10 @@ def _split_over(situation: Situation, gpus: Sequence[GpuFacts], sizes: Sequence[
 
 
 def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *, whole: Case | None) -> Part:
-    """Return one part for GPUs that have equal jobs, judged on the one with the most."""
+    """Return one part for GPUs that have equal jobs, judged on the one with the most.
+
+    ``whole`` is the case that was spread over the GPUs; None: each of them has a case of its own.
+    """
     first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
     total = sum(case.processes or 0 for _, case in group)
     joined = whole is not None and len(first[1].workloads) == 1

@@ -747,14 +747,18 @@ class Situation:
         None: there are no waves, as all run at once, at most one does, or none can wait for another.
         """
         processes = self.case.processes
-        if processes is None or not self._can_wait or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
+        if processes is None or not self._can_be_queued or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
         at_once = self._most_at_once(way, processes)
         return self._fewer_for_limits(way, at_once) if 1 < at_once < processes else None
 
     @cached_property
-    def _can_wait(self) -> bool:
-        """Return whether the processes are equal and independent, and none is known to fill the GPU or to be needed now."""
+    def _can_be_queued(self) -> bool:
+        """Return whether some of the processes may wait until others have ended.
+
+        They are equal and independent, none is needed now, and none is known to fill the GPU: several of those at once gain
+        nothing.
+        """
         equal = len(self.case.workloads) == 1 and self.case.same_user is not False
         dependent = self.together or self.apart or self.idle_often
         needed_now = any(map(self.case.any, ("latency", "running", "weights", "progress")))

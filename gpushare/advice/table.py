@@ -147,7 +147,7 @@ def dated_values(value: Any, name: str) -> list[_Dated]:
     if value is None:
         return []
     several = value if isinstance(value, list) else [{name: value}]
-    return [(_since(entry), entry[name]) for entry in several]
+    return [(_since_driver(entry), entry[name]) for entry in several]
 
 
 def _newest_on(dated: Sequence[_Dated], branch: int | None) -> _Dated:
@@ -159,10 +159,11 @@ def _newest_on(dated: Sequence[_Dated], branch: int | None) -> _Dated:
 def options_of(entry: Mapping[str, Any]) -> list[Option]:
     """Return the options of a cell of the file, on any driver."""
     options = entry.get("options") or {}
-    return [Option(**{**option, "key": key, "since": _since(option)}) for key, option in options.items()]
+    return [Option(**{**option, "key": key, "since": _since_driver(option)}) for key, option in options.items()]
 
 
-def _since(entry: Mapping[str, Any]) -> int | None:
+def _since_driver(entry: Mapping[str, Any]) -> int | None:
+    """Return the first driver branch for which an entry holds, like 570; None: it holds for all."""
     return None if entry.get("since") is None else int(entry["since"])
 
 

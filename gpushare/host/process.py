@@ -132,14 +132,16 @@ def every_stat() -> Iterator[tuple[int, Stat]]:
 
 
 def command_line_of(pid: int) -> Sequence[str] | None:
-    """Return the command line of a process; None: it cannot be read, or is longer than 128 KiB."""
+    """Return the command line of a process; None: it has none (kernel thread, zombie), or it cannot be read or is over 128 KiB."""
     text = read_proc(f"/proc/{pid}/cmdline", _MOST_OF_COMMAND_LINE)
     if not text:
         return None
     words = text.removesuffix(b"\0").decode(errors="surrogateescape")
+    has_several_words = text.endswith(b"\0") and "\0" in words
     # A program that sets its title leaves one word with spaces.
-    is_title = not (text.endswith(b"\0") and "\0" in words) and " " in words
-    return words.split(" " if is_title else "\0")
+    if " " in words and not has_several_words:
+        return words.split(" ")
+    return words.split("\0")
 
 
 def entries_of(environment: bytes) -> list[tuple[str, str]]:

@@ -236,7 +236,7 @@ class _DaemonWork:
         home = own_home(self._host, device.uuid)
         home.create()
         with home.locked():
-            # Restricted before a client can connect.
+            # Restricted before a client can connect. A server for several users is told of them, too.
             self._set_users(home)
             wish = self._wish
             users = wish.users if wish.multiuser else None

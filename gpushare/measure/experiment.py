@@ -81,7 +81,10 @@ class Grounds:
 
     @property
     def meter(self) -> Meter | None:
-        """Return what measures a drained queue; None where a sudden end breaks no others."""
+        """Return what tells whether the queue of a client has drained, before it is ended; None outside MPS.
+
+        There a sudden end breaks no others.
+        """
         return None if self._share is None else self._share.meter
 
     @property

@@ -138,8 +138,9 @@ class Reasons:
     ``in_one``: the command can run as streams or threads of one process.
     """
 
-    # Without MPS.
+    # Outside MPS: one program alone, in turns, or as streams.
     outside: str | None
+    # `level`: a level cannot be set; `caps`: a client cannot have a thread percentage.
     timeslice: str | None
     mps: str | None
     caps: str | None

@@ -356,6 +356,7 @@ class MigLedger:
         existing = {
             Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
         }
+        # The GPU instances: a compute instance alone is no entry.
         made = {Spot(new.gpu, new.profile, new.start) for new in change.proof.made if new.compute is None}
         changed_gpus = {gpu.uuid for gpu in change.before}
         kept = {spot for spot in record.instances if spot.gpu not in changed_gpus or spot in existing}

@@ -521,7 +521,7 @@ def _is_named(job: PausedJob, text: str) -> bool:
 
 @contextlib.contextmanager
 def changing(host: Host) -> Iterator[Sequence[str]]:
-    """Hold the lock of this user's records, without those of jobs that have ended. Yields no notes."""
+    """Hold the lock of this user's records, after those of ended jobs are removed. Yields the notes for the user: none."""
     with PAUSES.locked(host):
         PAUSES.sweep(host)
         yield ()

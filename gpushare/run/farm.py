@@ -627,7 +627,7 @@ class Farm:
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
     def _gpu(self, *uuids: str) -> _CopiesOnGpu:
-        """Return the GPU, or the GPUs, that copies run on together; made once."""
+        """Return what the farm knows of a GPU and its copies, or of GPUs that each copy uses together; made once."""
         if uuids not in self._gpus:
             self._gpus[uuids] = _CopiesOnGpu(self._host, *(self._devices[uuid] for uuid in uuids))
         return self._gpus[uuids]
@@ -995,7 +995,7 @@ class Farm:
         return [uuids[number] for number in order]
 
     def _say_waiting(self) -> None:
-        """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
+        """Say what the next copy waits for, each time that changes; nothing while it waits for copies of this farm only."""
         now = time.monotonic()
         place = self._place
         if place is None or now - self._said_at < _SAY_SECONDS:

@@ -57,13 +57,14 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     back: dict[str, list[str]] = {}
     for device in devices:
         before = levels.get(device.gpu.index)
-        resets = before in {None, TimeSlice.DEFAULT} or _mode_before_set(host, device) is not None
-        way = "reset" if resets or before is None else f"set {before.title}"
-        back.setdefault(way, []).append(device.selector)
+        change = "reset"
+        if before not in {None, TimeSlice.DEFAULT} and _mode_before_set(host, device) is None:
+            change = f"set {before.title}"
+        back.setdefault(change, []).append(device.selector)
     return Plan(
         title=f"time-slice level {level.title} on {', '.join(device.title for device in devices)}",
         steps=tuple(steps),
-        undo="; ".join(f"gpushare timeslice {way} -g {','.join(names)}" for way, names in back.items()),
+        undo="; ".join(f"gpushare timeslice {change} -g {','.join(names)}" for change, names in back.items()),
         notes=tuple(notes),
     )
 

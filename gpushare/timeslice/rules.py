@@ -140,6 +140,8 @@ class Decision:
 def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, default_us: int) -> Decision | None:
     """Return what the first rule that matches gives a process on a GPU; None: no rule matches.
 
+    A rule that rests only on what users say about themselves gives no more than the process had, and no more than the rules
+    below would give it.
     ``default_us`` is the slice that the process had before anybody changed it.
     """
     for number, rule in enumerate(rules):
