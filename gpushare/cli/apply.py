@@ -115,11 +115,20 @@ def apply(
     if not matched.missing and all(row.error is None for row in rows):
         if limits.steps and not any(row.steps for row in rows):
             undo = _undo_command(host, rows)
-        notes += (*_dropped_gpus_notes(host, matched), *_rules_notes(host, wanted), *_limit_notes(host, wanted, path))
+        # They compare with the file kept so far, and hold once this one is kept.
+        notes_if_kept = (
+            *_dropped_gpus_notes(host, matched),
+            *_rules_notes(host, wanted),
+            *_limit_notes(host, wanted, path),
+        )
         kept, kept_errors = _keep_for_boot(host, text, limits)
+        if kept is not None:
+            notes += notes_if_kept
     if kept is None:
         limits = _NO_LIMITS
-    result = _apply_result(rows, replace(matched, notes=notes), limits, changed, dry_run=False, undo=undo)
+        changed = []
+    matched = replace(matched, notes=notes)
+    result = _apply_result(rows, matched, limits, changed, dry_run=False, undo=undo, complete=not kept_errors)
     return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *kept_errors))
 
 
@@ -406,11 +415,13 @@ def _apply_result(
     *,
     dry_run: bool,
     undo: str | None,
+    complete: bool = True,
 ) -> Result:
     """Return what was applied, or in a dry run would be, as a result; a single error is raised instead.
 
     ``limits`` is the plan of the limits of users, and ``changed`` has them in words, also those that only root could put
-    in force. With an error, no limits change. ``undo`` is the command that takes all of it back.
+    in force. With an error, no limits change. ``undo`` is the command that takes all of it back. ``complete``: all that the
+    file asks for is in force now.
     """
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
@@ -419,7 +430,7 @@ def _apply_result(
         limits, changed = _NO_LIMITS, ()
     notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *limits.notes]
     empty = {}
-    if errors:
+    if errors or not complete:
         # No steps does not mean that everything is as requested.
         empty = {"empty": "nothing is changed"}
     elif dry_run and changed and not limits.steps:

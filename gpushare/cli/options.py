@@ -866,7 +866,8 @@ def ask_and_carry_out(
 
 def say_step(step: Step) -> None:
     """Print a step that begins now, for --verbose."""
-    sys.stderr.write(f"{step.what}\n  {step.command}\n")
+    command = "" if step.command is None else f"  {step.command}\n"
+    sys.stderr.write(f"{step.what}\n{command}")
     sys.stderr.flush()
 
 

@@ -793,6 +793,14 @@ def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
     # The same again keeps it, though there is nothing else to do.
     assert cli("apply", "-f", write(text), host=TWO, output="json").ok().data["kept"] == str(kept)
     assert kept.read_text() == text
+    # Limits of users are in force by the kept file only.
+    limited = write(text + "memory: [{match: all, limit: 10G}]\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", refusing)
+        answer = cli("apply", "-f", limited, host=TWO, output="json")
+        assert "nothing is changed" in cli("apply", "-f", limited, host=TWO).out
+    assert (answer.code, answer.data["limits"], answer.data["steps"]) == (code, [], [])
+    assert "in force" not in answer.err
     # One that is kept is not written again: at boot the disk may be full.
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refusing)
