@@ -45,6 +45,8 @@ IS_ROOT = os.geteuid() == 0 and "4294967295" in Path("/proc/self/uid_map").read_
 def pytest_configure(config: pytest.Config) -> None:
     """Give the collection of tests a directory of simulated hosts of its own, and Ctrl-C even in the background."""
     settings.load_profile("daily" if config.option.markexpr == DAILY else "whole")
+    # Records that a group may write are refused, also those that a test makes. The task pages are tried with 0002.
+    os.umask(0o022)
     # A shell lets what it starts in the background ignore these signals, and tests send them to what they start.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
