@@ -463,6 +463,8 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 def _records(seen: Examination) -> Iterator[Check]:
     """Check that every record can be read: no command sees what an unreadable one is about."""
     number = 0
+    # Directories that cannot be read: many kinds of records are below the same one.
+    directories: set[Path] = set()
     # Not the journal of MIG changes: the check of MIG modes tells what became of it.
     for kind in (
         *(SWAPS, PAUSES, JOBS, MEMBERS, PROGRAMS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
@@ -474,17 +476,22 @@ def _records(seen: Examination) -> Iterator[Check]:
         counts: Counter[int] = Counter()
         for path, uid, reason in unread:
             number += 1
+            if path in directories:
+                continue
             counts[uid] += 1
             if counts[uid] > _AT_MOST:
                 continue
+            is_directory = path.is_dir()
+            if is_directory:
+                directories.add(path)
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield finding(
                 "records.unread",
-                kind=records.noun,
+                kind="the directory of records" if is_directory else records.noun,
                 path=path,
                 owner=owner,
                 reason=reason,
-                remedy=_record_remedy(seen.host, records, path, uid),
+                remedy=_record_remedy(seen.host, records, path, uid, is_directory=is_directory),
             )
         for uid, count in counts.items():
             if count > _AT_MOST:
@@ -493,14 +500,19 @@ def _records(seen: Examination) -> Iterator[Check]:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
+def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int, *, is_directory: bool) -> str:
     """Return what to do about a record: the driver knows what became of a process that was swapped out or paused.
 
     A file of another user is nothing to act on as root: its name may be any PID, and its directory a link by then.
     """
     if uid != host.uid:
-        remove = f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
-        return remove if host.root else f"tell {user_name(uid)}, whose it is"
+        if is_directory or not host.root:
+            return f"tell {user_name(uid)}, whose it is"
+        return f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
+    if is_directory:
+        return (
+            f"see whose it is: ls -ld {shlex.quote(str(path))}; if yours, close it: chmod go-w {shlex.quote(str(path))}"
+        )
     verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
     remove = f"remove it: rm {shlex.quote(str(path))}"
     return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove

@@ -318,3 +318,15 @@ def test_the_claim_of_a_stranger_hides_no_left_over_mode(world: World) -> None:
         found = FoundDaemon(claim, None, None, trusted=trusted, uid=4242)
         seen = Examination(world.host, gpus=world.host.nvml.sweep(), daemons=[found])
         assert [check.verdict for check in examine.compute_mode(seen)] == verdicts
+
+
+def test_a_directory_of_records_that_others_may_write_is_named_once(cli: Cli, world: World) -> None:
+    run = world.host.run_directory
+    run.mkdir()
+    run.chmod(0o775)
+    findings = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
+    (found,) = findings
+    assert f"the directory of records, {run}, is ignored" in found["seen"]
+    assert f"chmod go-w {run}" in found["remedy"]
+    run.chmod(0o755)
+    assert verdict(cli, "records.unread") == "pass"
