@@ -368,8 +368,15 @@ def main() -> int:
             _serve(step, per_second, until, ended, at_random=name in RANDOM)
         else:
             _work(step, until, ended)
-        time.sleep(0.0 if ended else options.off)
+        _rest(options.off, ended)
     return 0
+
+
+def _rest(seconds: float, ended: list[int]) -> None:
+    """Wait, in short pieces: Python goes on with a sleep after a signal."""
+    until = time.perf_counter() + seconds
+    while not ended and time.perf_counter() < until:
+        time.sleep(min(0.05, seconds))
 
 
 def _work(step: Step, until: float, ended: list[int]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -346,3 +348,18 @@ def test_no_schedule_is_shorter_than_the_least() -> None:
         first = backfill.makespan(jobs, backfill.simulate(jobs, gpus, backfill.first_come()))
         assert backfill.bound(jobs, gpus) <= backfill.least_in_hindsight(jobs, gpus) <= first
         assert backfill.bound(jobs, gpus) <= backfill.least_by_choice(jobs, gpus) <= rules
+
+
+def test_what_a_job_of_a_gpu_benchmark_checks_at_its_end_counts(tmp_path: Path) -> None:
+    code = (
+        "import argparse\n"
+        "from benchmarks.gpu_script import STOP, WRONG, State, Work, run_job\n"
+        f"state = State({str(tmp_path / 'state')!r}); state[STOP] = 1\n"
+        "options = argparse.Namespace(state=state.path, rehearse=True, job='train')\n"
+        "run_job(options, {'pretended': lambda _: Work(lambda: None, last_check=lambda: False)})\n"
+        "print('wrong', state[WRONG])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "wrong 1" in done.stdout, done.stderr
