@@ -368,7 +368,8 @@ def _keep_for_boot(host: Host, text: str, limits: Plan) -> tuple[str | None, tup
         carry_out(limits, say_step if settings.verbose else None)
         return str(keep_applied(host, text)), ()
     except GpushareError as error:
-        failed = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
+        applied = "limits of users are not in force, and the file" if limits.steps else "the file was applied, but it"
+        failed = error.restated(message=f"{applied} will not be applied at boot: {error.message}")
         return None, (failed,)
 
 

@@ -481,9 +481,12 @@ def _records(seen: Examination) -> Iterator[Check]:
             counts[uid] += 1
             if counts[uid] > _AT_MOST:
                 continue
-            is_directory = path.is_dir()
+            remedy = _record_remedy(seen.host, records, path, uid)
+            # By its name: the path may be a link of another user, which nothing follows.
+            is_directory = path.suffix != ".json"
             if is_directory:
                 directories.add(path)
+                remedy = _directory_remedy(seen.host, path, uid, reason)
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield finding(
                 "records.unread",
@@ -491,7 +494,7 @@ def _records(seen: Examination) -> Iterator[Check]:
                 path=path,
                 owner=owner,
                 reason=reason,
-                remedy=_record_remedy(seen.host, records, path, uid, is_directory=is_directory),
+                remedy=remedy,
             )
         for uid, count in counts.items():
             if count > _AT_MOST:
@@ -500,19 +503,22 @@ def _records(seen: Examination) -> Iterator[Check]:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int, *, is_directory: bool) -> str:
+def _directory_remedy(host: Host, path: Path, uid: int, reason: str) -> str:
+    """Return what to do about a directory of records that is not read."""
+    if uid != host.uid:
+        return f"tell {user_name(uid)}, whose it is"
+    look = f"see whose it is: ls -ld {shlex.quote(str(path))}"
+    return f"{look}; if yours, close it: chmod go-w {shlex.quote(str(path))}" if "others may write" in reason else look
+
+
+def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
     """Return what to do about a record: the driver knows what became of a process that was swapped out or paused.
 
     A file of another user is nothing to act on as root: its name may be any PID, and its directory a link by then.
     """
     if uid != host.uid:
-        if is_directory or not host.root:
-            return f"tell {user_name(uid)}, whose it is"
-        return f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
-    if is_directory:
-        return (
-            f"see whose it is: ls -ld {shlex.quote(str(path))}; if yours, close it: chmod go-w {shlex.quote(str(path))}"
-        )
+        remove = f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
+        return remove if host.root else f"tell {user_name(uid)}, whose it is"
     verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
     remove = f"remove it: rm {shlex.quote(str(path))}"
     return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove

@@ -142,6 +142,8 @@ class _Process:
     ignored: bool = False
     # Another program has changed it after keep.
     changed: bool = False
+    # Its slices are those of a killed keep, some of which may have been put back already.
+    taken_over: bool = False
     tries: int = 0
     wait: float = _FIRST_CHECK_SECONDS
 
@@ -187,7 +189,10 @@ class Keeper:
         self.left: list[int] = []
 
     def recover(self) -> list[Event]:
-        """Put back what a killed keep left; what cannot be put back now counts as set by this keep."""
+        """Put back what a killed keep left.
+
+        What cannot be put back now counts as set by this keep: a rule replaces it, and `undo` puts it back.
+        """
         record = KEEPS.read(KEEPS.path(self._host, _KEY))
         self._earlier = [] if record is None else list(record.processes)
         events = self._put_back_earlier(until=math.inf)
@@ -258,7 +263,7 @@ class Keeper:
         """Return a new process with what a killed keep has set on it and nobody has put back."""
         for kept in self._earlier:
             if (kept.pid, kept.started) == (process.pid, process.origin.started):
-                process.channels = kept.channels
+                process.channels, process.taken_over = kept.channels, True
                 process.slices = {slices[:2]: slices for slices in kept.slices}
                 self._earlier.remove(kept)
                 break
@@ -394,7 +399,7 @@ class Keeper:
                 "see: gpushare doctor",
                 code="no_compute_group",
             )
-        process.channels, process.scan = channels, False
+        process.channels, process.scan, process.taken_over = channels, False, False
         earlier, process.slices = process.slices, {slices[:2]: slices for _, slices, _ in wishes}
         if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
@@ -426,7 +431,10 @@ class Keeper:
         if current is None or gpu is None:
             return None
         # Keep's own values: the one that it wanted, or the one before if it could not set that yet.
-        if earlier is not None and current not in {earlier.now, earlier.last}:
+        own_values = set() if earlier is None else {earlier.now, earlier.last}
+        if earlier is not None and process.taken_over:
+            own_values.add(earlier.before)
+        if earlier is not None and current not in own_values:
             self._forget_changed(process, group)
             return None
         before = current if earlier is None else earlier.before
@@ -666,6 +674,9 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                     break
         finally:
             events = keeper.undo()
+            if not keeper.left:
+                # Even where the disk is full, and the record could not be written again.
+                KEEPS.forget(KEEPS.path(host, _KEY))
         say(events)
         if keeper.left:
             pids = " ".join(map(str, keeper.left[:5]))
@@ -674,8 +685,6 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                 f"the next timeslice keep does it; or: gpushare timeslice reset {keeper.left[0]}",
                 code="slices_left",
             )
-        # Even where the disk is full, and the record could not be written again.
-        KEEPS.forget(KEEPS.path(host, _KEY))
 
 
 # -- what would be done ------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,6 +156,8 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
     pid = start("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)")
     assert until(lambda: len(host.processes.descendants(pid)) == 2)
     (worker,) = set(host.processes.descendants(pid)) - {pid}
+    # Until then its parent waits in vfork, where no signal stops it.
+    assert until(lambda: Path(f"/proc/{worker}/comm").read_text() == "sleep\n")
     activity = Scripted()
     watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
     watch.started(PlainShare(host, device).watch(pid))

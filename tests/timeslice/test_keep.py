@@ -16,6 +16,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse
 from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
+from gpushare.timeslice import keep
 from gpushare.timeslice.keep import KEEPS, Event, Keeper, Policy, keep_record, sole_keep, verdicts
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
@@ -494,6 +495,34 @@ def test_what_the_next_keep_cannot_put_back_counts_as_its_own(
         assert {event.kind for event in desk.keeper.undo()} == {"restored"}
         assert desk.keeper.left == []
     assert (desk.slice(pid), desk.slice(serve)) == (DEFAULT, DEFAULT)
+
+
+def test_a_slice_that_was_put_back_in_a_try_that_failed_gets_its_rule(
+    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = new_desk()
+    serve = killed.add("python serve.py")
+    killed.look()
+    # Another process lets the record be written once more.
+    killed.add()
+    killed.look()
+    desk = new_desk()
+    with monkeypatch.context() as patched:
+        patched.setattr(keep, "note_restored", failing)
+        assert {event.kind for event in desk.keeper.recover()} == {"skipped"}
+    assert desk.slice(serve) == DEFAULT
+    assert any(told.startswith(f"process {serve} (root) on GPU 0: 2.048ms -> 16ms") for told in desk.look())
+    assert desk.slice(serve) == 16_000
+    desk.keeper.undo()
+    assert desk.slice(serve) == DEFAULT
+
+
+def test_a_keep_that_cannot_begin_leaves_no_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = connect(world.spec)
+    monkeypatch.setattr(type(host.nvml), "identities", failing)
+    with pytest.raises(OperationFailed, match="no"):
+        keep.keep(host, policy(), reload=policy, say=lambda _: None)
+    assert not KEEPS.path(host, "keep").exists()
 
 
 def test_what_cannot_be_put_back_at_the_end_either_stays_written_down(

@@ -800,7 +800,8 @@ def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
         answer = cli("apply", "-f", limited, host=TWO, output="json")
         assert "nothing is changed" in cli("apply", "-f", limited, host=TWO).out
     assert (answer.code, answer.data["limits"], answer.data["steps"]) == (code, [], [])
-    assert "in force" not in answer.err
+    assert answer.json["errors"][0]["message"].startswith("limits of users are not in force, and the file will not")
+    assert "note:" not in answer.err
     # One that is kept is not written again: at boot the disk may be full.
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", refusing)

@@ -330,3 +330,13 @@ def test_a_directory_of_records_that_others_may_write_is_named_once(cli: Cli, wo
     assert f"chmod go-w {run}" in found["remedy"]
     run.chmod(0o755)
     assert verdict(cli, "records.unread") == "pass"
+
+
+def test_a_link_in_the_place_of_a_record_is_not_followed(cli: Cli, world: World) -> None:
+    records = world.host.run_directory / "jobs"
+    records.mkdir(parents=True)
+    for name, target in (("1", "a" * 300), ("2", "/usr")):
+        records.joinpath(f"{name}.json").symlink_to(target)
+    findings = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
+    remedies = sorted(each["remedy"] for each in findings)
+    assert remedies == [f"remove it: rm {records}/{name}.json" for name in (1, 2)]
