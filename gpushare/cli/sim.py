@@ -122,7 +122,7 @@ def fault(
     kind: str | None = argument("[KIND]", "What fails."),
     value: str | None = argument("[VALUE]", "The value that the fault takes, if any."),
     gpu: str | None = GPU,
-    clear: bool = flag("--clear", "Remove all faults."),
+    clear: bool = flag("--clear", "Remove all faults; a driver version stays."),
 ) -> Any:
     """Make something fail on a simulated host.
 

@@ -96,6 +96,12 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
         InUse: another user was first.
         NoPermission, OperationFailed: the lease cannot be written (code ``lease_unusable``).
     """
+    if host.is_simulated and host.uid != os.geteuid():
+        raise OperationFailed(
+            "the user of a simulated host cannot reserve: a lease belongs to the user who writes its file",
+            "be yourself again: gpushare sim fault --clear",
+            code="lease_unusable",
+        )
     earlier = [file for file in _lease_files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
     since = min((file.since for file in earlier if file.since <= now < file.until), default=now)

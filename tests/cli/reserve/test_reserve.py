@@ -148,6 +148,12 @@ def test_what_is_longer_than_root_allows_is_refused(
     assert "--for 1h" in said
 
 
+def test_the_user_of_a_simulated_host_is_told_why_it_cannot_reserve(cli: Cli, refused: Refused, two: World) -> None:
+    two.fault("user", os.geteuid() + 1)
+    refused("reserve", "-g", "0", "--for", "1h", code="lease_unusable", exit_code=1, host=TWO)
+    assert cli("-o", "json", "reserve", host=TWO).ok().data["leases"] == []
+
+
 def test_the_undo_of_a_shorter_lease_is_in_whole_minutes(cli: Cli, two: World, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("reserve", "-g", "0", "--for", "12h", host=TWO).ok()
     assert cli("reserve", "-g", "0", "--for", "1h", host=TWO).ok().out.strip().endswith("reserve -g 0 --for 12h")
