@@ -406,10 +406,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
 
 
 def _open_logs(directory: str) -> bool:
-    """Make the log files; return whether the daemon can write its log, without which it does not start.
-
-    In the directory of a real daemon nothing is made or written, so nothing can fail.
-    """
+    """Make the log files; return whether they can be written. In a real daemon's directory nothing is made or written."""
     if _of_real_mps(directory):
         return True
     try:
