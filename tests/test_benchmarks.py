@@ -30,8 +30,8 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
     roles = json.loads(KEPT.joinpath("h100-roles.json").read_text())
     for start, key in (("`run --production web", "next_to_1"), ("the same, next to two", "next_to_2")):
         (line,) = document_lines(start)
-        for who in ("root", "user"):
-            found = roles[who][key]
+        for user in ("root", "user"):
+            found = roles[user][key]
             assert f"{found['p99_relative']:.2f}x" in line
             assert f"{found['others_sum']:.2f}" in line
             assert found["rate_relative"] == 1

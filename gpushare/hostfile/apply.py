@@ -165,7 +165,7 @@ class _GpuWork:
         return {uuid: wish for uuid, wish in wishes.items() if wish is not None}
 
     def _daemons_to_stop(self) -> set[str]:
-        """Return the UUIDs of devices whose daemon must stop, for good or to start anew."""
+        """Return the UUIDs of devices whose daemon must stop, for good or to be restarted."""
         wishes = self._wanted_daemons()
         stopping = set()
         for uuid, daemon in self.live.daemons.items():

@@ -198,7 +198,7 @@ class Controller:
     def _measure(self, at: float) -> None:
         """Measure production's speed while the other job is held back; once it is certain enough, it is the new baseline."""
         held_at = at if self._held_at is None else self._held_at
-        # Then what there is must do: the other job is not held back for ever.
+        # Then these must suffice: the other job is not held back without end.
         is_longest_hold = at - held_at >= _LONGEST_HOLD_SECONDS
         clean = self._printed.since(held_at + _SETTLE_SECONDS)
         if not clean:

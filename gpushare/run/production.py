@@ -110,7 +110,7 @@ class Activity:
         return is_exact and self._busy_lightly(at)
 
     def _begin_light_window(self) -> None:
-        """Count light work anew, from the next look."""
+        """Start a new window of light work: what was counted so far no longer counts."""
         self._light_window = None
         self._works_lightly = False
 

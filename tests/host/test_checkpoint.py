@@ -98,7 +98,7 @@ def test_what_cannot_be_locked(driver: Any, kind: type[GpushareError], code: str
 
 @pytest.mark.parametrize("call", ["lock", "unlock"])
 def test_what_the_driver_refuses_is_said(call: str) -> None:
-    """Taken for unlocked, the program would stand still for ever."""
+    """Taken for unlocked, the program would stand still forever."""
     seconds = (1.0,) if call == "lock" else ()
     with fails(OperationFailed, "lock_refused", match=f"did not {call} process 42: CUDA error 999"):
         getattr(Checkpoint(Answering(999)), call)(42, *seconds)
@@ -127,7 +127,7 @@ def test_a_driver_that_hangs_does_not_hang_gpushare(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_unlock_does_not_overtake_a_lock_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that somebody has stopped hangs its lock, which takes effect when it goes on: after the unlock, for ever."""
+    """A process that somebody has stopped hangs its lock, which takes effect when it goes on: after the unlock, forever."""
     monkeypatch.setattr(module, "CALL_SECONDS", 0.05)
     goes_on, done = threading.Event(), threading.Event()
 
@@ -205,7 +205,7 @@ class Answering:
 
 @pytest.mark.parametrize(("seconds", "milliseconds"), [(0.5, 500), (2.0, 2000), (0.0001, 1), (0.0015, 1), (0.0, 1)])
 def test_the_driver_is_told_milliseconds_and_never_none(seconds: float, milliseconds: int) -> None:
-    """0 would be for ever."""
+    """0 would be forever."""
     driver = Answering(0)
     Checkpoint(driver).lock(42, seconds)
     assert driver.given == [("cuCheckpointProcessLock", 42, milliseconds)]

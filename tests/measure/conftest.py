@@ -20,7 +20,7 @@ from gpushare.measure.bench import Copies, Durations, Launch
 from gpushare.measure.usage import UsageMeter
 from gpushare.run.several import Group
 
-# Prints a rate many times a second for ever; Python's own SIGINT ends it.
+# Prints a rate many times a second forever; Python's own SIGINT ends it.
 ENDLESS = "import time\nwhile True:\n    print('rate=10', flush=True)\n    time.sleep(0.02)"
 
 

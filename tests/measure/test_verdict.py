@@ -190,7 +190,7 @@ def test_a_copy_that_told_nothing_or_took_no_time_is_no_factor() -> None:
     assert (verdict.slowdown, verdict.slowdown_worst) == (pytest.approx(2.0), pytest.approx(2.0))
     # Two numbers make a fairness, and one does not.
     assert verdict.fairness is None
-    # A time of 0 that was printed, or taken, is no time.
+    # A time of 0 that was printed, or taken, does not count as a time.
     zero = run("mps", [0.0, 20.0], metric=LOWER)
     verdict = verdict_of(run("alone", [10.0], metric=LOWER), replace(zero, throughput=1.0), metric=LOWER)
     assert (verdict.slowdown, verdict.fairness) == (pytest.approx(2.0), None)

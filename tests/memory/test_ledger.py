@@ -232,7 +232,7 @@ def test_an_instance_takes_its_share_of_the_clients(host: Host) -> None:
 
 @pytest.mark.parametrize("own", ["the driver", "a display", "an MPS server"])
 def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> None:
-    """An idle GPU shows a few MiB, an idle MIG instance 15 MiB: a job of unknown size would wait for ever."""
+    """An idle GPU shows a few MiB, an idle MIG instance 15 MiB: a job of unknown size would wait forever."""
     for gpu in ("0", "1"):
         if own == "the driver":
             set_fault(SPEC, "unlisted-memory", gpu, str(15 * MIB))
@@ -281,7 +281,7 @@ def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, mon
     for _ in range(7):
         assert not take(host, place)
         written.append(place.claim.path.read_text().count("\nfact back"))
-    # It is written anew each third time.
+    # It is written again each third time.
     assert written == [1, 2, 0, 1, 2, 0, 1]
     assert [reservation.id for reservation in reservations(host) or []] == [place.claim.path.name]
     monkeypatch.undo()

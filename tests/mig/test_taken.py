@@ -218,7 +218,7 @@ def runs(uuid: str, pid: int) -> Iterator[subprocess.Popen[str]]:
             assert run.stdout.readline() == "taken\n"
             yield run
         finally:
-            # A failed test must not wait for it for ever.
+            # A failed test must not wait for it forever.
             run.kill()
 
 

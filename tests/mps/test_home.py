@@ -261,7 +261,7 @@ def test_files_that_are_no_leases_are_no_users(home: DaemonHome) -> None:
 
 
 def test_a_lease_whose_file_cannot_be_removed_is_given_back(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guard holds the same descriptor: closing ours alone would leave the daemon in use for ever."""
+    """A guard holds the same descriptor: closing ours alone would leave the daemon in use forever."""
     lease = home.take_lease()
     guards = os.dup(lease.descriptor)
 

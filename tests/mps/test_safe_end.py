@@ -28,7 +28,7 @@ READING = 0.1
 
 @dataclass
 class FakeMeter:
-    """Gives readings, the last one for ever; each takes 0.1 s."""
+    """Gives readings, the last one forever; each takes 0.1 s."""
 
     clock: Clock
     readings: Sequence[float | None]

@@ -140,7 +140,7 @@ def test_the_time_in_which_a_job_was_stopped_is_no_idle_time() -> None:
     idle = Idle(60.0)
     assert not any(idle.leaves(look(number * 0.5, busy=90, cpu=float(number))) for number in range(20))
     assert not any(idle.leaves(look(3600.0 + number * 0.5, cpu=20.0)) for number in range(119))
-    # What could not leave at once does not begin anew.
+    # What could not leave at once does not begin again.
     idle = Idle(60.0)
     at = out(idle)
     assert idle.leaves(look(at + 30.0))

@@ -1,4 +1,4 @@
-"""What other users put into the ledger of memory never makes others wait for ever, or takes memory for granted."""
+"""What other users put into the ledger of memory never makes others wait forever, or takes memory for granted."""
 
 from __future__ import annotations
 

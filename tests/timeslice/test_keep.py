@@ -478,7 +478,7 @@ def test_what_the_next_keep_cannot_put_back_counts_as_its_own(
     new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch, rule: str, told: list[str]
 ) -> None:
     desk, pid = recovered_in_vain(new_desk, monkeypatch, f"- {{match: {{command: '{rule}'}}, slice: 1ms}}\n")
-    # Another process is set meanwhile, which writes the record anew.
+    # Another process is set meanwhile, which writes the record again.
     serve = desk.add("python serve.py")
     desk.keeper.follow(
         policy(f"- {{match: {{command: '{rule}'}}, slice: 1ms}}\n- {{match: {{command: '*serve*'}}, slice: 1ms}}\n")

@@ -15,7 +15,7 @@ from tests.cli.advise.test_advise import commands, pasted
 HOSTS = ("t4", "a100-80gb", "h200", "a30", "rtx-4090", "p100", "2xa30", "4xl4", "2xt4,a30", "8xh100")
 # Each property with its values, and how often it is given.
 WORDS: tuple[tuple[float, tuple[tuple[str, ...], ...]], ...] = (
-    (0.8, tuple(("--users", who) for who in ("same", "same", "different"))),
+    (0.8, tuple(("--users", users) for users in ("same", "same", "different"))),
     (0.7, (("--saturating",), ("--no-saturating",))),
     (0.7, tuple(("--memory", size) for size in ("500M", "2G", "6G", "9G", "14G"))),
     (0.3, tuple(("--isolation", kind) for kind in ("none", "quota", "fault", "full"))),

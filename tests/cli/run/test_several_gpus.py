@@ -139,7 +139,7 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Real, four: World) -> N
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--", *ranks(seconds="0.2"))
     until(lambda: fixed(four), "it has fixed its GPUs")
     admin.set_fault(four.spec, "lost", "3")
-    until(lambda: uuids[3] not in fixed(four), "it has chosen anew")
+    until(lambda: uuids[3] not in fixed(four), "it has chosen again")
     blocker.leave()
     job.result()
 
