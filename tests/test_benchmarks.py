@@ -120,8 +120,12 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
     readme = " ".join(PROJECT.joinpath("README.md").read_text().split())
     earlier = json.loads(KEPT.joinpath("colocation-h100.json").read_text())["rows"]
     lowest = min(row["judged"]["kept"] for row in earlier)
-    assert f"the lowest rate of a production job was {lowest:.2f} on an H100, and 0.83 on an H200" in readme
-    assert "retrieval + chat 0.84 / 0.27 (0.83 / 0.28" in words_of("benchmarks", "results", "README.md")
+    # Of that first try only the page has the figures.
+    first_try = re.search(
+        r"retrieval \+ chat [\d.]+ / [\d.]+ \(([\d.]+) /", words_of("benchmarks", "results", "README.md")
+    )
+    assert first_try is not None
+    assert f"the lowest rate of a production job was {lowest:.2f} on an H100, and {first_try[1]} on an H200" in readme
     p99s = [p99 for _, p99, _ in pairs.values() if p99 is not None]
     rates, shares = ([figures[at] for figures in pairs.values()] for at in (0, 2))
     for numbers in (rates, p99s, shares):

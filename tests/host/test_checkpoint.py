@@ -49,6 +49,10 @@ class Driver:
         return 0
 
 
+def test_an_older_driver_tells_no_state() -> None:
+    assert Checkpoint(object()).state(42) is None
+
+
 def test_the_structures_have_the_size_of_the_drivers() -> None:
     # cuda.h: 64 bytes each (an unsigned int and a reserved one, then eight or seven 64-bit words).
     assert ctypes.sizeof(module._LockArguments) == 64

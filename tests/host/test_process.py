@@ -366,10 +366,12 @@ def test_a_signal_reaches_the_process_that_is_meant_also_where_there_is_no_descr
 
     child = start("sleep", "600")
     begun = described(child.pid).started
+    assert begun is not None
     if reason is not None:
         monkeypatch.setattr(os, "pidfd_open", refused)
-    with pytest.raises(NotFound):
-        LOCAL.send_to(child.pid, begun - 1, signal.SIGTERM)
+    for other in (begun - 1, begun + 1):
+        with pytest.raises(NotFound):
+            LOCAL.send_to(child.pid, other, signal.SIGTERM)
     assert child.poll() is None
     LOCAL.send_to(child.pid, begun, signal.SIGTERM)
     assert child.wait(60.0) == -signal.SIGTERM

@@ -87,6 +87,7 @@ def test_no_ratio_of_nothing_or_of_zero() -> None:
 def test_known_percentiles() -> None:
     values = [float(number) for number in range(1, 102)]
     assert [percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 51.0, 100.0, 101.0]
+    assert percentile([1.0, 2.0, 4.0], 60) == pytest.approx(2.4)
 
 
 def test_a_known_ratio_and_its_interval() -> None:

@@ -129,6 +129,7 @@ def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
 def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> None:
     said = refused("mps", "set", *words, code=code, exit_code=2)
     assert ("to remove the limit: --memory none" in said) == (code == "bad_size")
+    assert ("'0' is below 1 MiB" in said) == (code == "bad_size")
 
 
 def test_without_a_daemon(refused: Refused) -> None:

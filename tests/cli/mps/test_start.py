@@ -151,7 +151,8 @@ def test_mig_instance(cli: Cli, refused: Refused, world: World) -> None:
     assert world.state.daemons[0].visible == [uuids[1]]
     pid = world.client(mig=uuids[1])
     assert world.process(pid).gpu_instance_id == world.state.gpus[0].mig[1].gpu_instance_id
-    refused("mps", "start", "-g", uuids[1], code="daemon_exists", exit_code=19)
+    text = refused("mps", "start", "-g", uuids[1], code="daemon_exists", exit_code=19)
+    assert f"gpushare mps set -g {uuids[1]}" in text
     cli("mps", "start", "-g", uuids[0]).ok()
     assert len(daemons(cli)) == 2
 

@@ -730,8 +730,8 @@ def test_a_job_without_room_is_told_so_also_in_its_plan(cli: Cli, world: World) 
         (note,) = (line for line in answer.lines("note") if "may run out of memory" in line)
         assert "GiB free to reserve, and this job reserves 60.0 GiB" in note
         assert "--wait" in note
-    answer = cli("run", "-n", "--memory", "4G", "--slice", "2ms", "--", "true").ok()
-    assert not any("may run out of memory" in line for line in answer.lines("note"))
+        small = cli("run", *option, "--memory", "4G", "--", "true").ok()
+        assert not any("may run out of memory" in line for line in small.lines("note"))
 
 
 @pytest.mark.parametrize(("size", "more"), [("10G", "12.0 GiB"), ("130G", "139.8 GiB"), ("143155M", None)])

@@ -127,7 +127,7 @@ def test_it_waits_until_as_many_gpus_have_room(real: Real, cli: Cli, four: World
     assert small.code == 19
     assert cli("run", "--wait", "--timeout", "5s", "-g", "3", "--memory", "70G", "--", "true", host=four.spec).code == 0
     next(place for place, uuid in zip(held, uuids, strict=False) if uuid in keys).leave()
-    job.result()
+    assert job.result().code == 0
     for place in held:
         place.leave()
 
@@ -139,9 +139,9 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Real, four: World) -> N
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--", *ranks(seconds="0.2"))
     until(lambda: fixed(four), "it has fixed its GPUs")
     admin.set_fault(four.spec, "lost", "3")
-    until(lambda: uuids[3] not in fixed(four), "it has chosen again")
+    until(lambda: (keys := fixed(four)) and uuids[3] not in keys, "it has chosen again")
     blocker.leave()
-    job.result()
+    assert job.result().code == 0
 
 
 def test_in_mig_mode_a_gpu_is_none_for_several(refused: Refused, cli: Cli, four: World) -> None:

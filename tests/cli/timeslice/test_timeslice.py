@@ -141,6 +141,7 @@ def test_beside_mps(refused: Refused, cli: Cli, world: World) -> None:
     # A dead daemon is no hindrance, and none is none.
     world.send(world.state.daemons[0].pid, 9)
     cli("timeslice", "set", "medium").ok()
+    assert world.state.gpus[0].time_slice == 2
     cli("mps", "stop").ok()
     cli("timeslice", "set", "long").ok()
 
