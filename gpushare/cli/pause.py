@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.host.store import MOST_SECONDS
 from gpushare.pause.change import changing
-from gpushare.pause.record import PausedJob, paused_jobs
+from gpushare.pause.record import RESUMING, PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
@@ -168,11 +168,14 @@ def list_paused(host: Host) -> Any:
         Column("by", "by", rank=1),
         Column("processes", "processes", rank=3),
     )
-    notes = [
-        f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}"
-        for job in jobs
-        if not job.kept(host)
-    ]
+    notes = []
+    for job in jobs:
+        if not job.kept(host):
+            notes.append(f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}")
+        elif job.state == RESUMING:
+            notes.append(
+                f"{job.title}: its pause is over, and its guard tries to resume it; if it stays so: gpushare resume {job.selector}"
+            )
     return Result(
         command="pause list",
         data=PauseListAnswer(jobs=rows),

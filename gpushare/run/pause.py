@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -44,9 +44,11 @@ class Pauser:
         self._stopped: dict[int, int] = {}
         self._due = 0.0
         self._told: set[tuple[int, int | None]] = set()
+        # The processes that the driver did not put back at the last try.
+        self._refused: set[int] = set()
         # Called with PID and start of each process before it is paused, once each.
         self.tell: Callable[[int, int | None], None] = lambda _pid, _started: None
-        # Called with the reason when it is stopped from then on.
+        # Called with the reason when it is stopped from then on, or when the driver does not put it back on the GPU.
         self.say: Callable[[str], None] = lambda _text: None
 
     @property
@@ -112,18 +114,24 @@ class Pauser:
             self.say(f"{error.message}: paused by SIGSTOP from now on")
 
     def resume(self) -> None:
-        """Let it continue; what fails is tried again at the next call."""
+        """Let it continue; what fails is told once, and tried again at the next call."""
         self._due = 0.0
         if self._channels is not None:
-            self._channels.enable()
+            refused = self._channels.enable()
+            for pid in sorted(refused.keys() - self._refused):
+                self.say(f"{refused[pid]}; gpushare goes on trying")
+            self._refused = set(refused)
         signal_all(self._host.processes, self._stopped, signal.SIGCONT)
         self._stopped.clear()
 
     def close(self) -> None:
-        """Let it continue for good."""
+        """Let it continue for good; tell how to try again what fails."""
+        channels, self._channels = self._channels, None
         self.resume()
-        if self._channels is not None:
-            self._channels.close()
+        if channels is not None:
+            for pid, text in channels.enable().items():
+                self.say(f"{text}; to try again: gpushare resume {pid}")
+            channels.close()
 
     def _stop_all(self) -> None:
         """Stop all processes of the program (SIGSTOP), also those that it starts meanwhile."""
@@ -232,20 +240,24 @@ class ChannelPauser:
         if changed and self.off:
             self._note_state(PAUSED)
 
-    def enable(self) -> None:
-        """Put everything back on the GPU; what fails is tried again at the next call."""
+    def enable(self) -> Mapping[int, str]:
+        """Put everything back on the GPU; return what the driver refuses, by PID. It is tried again at the next call."""
+        refused: dict[int, str] = {}
         if not self.off:
-            return
+            return refused
         kept_by_root = processes_paused_by_root(self._host)
         for pid, channels in list(self.off.items()):
             # What root has paused too stays off until root resumes it.
             if (pid, channels.started) in kept_by_root:
                 continue
-            with contextlib.suppress(GpushareError):
+            try:
                 enable(self._control, channels)
                 del self.off[pid]
+            except GpushareError as error:
+                refused[pid] = f"process {pid} is still off the GPU: {error.message.removeprefix(f'process {pid}: ')}"
         if not self.off:
             self._note_state(RUNNING)
+        return refused
 
     def close(self) -> None:
         """Forget the record, unless something is still off."""

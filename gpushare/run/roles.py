@@ -371,7 +371,7 @@ class PauseForProduction(Part):
     def settle(self) -> None:
         """Continue what the program left behind."""
         # Such as a worker in its own session: it must not stay paused when gpushare ends.
-        self.release()
+        self._released = True
         if self.pauser is not None:
             self.pauser.close()
         if self._noted is not None:

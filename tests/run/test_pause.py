@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.selection import Device
+from gpushare.host.channels import DISABLE_CHANNELS
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
+from gpushare.pause.record import paused_jobs, write
 from gpushare.run import production as module
 from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, note_pauses, noted_pauses
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
 from gpushare.sim.admin import add_process, end_process
+from tests.cli.drive import World
 
 H200 = "sim:h200"
 _IDLE = "import time; time.sleep(600)"
@@ -187,6 +192,32 @@ def test_a_process_that_ended_before_its_channels_went_off_is_no_longer_known(ho
     assert pauser.known.keys() == pauser.off.keys() == {pids[1]}
     pauser.enable()
     assert not pauser.off
+
+
+def test_what_the_driver_does_not_put_back_is_told_and_can_be_resumed_later() -> None:
+    world = World.new(H200)
+    pid = add_process(H200)
+    channels = ChannelPauser(world.host, os.getpid())
+    pauser = Pauser(world.host, (0,), os.getpid(), channels)
+    said: list[str] = []
+    pauser.say = said.append
+    channels.find([pid])
+    channels.disable()
+    world.set(channel_statuses={hex(DISABLE_CHANNELS): 0x62})
+    for _ in range(3):
+        pauser.resume()
+    (text,) = said
+    assert text.startswith(f"process {pid} is still off the GPU: ")
+    assert text.endswith("; gpushare goes on trying")
+    pauser.close()
+    assert said[1:] == [text.replace("gpushare goes on trying", f"to try again: gpushare resume {pid}")]
+    # As it says, once the driver answers again, and this gpushare is gone.
+    world.set(channel_statuses={})
+    (job,) = paused_jobs(world.host)
+    write(replace(job, keeper=Identity(1, 1)))
+    world.run("resume", str(pid)).ok()
+    assert world.process(pid).channels_off == []
+    assert not paused_jobs(world.host)
 
 
 def test_it_stands_still_from_the_first_sign_of_work_until_it_was_quiet_for_a_while() -> None:

@@ -202,6 +202,8 @@ def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> N
     assert (answer.code, answer.error["code"]) == (1, "driver_failed")
     assert f"try again: gpushare resume {pid}" in answer.error["hint"]
     assert off(world, pid) == OFF
+    (note,) = cli("pause", "list").ok().lines("note")
+    assert note.endswith(f"its guard tries to resume it; if it stays so: gpushare resume {pid}")
     world.set(channel_statuses={})
     # The guard completes what was begun, unless somebody is faster.
     until(lambda: off(world, pid) == [] or cli("resume", str(pid)), "it is resumed")
