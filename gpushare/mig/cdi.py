@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,12 +53,12 @@ def refresh_steps(host: Host) -> tuple[Step, ...]:
 def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
     """Return the step that writes a specification again; undone, the old file is back."""
     file = cdi.local_path(host, spec.path)
-    # The old content, once it was read.
-    before: list[bytes] = []
+    # The old content, once it was read, and its owner and mode.
+    before: list[tuple[bytes, os.stat_result]] = []
 
     def act() -> None:
         try:
-            before.append(file.read_bytes())
+            before.append((file.read_bytes(), file.stat()))
         except OSError as error:
             raise OperationFailed(
                 f"cannot read {spec.path}: {error.strerror}",
@@ -64,21 +66,31 @@ def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
                 code="cdi_unreadable",
             ) from None
         cdi.refresh(host, spec)
+        _keep_rights(file, before[-1][1])
 
     def back() -> None:
-        for content in before:
-            _restore_file(file, content)
+        for content, stated in before:
+            _restore_file(file, content, stated)
 
     command = " ".join(cdi.refresh_command(spec))
     return Step(what=f"rewrite the CDI specification {spec.path}", command=command, undo=command, do=act, revert=back)
 
 
-def _restore_file(file: Path, content: bytes) -> None:
-    """Write the old content of a file again, in one step for its readers."""
-    if file.exists() and file.read_bytes() == content:
-        return
-    temporary = file.with_name(f".{file.name}.gpushare")
-    temporary.unlink(missing_ok=True)
-    create_file(temporary, content)
-    temporary.chmod(0o644)
-    temporary.replace(file)
+def _restore_file(file: Path, content: bytes, stated: os.stat_result) -> None:
+    """Write the old content of a file again, in one step for its readers, with its old owner and mode."""
+    written = file
+    if not file.exists() or file.read_bytes() != content:
+        written = file.with_name(f".{file.name}.gpushare")
+        written.unlink(missing_ok=True)
+        create_file(written, content)
+    _keep_rights(written, stated)
+    written.replace(file)
+
+
+def _keep_rights(file: Path, stated: os.stat_result) -> None:
+    """Give a new file the mode of the one that it replaces, and as root its owner: nvidia-ctk lets all users read each."""
+    now = file.stat()
+    if os.geteuid() == 0 and (now.st_uid, now.st_gid) != (stated.st_uid, stated.st_gid):
+        os.chown(file, stated.st_uid, stated.st_gid)
+    if now.st_mode != stated.st_mode:
+        file.chmod(stat.S_IMODE(stated.st_mode))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from gpushare.sim.library_mig import destroy_compute_instance
 from gpushare.sim.nvml_abi import Handle, HandleKind, Refused, Target
 from gpushare.sim.state import StateFile
 from tests.cli.drive import CRASHED, World
+from tests.conftest import IS_ROOT
 from tests.errors import fails
 
 A100 = "sim:a100-80gb"
@@ -452,6 +454,29 @@ def test_refresh_is_read_back_and_taken_back(world: World, toolkit: Callable[[],
     assert toolkit() != before
     assert roll_back([step]) == []
     assert toolkit() == before
+
+
+def test_a_refreshed_file_keeps_its_mode_and_owner(world: World, toolkit: Callable[[], bytes]) -> None:
+    before = toolkit()
+    file = cdi.local_path(world.host, cdi.DEFAULT_PATH)
+    file.chmod(0o640)
+    if IS_ROOT:
+        os.chown(file, 1, 8)
+    admin.set_mig(world.spec, "0", LAYOUT[:2])
+    (step,) = refresh_steps(world.host)
+    rights = [rights_of(file)]
+    step.do()
+    assert toolkit() != before
+    rights.append(rights_of(file))
+    assert roll_back([step]) == []
+    assert toolkit() == before
+    assert [*rights, rights_of(file)] == [rights[0]] * 3
+
+
+def rights_of(file: Path) -> tuple[int, int, int]:
+    """Return mode, user and group of a file."""
+    stated = file.stat()
+    return stat.S_IMODE(stated.st_mode), stated.st_uid, stated.st_gid
 
 
 def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[[], bytes]) -> None:
