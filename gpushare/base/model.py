@@ -443,7 +443,7 @@ class ListedJob:
     slice_us: int | None = None
     # Device memory that its processes hold together.
     memory_used_bytes: int | None = None
-    # The memory limit of the job on each of its devices.
+    # The memory limit of the job on each of its devices; null: it has none. MPS limits each process: see `mps status`.
     memory_limit_bytes: int | None = None
     # What it holds in host memory while it is swapped out.
     swapped_bytes: int | None = None

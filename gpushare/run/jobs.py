@@ -104,7 +104,7 @@ class JobRecord(Kept):
     command: Annotated[str, _is_short] = ""
     # When the job began to wait or run (seconds since boot).
     since: Past | None = None
-    # How it shares its device: as a client of MPS, or outside; with these limits, or this time-slice.
+    # How it shares its device: as a client of MPS, or outside; with these limits, or this time-slice. The memory is of the job.
     mps: bool = False
     threads_percent: Percent | None = None
     memory_bytes: Count | None = None

@@ -166,7 +166,6 @@ class _Present:
         job = self._job(pid, info, [] if device is None else [device], processes, _age(info))
         mps = any(entry.process.mps for entry in processes) or (info is not None and is_server(info.name))
         names = [_name(record.name) for record in (swap, self._paused.get(pid)) if record is not None]
-        clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
         # Swapped out, it holds no memory; paused without a process on a GPU, that is unknown.
         is_unknown = swap is None and not processes
         return replace(
@@ -175,7 +174,6 @@ class _Present:
             device_uuids=() if device is None else (device.uuid,),
             way=None if device is None else _way(mps=mps, mig=device.mig is not None),
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
-            memory_limit_bytes=clients[0].memory_limit_bytes if len(clients) == 1 else None,
             command=None if info is None else _command_text(info.command_line or ()) or info.name,
             container=None if info is None else info.container,
         )

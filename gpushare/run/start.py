@@ -185,7 +185,7 @@ class JobStart:
             role=options.role,
             mps=mps,
             threads_percent=limits.threads_percent,
-            memory_bytes=limits.memory_limit_bytes if self.budget is None else self._bytes_on(share.device),
+            memory_bytes=self._bytes_on(share.device),
             slice_us=slice_us,
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             rate=options.rate,

@@ -136,9 +136,22 @@ def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> 
     cli("mps", "start", "--threads", "40", "--memory", "2G").ok()
     pid = world.client()
     job = next(job for job in listed(cli, "-a") if job["pid"] == pid)
-    assert (job["way"], job["threads_percent"], job["memory_limit_bytes"]) == ("mps", 40.0, 2 * GIB)
+    # Each of its processes may hold 2 GiB.
+    assert (job["way"], job["threads_percent"], job["memory_limit_bytes"]) == ("mps", 40.0, None)
     # The driver counts the work of clients for their server.
     assert job["sm_percent"] is None
+
+
+def test_the_memory_that_production_leaves_is_no_limit_of_the_job(real: Real, cli: Cli, world: World) -> None:
+    """The driver limits each process to it: two of one job may hold twice as much."""
+    world.record("web", admin.add_process(world.spec), "production", memory_peak_bytes=100 * GIB)
+    started = runs(real, world, "--opportunistic", "--for", "web", "--threads", "60")
+    job = next(job for job in listed(cli) if job["name"] == "train")
+    assert (job["way"], job["threads_percent"], job["memory_limit_bytes"]) == ("mps", 60.0, None)
+    daemons = cli("mps", "status", output="json").ok().data["mps_daemons"]
+    (client,) = [client for daemon in daemons for server in daemon["servers"] for client in server["clients"]]
+    assert client["memory_limit_bytes"] > 30 * GIB
+    started.end(signal.SIGTERM)
 
 
 def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World) -> None:
