@@ -7,13 +7,17 @@ Run it as root on a machine with CuPy, PyTorch and one NVIDIA GPU that nobody el
   come at random), and the others alone. The windows, percentiles and means are this script's own.
 - A grid of at most 12 settings of 5 s each, in the same processes, says what the best choice was.
 
-``--until SECONDS`` leaves out what does not fit; ``--grid`` names the pairs that have a grid; ``--verbs`` times the verbs on a running job. ``--render FILE`` prints the table.
+``--plain`` also measures pairs without any setting: under time-slicing, under MPS, and under MPS with low priority for the other.
+``--paused`` measures a production job that works 2 s in 10, beside one that is paused meanwhile (``run --yield pause``).
+``--activity`` reads how busy two jobs keep the SMs (GPM). ``--until SECONDS`` leaves out what does not fit; ``--grid`` names the
+pairs that have a grid; ``--verbs`` times the verbs on a running job. ``--render FILE`` prints the table.
 ``--rehearse`` tries the script on a simulated host. No setting of the GPU is changed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -22,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,12 +37,20 @@ from gpushare.base.benchmark import Metric
 from gpushare.base.model import Priority
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
+from gpushare.host.activity import ActivityMeter
 from gpushare.measure.experiment import Experiment, Grounds, Running
 from gpushare.mps.limits import Limits
 
 RATE: Final = "rate=([0-9.]+)"
 OTHER_US: Final = (50, 100, 200, 500, 1000, 2048)
 CAPS: Final = (20.0, 40.0, 60.0, 80.0)
+# Whether under MPS; threads in percent, and whether the other has low priority.
+PLAIN: Final = {
+    "time-slicing": (False, (100.0, False)),
+    "MPS": (True, (100.0, False)),
+    "MPS, low priority": (True, (100.0, True)),
+}
+BURSTS: Final = ("--on", "2", "--off", "8")
 SETTLE: Final = 0.5
 
 
@@ -81,6 +93,12 @@ PAIRS: Final = (
     Pair("decode", "image", 85),
     Pair("retrieval", "speech", 85, needs=("--need 95", "--need 50")),
     Pair("diffusion", "embedding", 80),
+    # gpushare was developed with these.
+    Pair("infer", "big", 95, 1.25, "caps"),
+    Pair("mid", "big", 95, ways="caps"),
+    Pair("membw", "big", 90, ways="caps"),
+    Pair("infer", "membw", 95, 1.25, "caps"),
+    Pair("mid", "tiny", 95, ways="caps"),
 )
 
 
@@ -94,7 +112,9 @@ class Script:
         self.began = time.monotonic()
         self.state = tempfile.mkdtemp()
         self.seconds = 0.1 if options.rehearse else 1.0
-        self.grids = set(range(len(PAIRS)) if options.grid is None else map(int, options.grid.split(",")))
+        self.grids = set(
+            range(len(PAIRS)) if options.grid is None else (int(each) for each in options.grid.split(",") if each)
+        )
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -106,12 +126,16 @@ class Script:
             return [sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", *pair.needs[place].split()]
         return [sys.executable, "-m", "benchmarks.jobs", (pair.production, pair.other)[place]]
 
+    def gpushare_words(self, *words: str) -> list[str]:
+        """Return a command line of gpushare."""
+        host = ("--host", "sim:h200") if self.options.rehearse else ()
+        return [self.options.python, "-m", "gpushare", *host, *words]
+
     def gpushare(self, *words: str) -> tuple[float, subprocess.CompletedProcess[str]]:
         """Run gpushare; return how long it took, and what it said."""
-        host = ("--host", "sim:h200") if self.options.rehearse else ()
         began = time.monotonic()
         done = subprocess.run(
-            [self.options.python, "-m", "gpushare", *host, *words],
+            self.gpushare_words(*words),
             capture_output=True,
             text=True,
             check=False,
@@ -159,6 +183,15 @@ class Script:
             bench = Bench(self, experiment, pair, outside=sliced)
             found = bench.sliced([picked, *grid]) if sliced else bench.capped([picked, *grid])
         return {"judged": found[0], "grid": found[1:]}
+
+    def plain(self, pair: Pair) -> dict[str, Any]:
+        """Measure a pair without any setting."""
+        rows = {}
+        for way, (mps, point) in PLAIN.items():
+            grounds = Grounds(self.host, self.device, sys.executable).open(mps=mps)
+            with Experiment(self.host, grounds, grace_seconds=3.0) as experiment:
+                (rows[way],) = Bench(self, experiment, pair, outside=not mps).capped([point])
+        return {"pair": pair.name, "ways": rows}
 
 
 class Bench:
@@ -304,6 +337,89 @@ def verbs(script: Script) -> list[dict[str, Any]]:
     return rows
 
 
+def paused(script: Script) -> dict[str, Any]:
+    """Measure a production job that draws all memory bandwidth 2 s in 10, and one that is paused while it works."""
+    grounds = Grounds(script.host, script.device, sys.executable).open(mps=False)
+    environment = {
+        **grounds.environment(None),
+        "GPUSHARE_STATE_DIR": script.state,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    pair = Pair("membw", "big", 97)
+    with Experiment(script.host, grounds, grace_seconds=10.0) as experiment:
+
+        def started(title: str, place: int, *words: str) -> Running:
+            """Start a job by ``gpushare run``, and wait until it prints."""
+            bursts = BURSTS if not place and not script.options.rehearse else ()
+            argv = [*script.gpushare_words("run"), *words, "--", *script.command(pair, place), *bursts]
+            job = experiment.run(title, argv, environment, Metric(pattern=RATE), outside=True)
+            if not experiment.wait(60, lambda: bool(job.printed.values)):
+                raise RuntimeError(f"{title} printed nothing: {job.program.last_line}")
+            return job
+
+        def watched(seconds: float) -> tuple[float, float]:
+            start = experiment.now()
+            experiment.wait(seconds * script.seconds)
+            return start, experiment.now()
+
+        production = started("production", 0, "--production", "bursts")
+        alone = watched(30)
+        other = started("other", 1, "--opportunistic", "--yield", "pause", "--for", "bursts")
+        watched(2)
+        together = watched(60)
+        experiment.end([production.program])
+        watched(3)
+        free = watched(6)
+    before, now = (_mean(production, span) for span in (alone, together))
+    other_alone = _steps(other, free)
+    return {
+        "pair": f"membw {' '.join(BURSTS)} + big",
+        "kept": now / before,
+        "share": _steps(other, together) / other_alone if other_alone else None,
+        "alone": before,
+        "other_alone": other_alone,
+    }
+
+
+def _mean(job: Running, span: tuple[float, float]) -> float:
+    """Return the mean of the rates that a job printed in a span of time."""
+    values = [value for at, value in job.printed.values if span[0] < at <= span[1]]
+    return math.fsum(values) / len(values)
+
+
+def _steps(job: Running, span: tuple[float, float]) -> float:
+    """Return the steps per second in a span of time; a rate holds from the line before, however long ago that was."""
+    lines = job.printed.values
+    steps = [value * (at - before) for (before, _), (at, value) in itertools.pairwise(lines) if span[0] < at <= span[1]]
+    return math.fsum(steps) / (span[1] - span[0])
+
+
+class Occupancy(ActivityMeter):
+    """Reads how many threads are on the SMs, of those that they can hold."""
+
+    _metric = "NVML_GPM_METRIC_SM_OCCUPANCY"
+
+
+def activity(script: Script) -> dict[str, Any]:
+    """Return the percentages of busy SMs and of occupancy that two jobs have alone, means of 2 s."""
+    rows = {}
+    for name in ("big", "membw"):
+        grounds = Grounds(script.host, script.device, sys.executable).open(mps=False)
+        with Experiment(script.host, grounds, grace_seconds=3.0) as experiment:
+            job = experiment.run(
+                name, script.command(Pair(name, name, 95), 0), grounds.environment(None), Metric(pattern=RATE)
+            )
+            experiment.wait(60, lambda job=job: bool(job.printed.values))
+            experiment.wait(2.0 * script.seconds)
+            meters = {"sm_percent": ActivityMeter, "occupancy_percent": Occupancy}
+            index = script.device.gpu.index
+            rows[name] = {
+                key: math.fsum(reading.percent for _ in range(20) if (reading := meter.read())) / 20
+                for key, meter in ((key, kind(script.host.nvml, index)) for key, kind in meters.items())
+            }
+    return rows
+
+
 # -- the table ---------------------------------------------------------------------------------------------------------
 
 
@@ -348,6 +464,15 @@ def _figures(kept: float, p99: float | None, share: float | None) -> str:
     return f"{kept:.2f}{tail} / {'-' if share is None else f'{share:.2f}'}"
 
 
+# What is measured besides the search, by the option that asks for it.
+PARTS: Final[dict[str, Callable[[Script], Any]]] = {
+    "verbs": verbs,
+    "activity": activity,
+    "paused": paused,
+    "plain": lambda script: [script.plain(PAIRS[int(number)]) for number in script.options.plain.split(",")],
+}
+
+
 def main() -> int:
     """Measure all pairs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -356,6 +481,9 @@ def main() -> int:
     parser.add_argument("--until", type=float, default=3600.0)
     parser.add_argument("--pairs", metavar="LIST", help="numbers from 0")
     parser.add_argument("--grid", metavar="LIST", help="numbers from 0; all unless given")
+    parser.add_argument("--plain", metavar="LIST", help="numbers from 0")
+    parser.add_argument("--paused", action="store_true")
+    parser.add_argument("--activity", action="store_true")
     parser.add_argument("--verbs", action="store_true")
     parser.add_argument("--python", metavar="FILE", default=sys.executable, help="of the installation of gpushare")
     parser.add_argument("--rehearse", action="store_true")
@@ -371,10 +499,11 @@ def main() -> int:
         "driver": script.host.nvml.driver_version(),
         "rows": [],
     }
-    numbers = range(len(PAIRS)) if options.pairs is None else map(int, options.pairs.split(","))
-    if options.verbs:
-        document["verbs"] = verbs(script)
-        print(*document["verbs"], sep="\n", flush=True)
+    numbers = range(len(PAIRS)) if options.pairs is None else [int(each) for each in options.pairs.split(",") if each]
+    for part, measure in PARTS.items():
+        if getattr(options, part):
+            document[part] = measure(script)
+            print(part, json.dumps(document[part]), flush=True)
     for number in numbers:
         if script.left() < (230 if "caps" in PAIRS[number].ways else 110) * script.seconds:
             print(f"left out: {PAIRS[number].name}", flush=True)
