@@ -30,6 +30,7 @@ from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity, identity_of, uptime, wall_time
 from gpushare.host.records import flocked
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
+from gpushare.memory.ledger import Reservation, reservations
 from gpushare.part import Part, Watch, memory_held
 from gpushare.plan import Loss
 
@@ -564,14 +565,40 @@ def only_one(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:
     return jobs[0] if jobs else None
 
 
+def job_in_line(host: Host, text: str) -> Reservation | None:
+    """Return the job in the line with this name or PID; of several, the user's own. Raises BadUsage if there are two."""
+    pid = pid_of(text)
+    waiting = [job for job in reservations(host) or [] if job.waits]
+    if pid is None:
+        matching = [job for job in waiting if job.name == text]
+    else:
+        matching = [job for job in waiting if job.claim.pid == pid]
+    infos = {job.claim.pid: host.processes.describe(job.claim.pid) for job in matching}
+    own = [job for job in matching if (info := infos[job.claim.pid]) is not None and info.uid == host.uid]
+    jobs = own or matching
+    return only_one(text, jobs, [job.claim.pid for job in jobs])
+
+
+def check_not_in_line(host: Host, name: str) -> None:
+    """Raise NotFound if the job of this name waits for its first start (code ``waits_in_line``)."""
+    if job_in_line(host, name) is not None:
+        raise NotFound(
+            f"job {quoted(name)} waits in line and has not started yet",
+            "see what it waits for: gpushare jobs",
+            code="waits_in_line",
+        )
+
+
 def find_job(host: Host, text: str) -> Job:
     """Return the running job with this name or PID.
 
     Raises:
         BadUsage: as `running_record`.
-        NotFound: no such job runs (``no_job``).
+        NotFound: no such job runs (``no_job``), or it has not started yet (``waits_in_line``).
     """
     record = running_record(host, text)
+    if record is None and pid_of(text) is None:
+        check_not_in_line(host, text)
     pid = pid_of(text) if record is None else record.pid
     identity = host.processes.identity(pid) if pid else None
     if identity is None or host.processes.describe(identity.pid) is None:

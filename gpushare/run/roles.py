@@ -19,7 +19,15 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
-from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, living_productions, records
+from gpushare.run.jobs import (
+    JobRecord,
+    check_job_name,
+    check_not_in_line,
+    find_record,
+    is_running,
+    living_productions,
+    records,
+)
 from gpushare.run.pause import PROGRAMS, ChannelPauser, Pacer, Pauser, Pauses, note_pauses
 from gpushare.run.production import ProductionJob
 from gpushare.run.results import Tuned, find_tuned
@@ -49,7 +57,7 @@ def spared_process(host: Host, device: Device, target: str | None, say: Callable
     mistyped, or begin later.
 
     Raises:
-        NotFound: no job has this name (code ``no_production``), no process this PID (``no_process``).
+        NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
         BadUsage: it runs on another device (code ``other_device``).
     """
     number = None if target is None else pid_of(target)
@@ -136,7 +144,7 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
     None: a PID of a process without a record here, or no single one runs.
 
     Raises:
-        NotFound: no job of this name is recorded or was tuned (``no_production``).
+        NotFound: no job of this name is recorded or was tuned (``no_production``), or it waits (``waits_in_line``).
     """
     if target is None:
         living = living_productions(host, device)
@@ -148,6 +156,7 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
         return next((record for record in matching if is_running(host, record)), None)
     named = find_record(host, check_job_name(target))
     if named is None and find_tuned(host, target) is None:
+        check_not_in_line(host, target)
         raise NotFound(
             f"no job {quoted(target)} is known, running or tuned",
             f"start it: gpushare run --production {target} -- CMD; or tune it: gpushare tune --name {target} ...",

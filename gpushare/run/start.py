@@ -422,12 +422,14 @@ class JobStart:
             # It runs on another one, perhaps one of the others that this job may have.
             process = None
         except NotFound as error:
-            if error.code != "no_production":
+            if error.code == "no_production":
+                start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
+                raise error.restated(
+                    hint=f"start it: {start}; or drop --for: the job leaves for every production job"
+                ) from error
+            if error.code != "waits_in_line":
                 raise
-            start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
-            raise error.restated(
-                hint=f"start it: {start}; or drop --for: the job leaves for every production job"
-            ) from error
+            process = None
         spared = f"'{target}'" if pid_of(target) is None else f"process {target}"
         if process is not None:
             spared = process.title

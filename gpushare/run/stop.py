@@ -23,7 +23,7 @@ from gpushare.host.process import signal_if_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import Reservation, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
@@ -46,10 +46,10 @@ from gpushare.run.jobs import (
     JobRecord,
     consent_to,
     forget_ended,
+    job_in_line,
     job_names,
     job_of,
     no_job_error,
-    only_one,
     running_record,
 )
 
@@ -100,7 +100,7 @@ def find_target(host: Host, text: str) -> Target:
     record = running_record(host, text)
     if record is not None:
         return _target_of_record(host, record)
-    waiting = _waiting_job(host, text)
+    waiting = job_in_line(host, text)
     if waiting is not None:
         supervisor = waiting.claim.processes[0]
         return Target(job=job_of(host, supervisor, waiting.name), supervisor=supervisor, waits=True)
@@ -109,19 +109,6 @@ def find_target(host: Host, text: str) -> Target:
     if process is None:
         raise no_job_error(host, text)
     return Target(job=job_of(host, process, None))
-
-
-def _waiting_job(host: Host, text: str) -> Reservation | None:
-    """Return the job in the line with this name or PID; of several, the user's own. Raises BadUsage if there are two."""
-    pid = pid_of(text)
-    waiting = [job for job in reservations(host) or [] if job.waits]
-    if pid is None:
-        matching = [job for job in waiting if job.name == text]
-    else:
-        matching = [job for job in waiting if job.claim.pid == pid]
-    own = [job for job in matching if _uid(host, job.claim.pid) == host.uid]
-    jobs = own or matching
-    return only_one(text, jobs, [job.claim.pid for job in jobs])
 
 
 def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
@@ -148,12 +135,6 @@ def _target_of_record(host: Host, record: JobRecord) -> Target:
         supervisor=supervisor,
         record=record,
     )
-
-
-def _uid(host: Host, pid: int) -> int | None:
-    """Return the user of a process; None: unknown."""
-    info = host.processes.describe(pid)
-    return None if info is None else info.uid
 
 
 def tidy(host: Host, just_ended: Container[int] = ()) -> None:

@@ -123,11 +123,19 @@ def test_a_start_that_fails_at_the_system_leaves_it_too(
     assert not list(output_path(world.host, "train").parent.glob("*.earlier"))
 
 
-def test_it_waits_in_line(cli: Cli, world: World) -> None:
+def test_it_waits_in_line(cli: Cli, refused: Refused, world: World) -> None:
     first = name_of(cli, "--memory", "100G", "--name", "first", "--", "sleep", "60")
     words = ("run", "-d", "--wait", "--memory", "100G", "--name", "second", "--", "sleep", "60")
     data = cli("-o", "json", *words).ok().data
     assert (data["job"], data["state"]) == ("second", "waits")
+    # It is known, but nothing of it is on a GPU.
+    on_gpu = (("pause",), ("swap", "out"), ("timeslice", "set", "2ms"))
+    for verb in (*on_gpu, ("run", "--opportunistic", "-n", "--for")):
+        text = refused(*verb, "second", *(() if verb in on_gpu else ("--", "true")), code="waits_in_line", exit_code=6)
+        assert "job 'second' waits in line and has not started yet" in text
+        assert "gpushare jobs" in text
+    # One that leaves the GPU for it needs it only by name.
+    cli(*"run --opportunistic --yield swap --memory 1G --for second -n -- true".split()).ok()
     cli("stop", first).ok()
     until(lambda: find_record(world.host, "second") is not None, "it runs")
     os.kill(data["pid"], signal.SIGTERM)
