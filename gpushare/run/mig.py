@@ -315,10 +315,12 @@ def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldC
 
 
 def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
-    """Return how many of the jobs that wait want an instance that is free now, and fit into it."""
+    """Return how many of the jobs that wait want an instance that is free now, and fit into it as far as is known."""
 
     def may_take(job: Reservation, mig: MigInstance) -> bool:
-        return mig.uuid in job.keys and (job.memory_bytes or 0) <= (mig.memory_total_bytes or math.inf)
+        # A job without a size takes any instance.
+        size, total = job.memory_bytes, mig.memory_total_bytes
+        return mig.uuid in job.keys and (size is None or total is None or size <= total)
 
     return sum(any(may_take(job, place.mig) for place in free) for job in jobs)
 

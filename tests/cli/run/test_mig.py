@@ -24,6 +24,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.ledger import Request, reservations
 from gpushare.mig.ledger import NamedInstance, names_changed
+from gpushare.mig.places import profile_places
 from gpushare.run import mig as run_mig
 from gpushare.run.jobs import records
 from gpushare.run.plain import PlainWatch
@@ -633,6 +634,17 @@ def test_a_job_that_needs_more_than_an_instance_has_delays_nobody(world: World) 
     _, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(seconds=0, name=None, say=lambda _: None)
     claim.release()
     before.leave()
+
+
+@pytest.mark.parametrize(("total", "ahead"), [(None, 2), (18 * GIB, 1)])
+def test_a_job_may_take_an_instance_whose_memory_is_unknown(world: World, total: int | None, ahead: int) -> None:
+    (uuid,) = world.mig("1g.18gb")
+    (place,) = profile_places(world.host, "1g", None)
+    free = [replace(place, mig=replace(place.mig, memory_total_bytes=total))]
+    waiting = [Entry(world.host, Request(memory_bytes=size, keys=(uuid,), client=False)) for size in (None, 60 * GIB)]
+    assert run_mig._count_ahead(reservations(world.host) or [], free) == ahead
+    for entry in waiting:
+        entry.leave()
 
 
 def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None:
