@@ -89,6 +89,10 @@ _CAUGHT_UP_SECONDS: Final = 5.0
 _REQUESTS_ALONE: Final = 600
 # Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
 _SHARED_WINDOW_FACTOR: Final = 1.2
+# The variance of a ratio of windows, as that of one window alone, for each pair. If windows scattered only at random it would
+# be 1.5 (one together, the mean of two alone) to 2 (many pairs, which share those alone). Windows alone also drift, which
+# cancels out in a pair: this is chosen for a fifth to two fifths of their variance, and is not measured.
+_PAIRED_VARIANCE: Final = 1.2
 # Windows of a second and less scatter at least so much.
 _LEAST_SCATTER: Final = 0.003
 # Windows alone before the first setting: they tell how far the rates of this job scatter.
@@ -1035,7 +1039,9 @@ class Stage:
         alone = self._rates_alone()
         spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
         # A spread of few windows is itself uncertain: Student's quantile is that much above the 2 of many windows.
-        pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * t_quantile(max(1, len(alone) - 1)) / 2
+        pooled = (
+            max(_LEAST_SCATTER, spread) * math.sqrt(_PAIRED_VARIANCE / count) * t_quantile(max(1, len(alone) - 1)) / 2
+        )
         return max(pooled, _SHARED_WINDOW_FACTOR * (own_error or 0.0))
 
     def _rates_alone(self) -> list[float]:
