@@ -243,7 +243,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlacedProcesses:
     """GPUs that are used in the same way. ``processes`` counts those on all of these GPUs together."""
 
     gpus: list[int]
@@ -284,7 +284,7 @@ class AdviceAnswer:
     instance: str | None
     gpus: list[int]
     gpu_title: str
-    placement: list[Place]
+    placement: list[PlacedProcesses]
     why: list[str]
     confidence: str
     confidence_why: str
@@ -386,7 +386,7 @@ def _queue_text(situation: Situation, places: int) -> str:
     return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
-def _place_answer(part: Part) -> Place:
+def _place_answer(part: Part) -> PlacedProcesses:
     """Return what is on the GPUs of a part, and in which way, for people."""
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
@@ -401,7 +401,9 @@ def _place_answer(part: Part) -> Place:
         else:
             title = "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
-    return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
+    return PlacedProcesses(
+        gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes
+    )
 
 
 # Conditions that say that something which was asked for is not kept.

@@ -37,7 +37,7 @@ from gpushare.gpu_models import find_model
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.places import Place, named_places
+from gpushare.mig.places import InstancePlace, named_places
 from gpushare.mig.plan import Cost, MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.planner import eviction_words, plan_add, plan_exact
 from gpushare.mig.profile import Layout
@@ -107,7 +107,7 @@ def env(
     )
 
 
-def _places_named(name: str) -> list[Place]:
+def _places_named(name: str) -> list[InstancePlace]:
     """Return the places of the instances with a name, at least one; raises BadUsage for a profile."""
     if is_profile(name):
         raise BadUsage(

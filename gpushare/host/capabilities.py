@@ -23,7 +23,7 @@ from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSuppo
 from gpushare.base.values import dataclass
 
 # GPU instance id, and compute instance id; None is the node of the GPU instance itself.
-Place = tuple[int, int | None]
+InstanceIds = tuple[int, int | None]
 
 NODES: Final = "/dev/nvidia-caps"
 DEFAULT_MODE: Final = 0o444
@@ -67,9 +67,9 @@ class Capabilities:
     def __init__(self, root: str | Path = "/") -> None:
         self._root = Path(root)
 
-    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+    def of_gpu(self, minor: int) -> Mapping[InstanceIds, Capability]:
         """Return the capabilities of the instances of a GPU, given by minor number."""
-        capabilities: dict[Place, Capability] = {}
+        capabilities: dict[InstanceIds, Capability] = {}
         for gpu_instance in _numbers_in(self._real(_mig_directory(minor)), "gi"):
             of_whole_instance = self.read(minor, gpu_instance)
             if of_whole_instance is not None:

@@ -19,7 +19,7 @@ from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.users import has_records
 from gpushare.measure.metric import Printed
-from gpushare.mig.places import Place, places_on
+from gpushare.mig.places import InstancePlace, places_on
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.home import client_environment
 from gpushare.mps.kill import Meter
@@ -43,7 +43,7 @@ class Grounds:
         self.device = device
         self._program = program
         self._share: MpsShare | None = None
-        self._instances: list[tuple[Place, HeldClaim]] = []
+        self._instances: list[tuple[InstancePlace, HeldClaim]] = []
 
     def open(self, *, mps: bool, instances: int = 0) -> Grounds:
         """Set up what is needed: an MPS daemon, and up to N MIG instances (fewer if fewer are free); return itself.
@@ -164,14 +164,14 @@ class Grounds:
         return ()
 
 
-def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]]:
+def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[InstancePlace, HeldClaim]]:
     """Claim up to ``most`` free instances without a name, all of one profile: the one of which the most could be had."""
     try:
         places = [place for place in places_on(host, device.gpu) if place.name is None]
     except GpushareError:
         return []
     profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
-    best: list[tuple[Place, HeldClaim]] = []
+    best: list[tuple[InstancePlace, HeldClaim]] = []
     for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
         claimed = _claim_of_profile(host, device, profile, most)
         fewer = best if len(claimed) > len(best) else claimed
@@ -181,9 +181,9 @@ def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[Place,
     return best
 
 
-def _claim_of_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
+def _claim_of_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[InstancePlace, HeldClaim]]:
     """Claim free instances of one profile until there are enough, or none is free."""
-    claimed: list[tuple[Place, HeldClaim]] = []
+    claimed: list[tuple[InstancePlace, HeldClaim]] = []
     while len(claimed) < most:
         try:
             claimed.append(InstanceWish(host=host, text=profile, gpu=str(device.gpu.index)).take())

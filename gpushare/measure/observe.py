@@ -103,7 +103,7 @@ class _Remembered:
 
 
 # Identifies a process: GPU, PID, GPU instance and compute instance.
-_Place = tuple[int, int, "int | None", "int | None"]
+_ProcessKey = tuple[int, int, "int | None", "int | None"]
 
 
 @dataclass
@@ -118,7 +118,7 @@ class Sampler:
     # in the recording: they may hold a secret.
     commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
-    _known: dict[_Place, _Remembered] = field(default_factory=dict)
+    _known: dict[_ProcessKey, _Remembered] = field(default_factory=dict)
     # MIG devices without their use, by which one that has another name is another one.
     _instances: dict[MigInstance, RecordedInstance] = field(default_factory=dict)
     _next_id: int = 0

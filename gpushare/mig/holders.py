@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, InUse, NotSupported, or_none
 from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
-from gpushare.host.capabilities import Place, user_name
+from gpushare.host.capabilities import InstanceIds, user_name
 from gpushare.host.claims import Claim, live_claims
 from gpushare.mig.plan import NoPlan, Why
 
@@ -32,7 +32,7 @@ def open_device_files(host: Host) -> OpenFiles:
     return host.processes.open_files(_PREFIX)
 
 
-def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[Place, tuple[Holder, ...]]:
+def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[InstanceIds, tuple[Holder, ...]]:
     """Return the processes that have capability nodes of instances open and are not in ``gpu.processes`` for them.
 
     By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` were read before.
@@ -126,7 +126,7 @@ def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
     return None if gpu.error is not None else or_none(lambda: host.nvml.minor_number(gpu.index))
 
 
-def _listed_pids(gpu: Gpu, place: Place) -> set[int]:
+def _listed_pids(gpu: Gpu, place: InstanceIds) -> set[int]:
     """Return the PIDs that NVML lists in an instance; a process in a compute instance is in its GPU instance, too."""
     return {
         process.pid

@@ -30,7 +30,7 @@ _PROFILE: Final = re.compile(r"(mig[\s-]+)?\d", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class InstancePlace:
     """One MIG device as it was just read: a compute instance in its GPU instance."""
 
     gpu: Gpu
@@ -51,7 +51,7 @@ class Place:
         place = f"{part}{self.instance} of GPU {self.gpu.index}"
         return place if self.name is None else f"{self.name} ({place})"
 
-    def same(self, other: Place) -> bool:
+    def same(self, other: InstancePlace) -> bool:
         """Return whether the other is still the same instance: by place and size, not only by UUID."""
         return self._identity == other._identity
 
@@ -80,7 +80,7 @@ def unknown_name_error(name: str, names_now: Iterable[str]) -> NotFound:
     return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 
 
-def named_places(host: Host, name: str) -> list[Place]:
+def named_places(host: Host, name: str) -> list[InstancePlace]:
     """Return the MIG devices of the instance that a name means, by compute instance id.
 
     Raises:
@@ -159,7 +159,7 @@ def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     )
 
 
-def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
+def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace]:
     """Return every MIG device of a profile that has no name, by GPU and place.
 
     ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance. An instance with a name is
@@ -218,7 +218,7 @@ def _selected_gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
     return [device.gpu for device in devices]
 
 
-def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[Place]:
+def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[InstancePlace]:
     """Return the MIG devices of a GPU that serve a request; none if its model has no such profile."""
     places = places_on(host, gpu)
     if not places:
@@ -231,7 +231,7 @@ def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[Place]:
     return [place for place in places if place.instance.profile.name == wanted and _has_size_and_start(place, request)]
 
 
-def _has_size_and_start(place: Place, request: Request) -> bool:
+def _has_size_and_start(place: InstancePlace, request: Request) -> bool:
     """Return whether a MIG device has the size that is asked for, at the start if one is asked for."""
     slices = request.compute[0] if request.compute else place.instance.profile.slices
     return place.compute.profile.slices == slices and request.start in {None, place.instance.start}
@@ -252,7 +252,7 @@ def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> 
         raise error
 
 
-def _no_instance_error(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
+def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:
     """Return the error that no free instance serves a request; ``named`` are those that only their name gives."""
     where = f"GPU {', '.join(map(str, gpus))}"
     make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
@@ -284,7 +284,7 @@ def with_names(host: Host, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
     return named_gpus
 
 
-def places_on(host: Host, gpu: Gpu) -> list[Place]:
+def places_on(host: Host, gpu: Gpu) -> list[InstancePlace]:
     """Return every MIG device of a GPU with its name, by place."""
     if not gpu.mig_enabled or not gpu.mig_instances:
         return []
@@ -292,7 +292,7 @@ def places_on(host: Host, gpu: Gpu) -> list[Place]:
     by_uuid = {mig.uuid: mig for mig in gpu.mig_instances}
     names = {(named.gpu_uuid, *named.place): named.name for named in names_of(host).values()}
     return [
-        Place(
+        InstancePlace(
             gpu=gpu,
             instance=instance,
             compute=part,

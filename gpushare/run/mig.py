@@ -14,11 +14,10 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.claims import EXCLUSIVE, Claim, HeldClaim, claim_directory, take_claim, why_unreadable
-from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_before, reservations
-from gpushare.memory.ledger import Place as Entry
+from gpushare.memory.ledger import PATIENCE_SECONDS, Place, Request, Reservation, jobs_before, reservations
 from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.holders import claim_holder, claimed_instances
-from gpushare.mig.places import Place, check_granted, means_profile, named_places, places_on, profile_places
+from gpushare.mig.places import InstancePlace, check_granted, means_profile, named_places, places_on, profile_places
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.waiting import waiting_line
 
@@ -31,7 +30,7 @@ _MPS_PROCESS: Final = "nvidia-cuda-mps"
 
 # The holders of an instance; empty: it is free; None: unknown.
 Holders = tuple[Holder, ...] | None
-HeldPlaces = list[tuple[Place, Holders]]
+HeldPlaces = list[tuple[InstancePlace, Holders]]
 # How many instances the entry of a waiting job in the line names, and how many a message.
 _MOST_KEYS: Final = 128
 _MOST_NAMED: Final = 8
@@ -51,7 +50,7 @@ class InstanceWish:
     check: Callable[[Device], None] = lambda _: None
     creator: Creator | None = None
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[InstancePlace]:
         """Return the instances that it may mean, the first choice first, free or not; none, if one may be made."""
         try:
             return self._existing_places()
@@ -60,7 +59,7 @@ class InstanceWish:
                 raise
             return []
 
-    def _existing_places(self) -> list[Place]:
+    def _existing_places(self) -> list[InstancePlace]:
         """Return the instances that it may mean. Raises NotFound: there are none."""
         host = self.host
         if means_profile(self.text):
@@ -77,14 +76,14 @@ class InstanceWish:
                 )
         return places
 
-    def _checked_places(self) -> list[Place]:
+    def _checked_places(self) -> list[InstancePlace]:
         """Return the instances that it may mean, after a check that the program can run in the first one."""
         places = self.places()
         if places:
             self.check(places[0].device)
         return places
 
-    def take(self) -> tuple[Place, HeldClaim]:
+    def take(self) -> tuple[InstancePlace, HeldClaim]:
         """Take a free instance; no other `gpushare run --mig` gets it meanwhile.
 
         Raises:
@@ -109,7 +108,7 @@ class InstanceWish:
         free, _ = _free_and_held(self.host, self.places())
         return bool(free)
 
-    def _check_or_release(self, place_and_claim: tuple[Place, HeldClaim]) -> None:
+    def _check_or_release(self, place_and_claim: tuple[InstancePlace, HeldClaim]) -> None:
         """Check an instance that was just made, and release its claim if the check raises."""
         place, claim = place_and_claim
         try:
@@ -127,7 +126,7 @@ class InstanceWish:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> tuple[Place, HeldClaim]:
+    ) -> tuple[InstancePlace, HeldClaim]:
         """Wait until such an instance is free, and take it as `take`; first come, first served among those that wait.
 
         ``seconds`` None: as long as it takes. The place in the line is an entry in the ledger of memory, and is left in any
@@ -141,7 +140,7 @@ class InstanceWish:
         # Those that may make an instance stand in one line for the GPUs on which they may.
         creator_gpus = () if self.creator is None else tuple(gpu.uuid or "" for gpu in self.creator.gpus)
         keys = (*creator_gpus, *(place.mig.uuid for place in places))[:_MOST_KEYS]
-        entry = Entry(self.host, Request(memory_bytes=None, keys=keys, client=False, name=name))
+        entry = Place(self.host, Request(memory_bytes=None, keys=keys, client=False, name=name))
         began = last_without_free = clock()
         try:
             with waiting_line(say, quiet=quiet) as draw:
@@ -178,8 +177,8 @@ class InstanceWish:
             entry.leave()
 
     def _take_in_turn(
-        self, free: Sequence[Place], jobs_ahead: Sequence[Reservation], *, is_patient: bool
-    ) -> tuple[Place, HeldClaim] | None:
+        self, free: Sequence[InstancePlace], jobs_ahead: Sequence[Reservation], *, is_patient: bool
+    ) -> tuple[InstancePlace, HeldClaim] | None:
         """Take a free instance if there are more than the jobs ahead can take; None: there are not, or others were faster.
 
         Not ``is_patient``: instances have been free for long and those jobs have not taken them, so they hang, and are passed.
@@ -192,7 +191,7 @@ class InstanceWish:
             self._check_or_release(place_and_claim)
         return place_and_claim
 
-    def outlook(self, *, waits: bool) -> tuple[Place, RoomAnswer]:
+    def outlook(self, *, waits: bool) -> tuple[InstancePlace, RoomAnswer]:
         """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
 
         Nothing is entered anywhere. Raises as `take`, if it does not wait.
@@ -220,11 +219,11 @@ class InstanceWish:
 
     def _answer(
         self,
-        places: Sequence[Place],
+        places: Sequence[InstancePlace],
         held: HeldPlaces,
         words: str,
         *,
-        chosen: Place | None = None,
+        chosen: InstancePlace | None = None,
         behind: Sequence[Reservation] = (),
     ) -> RoomAnswer:
         """Return what would happen: the job starts in the ``chosen`` instance, or waits ``behind`` others."""
@@ -252,7 +251,7 @@ class InstanceWish:
         )
 
 
-def _free_and_held(host: Host, places: Sequence[Place]) -> tuple[list[Place], HeldPlaces]:
+def _free_and_held(host: Host, places: Sequence[InstancePlace]) -> tuple[list[InstancePlace], HeldPlaces]:
     """Return which instances are free, and who holds the others: programs in them, else the job that claims them.
 
     Raises as `_check_claims_readable` if none is free.
@@ -260,7 +259,7 @@ def _free_and_held(host: Host, places: Sequence[Place]) -> tuple[list[Place], He
     # None: unknown.
     claims = claimed_instances(host)
     daemons = _daemons_by_instance(host, places)
-    free: list[Place] = []
+    free: list[InstancePlace] = []
     held: HeldPlaces = []
     for place in places:
         holders = _holders_inside(host, place, daemons)
@@ -293,7 +292,9 @@ def _check_claims_readable(host: Host) -> None:
         )
 
 
-def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, HeldPlaces]:
+def _take_first(
+    host: Host, places: Sequence[InstancePlace]
+) -> tuple[tuple[InstancePlace, HeldClaim] | None, HeldPlaces]:
     """Take the first of some instances that is free; return it (None: none is), and who holds the others."""
     free, held = _free_and_held(host, places)
     for place in free:
@@ -314,7 +315,7 @@ def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldC
     return None, held
 
 
-def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
+def _count_ahead(jobs: Sequence[Reservation], free: Sequence[InstancePlace]) -> int:
     """Return how many of the jobs that wait want an instance that is free now, and fit into it as far as is known."""
 
     def may_take(job: Reservation, mig: MigInstance) -> bool:
@@ -353,7 +354,7 @@ def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
     )
 
 
-def _read_again(host: Host, place: Place) -> tuple[Place | None, Holders]:
+def _read_again(host: Host, place: InstancePlace) -> tuple[InstancePlace | None, Holders]:
     """Return an instance as it is now that it was claimed (None: it is gone), and its holders: both may have changed."""
     gpu = host.nvml.gpu(place.gpu.index)
     places = [] if gpu.error is not None else places_on(host, gpu)
@@ -363,14 +364,14 @@ def _read_again(host: Host, place: Place) -> tuple[Place | None, Holders]:
     return current, _holders_inside(host, current, _daemons_by_instance(host, [current]))
 
 
-def _is_free(place: Place, holders: Holders) -> bool:
+def _is_free(place: InstancePlace, holders: Holders) -> bool:
     """Return whether an instance is free. Unknown is not free, unless the instance was named."""
     if holders is None:
         return place.name is not None
     return not holders
 
 
-def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Holders:
+def _holders_inside(host: Host, place: InstancePlace, daemons: Mapping[str, Holder]) -> Holders:
     """Return the programs in an instance, and its MPS daemon. None: unknown.
 
     An idle MPS daemon keeps the instance for its owner. The owner may name the instance, and then the daemon is no holder.
@@ -394,7 +395,7 @@ def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> 
     return tuple(holders)
 
 
-def _daemons_by_instance(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
+def _daemons_by_instance(host: Host, places: Sequence[InstancePlace]) -> dict[str, Holder]:
     """Return the MPS daemons that serve MIG instances, by MIG UUID."""
     gpus = list({place.gpu.index: place.gpu for place in places}.values())
     daemons = [item.daemon for item in or_none(lambda: find_daemons(host, gpus, deep=False)) or ()]

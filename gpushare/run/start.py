@@ -71,7 +71,7 @@ from gpushare.timeslice.slices import check_settable
 
 if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim
-    from gpushare.mig.places import Place
+    from gpushare.mig.places import InstancePlace
     from gpushare.run.created import Creator
     from gpushare.run.mig import InstanceWish
 
@@ -522,7 +522,9 @@ class JobStart:
         if dropped:
             self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
 
-    def _place_for(self, wish: InstanceWish, options: RunOptions) -> tuple[Place, HeldClaim | None, RoomAnswer | None]:
+    def _place_for(
+        self, wish: InstanceWish, options: RunOptions
+    ) -> tuple[InstancePlace, HeldClaim | None, RoomAnswer | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
         queue = self.queue
         if queue.wait:

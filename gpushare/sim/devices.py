@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gpushare.base.values import dataclass
-from gpushare.host.capabilities import Place
+from gpushare.host.capabilities import InstanceIds
 from gpushare.sim.state import SimulatedDaemon, SimulatedGpu, SimulatedHostState, SimulatedMigInstance
 
 
@@ -73,13 +73,13 @@ def daemon_devices(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[D
 _FIRST, _PER_GPU, _PER_GPU_INSTANCE = 3, 135, 9
 
 
-def capability_minor(gpu: int, place: Place) -> int:
+def capability_minor(gpu: int, place: InstanceIds) -> int:
     """Return the N of ``/dev/nvidia-caps/nvidia-capN`` (``/proc/driver/nvidia-caps/mig-minors``)."""
     first = _FIRST + _PER_GPU * gpu + _PER_GPU_INSTANCE * place[0]
     return first if place[1] is None else first + 1 + place[1]
 
 
-def node_of(gpu: int, place: Place) -> str:
+def node_of(gpu: int, place: InstanceIds) -> str:
     """Return the device node of an instance."""
     return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, place)}"
 
@@ -107,7 +107,7 @@ def forget_gone(gpu: SimulatedGpu) -> None:
         gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in there}
 
 
-def places_of(gpu: SimulatedGpu) -> Iterator[Place]:
+def places_of(gpu: SimulatedGpu) -> Iterator[InstanceIds]:
     """Yield the GPU instances of a GPU and their compute instances."""
     from gpushare.sim.mig import gpu_instances
 
@@ -118,6 +118,6 @@ def places_of(gpu: SimulatedGpu) -> Iterator[Place]:
                 yield mig.place
 
 
-def place_key(place: Place) -> str:
+def place_key(place: InstanceIds) -> str:
     """Return the key of an instance in `SimulatedGpu.nodes`."""
     return str(place[0]) if place[1] is None else f"{place[0]}/{place[1]}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Final
 
 from gpushare.base.errors import NoPermission, NotFound
-from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, Place
+from gpushare.host.capabilities import Capabilities, Capability, InstanceIds, NodeAccess
 from gpushare.host.machine import Load, Machine, Space, Xid
 from gpushare.sim.activity import is_busy
 from gpushare.sim.current import changing, current
@@ -77,7 +77,7 @@ class SimulatedCapabilities(Capabilities):
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
 
-    def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
+    def of_gpu(self, minor: int) -> Mapping[InstanceIds, Capability]:
         state = current(self._state_file)
         if not 0 <= minor < len(state.gpus) or not state.driver_loaded:
             return {}
@@ -105,7 +105,7 @@ class SimulatedCapabilities(Capabilities):
             node.owner, node.mode, node.users = access.owner, access.mode, list(access.users)
 
 
-def _capability(state: SimulatedHostState, gpu: int, place: Place) -> Capability:
+def _capability(state: SimulatedHostState, gpu: int, place: InstanceIds) -> Capability:
     """Return the capability of an instance as the driver shows it in ``/proc``."""
     node = state.gpus[gpu].nodes.get(place_key(place))
     inner = "" if place[1] is None else f"/ci{place[1]}"

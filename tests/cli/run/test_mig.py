@@ -21,8 +21,7 @@ from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.nvml import NvmlReader
-from gpushare.memory.ledger import Place as Entry
-from gpushare.memory.ledger import Request, reservations
+from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.mig.places import profile_places
 from gpushare.run import mig as run_mig
@@ -611,7 +610,7 @@ def test_ctrl_c_leaves_the_line_of_instances(real: Real, world: World) -> None:
 def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
     """It may be stopped, or only an entry that somebody has made."""
     (uuid,) = world.mig("1g.18gb")
-    before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False))
+    before = Place(world.host, Request(memory_bytes=None, keys=(uuid,), client=False))
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -630,7 +629,7 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
 
 def test_a_job_that_needs_more_than_an_instance_has_delays_nobody(world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
-    before = Entry(world.host, Request(memory_bytes=60 * GIB, keys=(uuid, world.uuid(0)), client=False))
+    before = Place(world.host, Request(memory_bytes=60 * GIB, keys=(uuid, world.uuid(0)), client=False))
     _, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(seconds=0, name=None, say=lambda _: None)
     claim.release()
     before.leave()
@@ -641,7 +640,7 @@ def test_a_job_may_take_an_instance_whose_memory_is_unknown(world: World, total:
     (uuid,) = world.mig("1g.18gb")
     (place,) = profile_places(world.host, "1g", None)
     free = [replace(place, mig=replace(place.mig, memory_total_bytes=total))]
-    waiting = [Entry(world.host, Request(memory_bytes=size, keys=(uuid,), client=False)) for size in (None, 60 * GIB)]
+    waiting = [Place(world.host, Request(memory_bytes=size, keys=(uuid,), client=False)) for size in (None, 60 * GIB)]
     assert run_mig._count_ahead(reservations(world.host) or [], free) == ahead
     for entry in waiting:
         entry.leave()
@@ -689,7 +688,7 @@ def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: W
     assert room["why"] == "now it would start at once, in 1g.18gb:0 of GPU 0"
     taken = take_claim(world.host, uuid)
     assert isinstance(taken, HeldClaim)
-    before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False, name="first"))
+    before = Place(world.host, Request(memory_bytes=None, keys=(uuid,), client=False, name="first"))
     room = cli(*words).ok().data["room"]
     assert (room["starts_now"], room["device_uuids"]) == (False, [])
     assert [each["name"] for each in room["behind"]] == ["first"]
