@@ -36,6 +36,7 @@ from gpushare.hostfile.load import (
     before_path,
     changed_limits,
     entries_of,
+    is_kept,
     keep_applied,
     keep_before,
     kept_entries,
@@ -95,14 +96,16 @@ def apply(
             note(undone_text)
         raise
     changed = changed_limits(host, wanted)
-    limits = _limits_plan(host, wanted, text, changed)
+    # Only root puts them in force.
+    limits = "; ".join(changed) if host.root else ""
+    keep = _keep_plan(host, wanted, text, limits)
     if settings.dry_run:
-        return _apply_result(rows, matched, limits, changed, dry_run=True, undo=_undo_command(host, rows))
+        return _apply_result(rows, matched, keep, changed, limits, dry_run=True, undo=_undo_command(host, rows))
 
     changes_gpus = any(row.steps for row in rows)
     if changes_gpus and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
-    consented(limits)
+    consented(keep)
     undo = None
     if changes_gpus:
         rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
@@ -113,7 +116,7 @@ def apply(
     kept_errors: tuple[GpushareError, ...] = ()
     # Only a file that the host matches is kept for the next boot, and only with it limits come into force.
     if not matched.missing and all(row.error is None for row in rows):
-        if limits.steps and not any(row.steps for row in rows):
+        if keep.steps and not any(row.steps for row in rows):
             undo = _undo_command(host, rows)
         # They compare with the file kept so far, and hold once this one is kept.
         notes_if_kept = (
@@ -121,29 +124,28 @@ def apply(
             *_rules_notes(host, wanted),
             *_limit_notes(host, wanted, path),
         )
-        kept, kept_errors = _keep_for_boot(host, text, limits)
+        kept, kept_errors = _keep_for_boot(host, text, keep, limits)
         if kept is not None:
             notes += notes_if_kept
     if kept is None:
-        limits = _NO_LIMITS
+        keep = _NOT_KEPT
         changed = []
     matched = replace(matched, notes=notes)
-    result = _apply_result(rows, matched, limits, changed, dry_run=False, undo=undo, complete=not kept_errors)
+    result = _apply_result(rows, matched, keep, changed, limits, dry_run=False, undo=undo, complete=not kept_errors)
     return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *kept_errors))
 
 
-_NO_LIMITS: Final = Plan(title="limits of users", steps=())
+_NOT_KEPT: Final = Plan(title="keep the file", steps=())
 
 
-def _limits_plan(host: Host, wanted: HostFile, text: str, changed: Sequence[str]) -> Plan:
-    """Return the plan that puts the changed limits of users of a file in force; no steps: it has none, or this is not root."""
-    if not changed or not host.root:
-        return _NO_LIMITS
-    title = "; ".join(changed)
-    ended = _ended_leases(host, wanted)
+def _keep_plan(host: Host, wanted: HostFile, text: str, limits: str) -> Plan:
+    """Return the plan that keeps a file, and so puts ``limits`` of users in force; no steps: this text is kept already."""
+    ended = _ended_leases(host, wanted) if limits else []
+    purpose = "for the next boot" if host.root else "as the one that was applied last"
+    what = f"keep the file {purpose}" + (f", and put in force: {limits}" if limits else "")
     return Plan(
-        title=title,
-        steps=(Step(what=f"put in force: {title}", command=None, do=lambda: keep_applied(host, text)),),
+        title=limits or f"the file is kept {purpose}",
+        steps=() if is_kept(host, text) else (Step(what=what, command=None, do=lambda: keep_applied(host, text)),),
         notes=tuple(f"{loss.what} ends" for _, loss in ended),
         consent=tuple(loss for uid, loss in ended if uid != host.uid),
     )
@@ -362,13 +364,13 @@ def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
     ]
 
 
-def _keep_for_boot(host: Host, text: str, limits: Plan) -> tuple[str | None, tuple[GpushareError, ...]]:
+def _keep_for_boot(host: Host, text: str, keep: Plan, limits: str) -> tuple[str | None, tuple[GpushareError, ...]]:
     """Put the limits of users in force by keeping an applied file for the next boot; return its path, or the error."""
     try:
-        carry_out(limits, say_step if settings.verbose else None)
+        carry_out(keep, say_step if settings.verbose else None)
         return str(keep_applied(host, text)), ()
     except GpushareError as error:
-        applied = "limits of users are not in force, and the file" if limits.steps else "the file was applied, but it"
+        applied = "limits of users are not in force, and the file" if limits else "the file was applied, but it"
         failed = error.restated(message=f"{applied} will not be applied at boot: {error.message}")
         return None, (failed,)
 
@@ -411,8 +413,9 @@ def _in_force_text(row: _GpuRow) -> str:
 def _apply_result(
     rows: Sequence[_GpuRow],
     matched: Matched,
-    limits: Plan,
+    keep: Plan,
     changed: Sequence[str],
+    limits: str,
     *,
     dry_run: bool,
     undo: str | None,
@@ -420,34 +423,34 @@ def _apply_result(
 ) -> Result:
     """Return what was applied, or in a dry run would be, as a result; a single error is raised instead.
 
-    ``limits`` is the plan of the limits of users, and ``changed`` has them in words, also those that only root could put
-    in force. With an error, no limits change. ``undo`` is the command that takes all of it back. ``complete``: all that the
-    file asks for is in force now.
+    ``keep`` is the plan that keeps the file; ``changed`` are the limits of users that differ, and ``limits`` has those that
+    it puts in force: none unless this is root. With an error, the file is not kept. ``undo`` is the command that takes all of
+    it back. ``complete``: all that the file asks for is in force now.
     """
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
     if errors:
-        limits, changed = _NO_LIMITS, ()
-    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *limits.notes]
+        keep, changed, limits = _NOT_KEPT, (), ""
+    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *keep.notes]
     empty = {}
     if errors or not complete:
         # No steps does not mean that everything is as requested.
         empty = {"empty": "nothing is changed"}
-    elif dry_run and changed and not limits.steps:
+    elif dry_run and changed and not limits:
         empty = {"empty": "only limits of users would change"}
         notes += [f"{limit}; apply as root sets it" for limit in changed]
     whole = Plan(
         title="apply",
-        steps=(*(step for row in rows for step in row.steps), *limits.steps),
+        steps=(*(step for row in rows for step in row.steps), *keep.steps),
         undo=undo,
         notes=tuple(dict.fromkeys(notes)),
-        consent=(*_joined_plan(rows).consent, *limits.consent),
+        consent=(*_joined_plan(rows).consent, *keep.consent),
     )
     result = plan_result(whole, dry_run=dry_run, **empty)
     in_force = [_in_force_text(row) for row in rows if row.done]
-    if limits.steps and not dry_run:
-        in_force.append(limits.title)
+    if keep.steps and not dry_run and (limits or not in_force):
+        in_force.append(keep.title)
     if in_force:
         result = replace(result, done=with_undo(in_force, undo))
     gpus = tuple(

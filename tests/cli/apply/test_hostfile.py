@@ -377,7 +377,8 @@ def test_capture_takes_only_ways_it_knows(refused: Refused) -> None:
 def test_a_gpu_without_compute_modes_is_in_the_default_one(cli: Cli, write: Write) -> None:
     World(TWO).fault("not-supported", "compute-mode", gpu="0")
     assert captured(cli, TWO).count("timeslice: default") == 1
-    assert cli("apply", "-f", write(one("timeslice: default")), host=TWO, output="json").ok().data["steps"] == []
+    (step,) = cli("apply", "-f", write(one("timeslice: default")), host=TWO, output="json").ok().data["steps"]
+    assert step["what"] == "keep the file for the next boot"
     assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 3
 
 
@@ -808,12 +809,37 @@ def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
         cli("apply", "-f", write(text), host=TWO).ok()
 
 
+def test_a_plan_says_that_only_the_kept_text_changes(cli: Cli, write: Write) -> None:
+    text = one("exclusive: true", index=0)
+    both = cli("apply", "-n", "-f", write(text), host=TWO, output="json").ok().data["steps"]
+    assert [step["what"] for step in both][-1] == "keep the file for the next boot"
+    assert len(both) > 1
+    cli("apply", "-f", write(text), host=TWO).ok()
+    path = write(f"# The same.\n{text}")
+    kept = World(TWO).directory / "var" / "applied.yaml"
+    assert "1. keep the file for the next boot\n" in cli("apply", "-n", "-f", path, host=TWO).ok().out
+    assert kept.read_text() == text
+    assert cli("apply", "-f", path, host=TWO).ok().out.startswith("the file is kept for the next boot; undo: ")
+    assert kept.read_text() == f"# The same.\n{text}"
+    for words in (("-n",), ()):
+        assert "nothing to do" in cli("apply", *words, "-f", path, host=TWO).ok().out
+
+
 def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> None:
     cli("timeslice", "set", "short", host="sim:h100").ok()
     World("sim:h100").mig("3g.40gb")
     answer = cli("capture", host="sim:h100").ok()
     assert "GPU 0: its time-slice level short is left out: a file cannot express one with MIG" in answer.err
     assert "timeslice" not in answer.out
+
+
+def test_limits_in_a_file_that_its_user_has_kept_are_not_said_to_be_in_force(cli: Cli, write: Write) -> None:
+    World(TWO).fault("user", "1000")
+    path = write("version: 1\nmemory:\n- {match: all, limit: 8G}\n")
+    assert "limits of users (memory) are in force only when root applies" in cli("apply", "-f", path, host=TWO).ok().err
+    planned = cli("apply", "-n", "-f", path, host=TWO).ok()
+    assert "only limits of users would change" in planned.out
+    assert "note: memory: limit of each user: none -> 8G; apply as root sets it" in planned.err
 
 
 def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:
@@ -826,12 +852,14 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     world = World(TWO)
     world.fault("user", "1000")
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
-    assert "only limits of users would change" in planned.out
+    assert "1. keep the file as the one that was applied last\n" in planned.out
     assert "note: memory: limit of each other user: none -> 20G; apply as root sets it" in planned.err
     world.clear()
     changes = f"memory: limit of user {user}: none -> 8G; memory: limit of each other user: none -> 20G"
     planned = cli("apply", "-n", "-f", path, host=TWO, output="json").ok()
-    assert [step["what"] for step in planned.data["steps"]] == [f"put in force: {changes}"]
+    assert [step["what"] for step in planned.data["steps"]] == [
+        f"keep the file for the next boot, and put in force: {changes}"
+    ]
     applied = cli("apply", "-f", path, host=TWO, output="json").ok()
     # The dry run is the plan that is carried out.
     assert applied.data["steps"] == planned.data["steps"]
@@ -875,7 +903,10 @@ def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> No
     cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
     path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
     change = "memory: limit of each user: 20G -> none"
-    assert f"1. put in force: {change}\n" in cli("apply", "-n", "-f", path, host=TWO).ok().out
+    assert (
+        f"1. keep the file for the next boot, and put in force: {change}\n"
+        in cli("apply", "-n", "-f", path, host=TWO).ok().out
+    )
     applied = cli("apply", "-f", path, host=TWO).ok()
     assert f"{change}; undo: gpushare apply -f " in applied.out
     assert "limits of users (memory) are no longer in force" in applied.err

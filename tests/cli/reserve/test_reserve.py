@@ -110,7 +110,7 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     assert cli("diff", "-f", str(file), host=TWO).out.strip() == told
     planned = cli("apply", "-n", "-f", str(file), host=TWO).ok()
     ends = "the lease of nobody on GPU 0 ends"
-    assert f"1. put in force: {told}\n" in planned.out
+    assert f"1. keep the file for the next boot, and put in force: {told}\n" in planned.out
     assert ends in planned.err
     assert "without -y it asks first, because it ends the lease of nobody on GPU 0" in planned.err
     refused = cli("apply", "-f", str(file), host=TWO, asks=True)
