@@ -13,9 +13,14 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from gpushare.base.selection import Device
+    from gpushare.host.host import Host
 
 # Thousands of processes import gpushare, and each of them would compile it; workers would compile every test.
 sys.dont_write_bytecode = False
@@ -110,6 +115,22 @@ def handlers() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def host() -> Host:
+    """Return a simulated H200."""
+    from gpushare.connect import connect
+
+    return connect("sim:h200")
+
+
+@pytest.fixture
+def device(host: Host) -> Device:
+    """Return the first GPU of the host."""
+    from gpushare.base.selection import Device
+
+    return Device(gpu=host.nvml.sweep()[0])
 
 
 @pytest.fixture

@@ -53,11 +53,6 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
-@pytest.fixture
 def taker() -> Iterator[Start]:
     """Return a function that starts a process which takes a claim, says so, and waits."""
     started: list[subprocess.Popen[str]] = []

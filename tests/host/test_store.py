@@ -40,11 +40,6 @@ NOTES = RecordStore(Note, "notes", "a note")
 LASTING = RecordStore(Note, "notes", "a note", survives_reboot=True)
 
 
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
 def mine() -> Identity:
     found = identity_of(os.getpid())
     assert found is not None

@@ -6,15 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpushare.base.benchmark import CopiesResult, Metric
-from gpushare.base.selection import Device, select_one
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.bench import Copies, Durations, Launch
 from gpushare.measure.usage import UsageMeter
@@ -74,16 +71,6 @@ class Watched(Copies):
         assert isinstance(self.signals, Told)
         self.signals.copies = copies
         return super()._look(copies, usage)
-
-
-@pytest.fixture
-def host(sim_dir: Path) -> Host:
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    return select_one(None, host.nvml.sweep())
 
 
 @pytest.fixture

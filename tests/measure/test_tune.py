@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.base.selection import Device, select_one
+from gpushare.base.selection import Device
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
@@ -54,11 +54,6 @@ def options(production: list[str], *others: list[str], **more: Any) -> TuneOptio
     )
 
 
-def device_of(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
-
-
 Tuned = Callable[..., TuneResult]
 
 
@@ -69,7 +64,9 @@ def tuned(host: Host, monkeypatch: pytest.MonkeyPatch) -> Tuned:
     def run(*words: Any, kind: type[ToldExperiment] = ToldExperiment, **more: Any) -> TuneResult:
         tell(monkeypatch, kind)
         reporter, earlier = more.pop("reporter", None), more.pop("earlier", ())
-        return tune(host, device_of(host), options(*words, **more), reporter, earlier)
+        # As it is now: a test may have changed it.
+        device = Device(gpu=host.nvml.gpu(0))
+        return tune(host, device, options(*words, **more), reporter, earlier)
 
     return run
 
@@ -227,7 +224,7 @@ class Queue(ToldExperiment):
             job.need = need
 
 
-def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned, host: Host) -> None:
+def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned, host: Host, device: Device) -> None:
     """What came while production was stopped, or too slow, is served before it is watched alone."""
     server = job("95", "--busy", "45", "--latency", "4")
     goal = Goal(keep=0.97, p99_factor=1.35)
@@ -237,7 +234,7 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
     assert best.waits
     assert result.production.rate == pytest.approx(112.5, rel=0.08)
     # Watched for long, without a stop.
-    with Queue(host, Grounds(host, device_of(host), sys.executable)) as queue:
+    with Queue(host, Grounds(host, device, sys.executable)) as queue:
         programs = [
             queue.run(title, argv, {}, Metric(), outside=title == "production")
             for title, argv in (("production", server), ("opportunistic", job(95)))
@@ -473,8 +470,8 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_real_processes_are_measured_and_ended(host: Host) -> None:
-    result = tune(host, device_of(host), options(job(30), caps=(60.0,), **EASY))
+def test_real_processes_are_measured_and_ended(host: Host, device: Device) -> None:
+    result = tune(host, device, options(job(30), caps=(60.0,), **EASY))
     assert result.outcome.best.setting.threads == 60.0
     assert result.production.memory is not None
     assert result.others.memory is not None
@@ -483,7 +480,9 @@ def test_real_processes_are_measured_and_ended(host: Host) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slice_of_real_processes_is_that_of_their_server(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As `run` does it: production outside MPS, the others in the daemon, whose server has the slice."""
     seen: list[tuple[int | None, ...]] = []
     together = Stage._together
@@ -501,7 +500,7 @@ def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeyp
         seen.append((setting.production_slice_us, setting.other_slice_us, *slices))
 
     monkeypatch.setattr(Stage, "_together", watched)
-    result = tune(host, device_of(host), options(job(*SHORT), ways=("slices",), copies=2, **EASY))
+    result = tune(host, device, options(job(*SHORT), ways=("slices",), copies=2, **EASY))
     assert result.outcome.best is not None
     assert seen
     assert all(each[:2] == each[2:] for each in seen)
@@ -510,18 +509,18 @@ def test_the_slice_of_real_processes_is_that_of_their_server(host: Host, monkeyp
 
 
 @pytest.mark.usefixtures("hasty")
-def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host) -> None:
+def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host, device: Device) -> None:
     production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
-    result = tune(host, device_of(host), options(production, other, caps=(60.0,), **EASY))
+    result = tune(host, device, options(production, other, caps=(60.0,), **EASY))
     assert "draws 90 % of the memory bandwidth" in (result.warning or "")
     assert "run --opportunistic --yield pause" in (result.warning or "")
 
 
-def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host) -> None:
+def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host, device: Device) -> None:
     with changing(StateFile(host.spec)) as (state, _):
         state.channel_fault = "seccomp"
     with fails(NotSupported, "seccomp"):
-        tune(host, device_of(host), options(job(*SHORT), ways=("slices",), **EASY))
+        tune(host, device, options(job(*SHORT), ways=("slices",), **EASY))
     assert not host.nvml.processes(0)
 
 
@@ -534,15 +533,15 @@ def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host) -
     ],
 )
 def test_a_job_that_cannot_be_measured_is_named(
-    host: Host, production: list[str], other: list[str], expected: type[Exception], code: str
+    host: Host, device: Device, production: list[str], other: list[str], expected: type[Exception], code: str
 ) -> None:
     with pytest.raises(expected) as caught:
-        tune(host, device_of(host), options(production, other))
+        tune(host, device, options(production, other))
     assert getattr(caught.value, "code", None) == code
     assert not host.processes.named("nvidia-cuda-mps-control")
 
 
-def test_a_job_outside_mps_is_refused(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_outside_mps_is_refused(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
     with fails(OperationFailed, "not_attached"):
-        tune(host, device_of(host), options(job(30)))
+        tune(host, device, options(job(30)))

@@ -8,25 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.selection import Device, select
+from gpushare.base.selection import Device
 from gpushare.base.units import GIB
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory import peaks
 from gpushare.memory.peaks import KnownCommands, Profile, digest_of, find_profile, keep_profile
 
 COMMAND = ("python", "train.py", "--key", "secret")
-
-
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    (gpu,) = select("0", host.nvml.sweep())
-    return gpu
 
 
 def path_of(host: Host) -> Path:

@@ -6,16 +6,10 @@ import dataclasses
 
 import pytest
 
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.process import Processes, ProcessInfo
 from gpushare.mps.control import PROGRAM
 from gpushare.mps.daemons import daemon_pid, find_daemons
-
-
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
 
 
 class Table(Processes):

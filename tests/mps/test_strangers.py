@@ -14,7 +14,6 @@ import pytest
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, OperationFailed, TimedOut
 from gpushare.base.selection import Device
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.process import Processes, ProcessInfo
@@ -107,16 +106,6 @@ class Asked(Daemon):
 def daemon(pid: int, pipe: object, *, uid: int = STRANGER, device: str | None = None, parent: int = 1) -> tuple:  # type: ignore[type-arg]
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(pipe)} | ({"CUDA_VISIBLE_DEVICES": device} if device else {})
     return (pid, uid, PROGRAM, environment, parent)
-
-
-@pytest.fixture
-def host() -> Host:
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    return Device(gpu=host.nvml.sweep()[0])
 
 
 def test_a_stranger_is_named_by_pid_not_by_the_directory_that_it_names(

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.process import Processes
 from gpushare.host.program import Completed, Programs
 from gpushare.mps.control import PROGRAM, MpsControl, start_environment
+from tests.cli.drive import until
 
 PATH_VARIABLE = "GPUSHARE_TEST_MPS_CONTROL"
 REQUIRE_VARIABLE = "GPUSHARE_REQUIRE_REAL_DAEMON"
@@ -61,14 +60,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait until a condition holds; fail when it does not within ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{condition} did not come true within {seconds} s"
-        time.sleep(0.02)
-
-
 @pytest.fixture
 def real_program() -> str:
     """Return the path of the real program; without one the test is skipped, or fails where it is required."""
@@ -102,7 +93,7 @@ def real_control(sim_dir: Path, real_program: str, monkeypatch: pytest.MonkeyPat
     for pid in daemons_below(sim_dir):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not daemons_below(sim_dir))
+    until(lambda: not daemons_below(sim_dir), "its daemons have ended")
 
 
 @pytest.fixture
@@ -110,12 +101,6 @@ def host(real_control: str) -> Host:
     """Return a simulated host with one H200 whose nvidia-cuda-mps-control is the real one."""
     assert real_control
     return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
 
 
 def start_by_hand(pipe: Path, log: Path, visible: str = "GPU-0") -> Completed:
@@ -134,5 +119,5 @@ def control(sim_dir: Path, real_control: str) -> MpsControl:
     pipe = sim_dir / "hand" / "pipe"
     assert start_by_hand(pipe, sim_dir / "hand" / "log").exit_code == 0
     conversation = MpsControl(Programs(), str(pipe))
-    wait_until(conversation.answers)
+    until(conversation.answers, "the daemon answers")
     return conversation

@@ -16,7 +16,8 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
-from tests.real_daemon.conftest import daemons_below, wait_until
+from tests.cli.drive import until
+from tests.real_daemon.conftest import daemons_below
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks
 
 pytestmark = pytest.mark.needs_root
@@ -35,7 +36,7 @@ def test_a_stranger_who_locks_what_a_crash_left_does_not_hinder_the_next_start(
     crashed = start(host, device).daemon.pid
     assert crashed is not None
     os.kill(crashed, signal.SIGKILL)
-    wait_until(lambda: not daemons_below(sim_dir))
+    until(lambda: not daemons_below(sim_dir), "its daemons have ended")
     with acting(STRANGER, lambda: locks(home_of(host.run_directory, device.uuid).pipe)) as got:
         assert got
         found = start(host, device)

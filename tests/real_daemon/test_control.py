@@ -13,8 +13,9 @@ from gpushare.base.model import Priority
 from gpushare.base.units import MIB, mps_memory_readback
 from gpushare.host.program import Programs
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
+from tests.cli.drive import until
 from tests.errors import fails
-from tests.real_daemon.conftest import daemons_below, start_by_hand, wait_until
+from tests.real_daemon.conftest import daemons_below, start_by_hand
 
 
 def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
@@ -121,14 +122,14 @@ def test_a_stopped_daemon_is_a_time_out_with_its_own_code(sim_dir: Path, control
     with fails(TimedOut, "daemon_hangs"):
         control.ask("get_server_list", timeout=0.2)
     os.kill(pid, signal.SIGCONT)
-    wait_until(control.answers)
+    until(control.answers, "the daemon answers")
 
 
 @pytest.mark.parametrize("force", [False, True])
 def test_quit_ends_the_process(sim_dir: Path, control: MpsControl, force: bool) -> None:
     (pid,) = daemons_below(sim_dir)
     control.quit(force=force)
-    wait_until(lambda: pid not in daemons_below(sim_dir))
+    until(lambda: pid not in daemons_below(sim_dir), "the daemon has ended")
     assert control.answers() is False
 
 
@@ -148,8 +149,9 @@ def test_the_probe_of_the_version_starts_nothing_and_talks_to_nobody(
 def _conversations(control: MpsControl, log: Path, command: str) -> int:
     """Return how many conversations the daemon has logged, this one included: it writes its log after it has answered."""
     control.ask(command)
-    wait_until(
-        lambda: "UI closed" in log.read_text().rpartition(f"Cmd:{command}")[2] and f"Cmd:{command}" in log.read_text()
+    until(
+        lambda: "UI closed" in log.read_text().rpartition(f"Cmd:{command}")[2] and f"Cmd:{command}" in log.read_text(),
+        "it has logged the conversation",
     )
     return log.read_text().count("NEW UI")
 
@@ -164,7 +166,7 @@ def test_the_longest_pipe_directory_works(sim_dir: Path) -> None:
     pipe = _directory_of(MAX_PIPE_DIRECTORY_BYTES, sim_dir)
     assert start_by_hand(pipe, sim_dir / "log").exit_code == 0
     control = MpsControl(Programs(), str(pipe))
-    wait_until(control.answers)
+    until(control.answers, "the daemon answers")
 
 
 def test_one_byte_more_and_the_program_dies_without_a_word(sim_dir: Path) -> None:

@@ -21,8 +21,9 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
+from tests.cli.drive import until
 from tests.errors import fails
-from tests.real_daemon.conftest import daemons_below, wait_until
+from tests.real_daemon.conftest import daemons_below
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -86,7 +87,7 @@ def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, mo
     def killing(self: MpsControl, timeout: float = 5.0) -> bool:
         for pid in daemons_below(host.run_directory):
             os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: not daemons_below(host.run_directory))
+        until(lambda: not daemons_below(host.run_directory), "its daemons have ended")
         return answers(self, timeout)
 
     monkeypatch.setattr(MpsControl, "answers", killing)

@@ -9,7 +9,7 @@ from gpushare.base.selection import Device
 from gpushare.cli import main
 from gpushare.host.host import Host
 from gpushare.mps.home import home_of
-from tests.real_daemon.conftest import wait_until
+from tests.cli.drive import until
 
 
 def test_a_run_holds_few_conversations(host: Host, device: Device) -> None:
@@ -23,6 +23,6 @@ def test_a_run_holds_few_conversations(host: Host, device: Device) -> None:
         return log.read_text(encoding="utf-8").count("NEW UI")
 
     # The daemon writes its log after it has answered.
-    wait_until(lambda: conversations() >= 3)
+    until(lambda: conversations() >= 3, "it has talked to the daemon")
     # Four looks a second while a program usually makes its context (however long the machine takes), and both ends.
     assert conversations() <= 4 * seconds + 22

@@ -14,7 +14,8 @@ from gpushare.host.program import Completed, Programs
 from gpushare.mps.control import PROGRAM, start_environment
 from gpushare.sim import open_simulated
 from gpushare.sim.admin import set_fault
-from tests.real_daemon.conftest import PATIENCE_SECONDS, wait_until
+from tests.cli.drive import until
+from tests.real_daemon.conftest import PATIENCE_SECONDS
 
 # The programs of these branches hold their driver's version, and no option tells it.
 VERSION = re.compile(rb"(?<![0-9.])(5[0-9]{2}\.[0-9]{2,3}(?:\.[0-9]{2})?)(?![0-9.])")
@@ -85,7 +86,7 @@ def started(both: Both) -> Both:
     def answers() -> bool:
         return both.run("real", [], "get_server_list\n").exit_code == 0
 
-    wait_until(answers)
+    until(answers, "both answer")
     return both
 
 
@@ -205,7 +206,7 @@ def test_quit(started: Both, command: str) -> None:
     def gone() -> bool:
         return started.run("real", [], "get_server_list\n").exit_code != 0
 
-    wait_until(gone)
+    until(gone, "both have ended")
     started.same("get_server_list\n")
 
 

@@ -15,9 +15,10 @@ import pytest
 from gpushare.base.model import Way
 from gpushare.base.units import MIB
 from gpushare.export.slurm import STATE, slurm_export
+from tests.cli.drive import until
 from tests.export.hosts import gpu, host, mps, text
 from tests.export.test_slurm_scripts import SMI, uuid
-from tests.real_daemon.conftest import daemons_below, wait_until
+from tests.real_daemon.conftest import daemons_below
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks, opens_lock
 
 pytestmark = pytest.mark.needs_root
@@ -73,7 +74,7 @@ def node(real_program: str) -> Iterator[RealNode]:
         for pid in daemons_below(tmp):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
-        wait_until(lambda: not daemons_below(tmp))
+        until(lambda: not daemons_below(tmp), "its daemons have ended")
         shutil.rmtree(tmp)
 
 
@@ -112,7 +113,7 @@ def test_a_lock_that_a_user_took_meets_no_later_job(node: RealNode) -> None:
         assert opened
         (pid,) = daemons_below(node.tmp)
         os.kill(pid, 9)
-        wait_until(lambda: not daemons_below(node.tmp))
+        until(lambda: not daemons_below(node.tmp), "its daemons have ended")
         with acting(OWNER, lambda: locks(node.pipe)) as locked:
             assert locked
             assert node.run("epilog", 1).returncode == 0

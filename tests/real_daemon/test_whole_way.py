@@ -24,8 +24,9 @@ from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
 from gpushare.snapshot import Observer
+from tests.cli.drive import until
 from tests.errors import fails
-from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
+from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand
 
 LIMITS = Limits(threads_percent=25.0, memory_limit_bytes=1500 * MIB, priority=Priority.LOW)
 
@@ -138,7 +139,7 @@ def test_start_works_again_after_stop(host: Host, device: Device, sim_dir: Path)
 def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
+    until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
     dead = only_daemon(host, device).daemon
     assert dead.pid is None
     assert "gpushare mps stop" in dead.error
@@ -149,7 +150,7 @@ def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: P
 def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
+    until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
     again = start(host, device, Limits(threads_percent=50.0))
     assert again.daemon.pid not in {None, found.daemon.pid}
     assert (again.daemon.error, again.daemon.threads_percent) == (None, 50.0)
@@ -159,7 +160,7 @@ def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path)
 def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
+    until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
     done = Stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False).run()
     assert (done.pid, done.forced) == (None, False)
     assert find_daemons(host, [device.gpu]) == []
@@ -169,7 +170,7 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: P
 def suspend(pid: int) -> None:
     """Stop a process, and wait until it is: all of its threads take a moment."""
     os.kill(pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped(pid))
+    until(lambda: is_stopped(pid), "it is stopped")
 
 
 @pytest.fixture

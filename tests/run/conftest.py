@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.base.selection import Device, select_one
-from gpushare.connect import connect
-from gpushare.host.host import Host
 from tests.run.told_program import Told
 
 
@@ -14,18 +11,6 @@ from tests.run.told_program import Told
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give what a program leaves behind a moment only."""
     monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
-
-
-@pytest.fixture
-def host() -> Host:
-    """Return a simulated H200."""
-    return connect("sim:h200")
-
-
-@pytest.fixture
-def device(host: Host) -> Device:
-    """Return its GPU."""
-    return select_one(None, host.nvml.sweep())
 
 
 @pytest.fixture

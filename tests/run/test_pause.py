@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
 from gpushare.sim.admin import add_process, end_process
-from tests.cli.drive import World
+from tests.cli.drive import World, until
 
 H200 = "sim:h200"
 _IDLE = "import time; time.sleep(600)"
@@ -47,17 +46,7 @@ def start(host: Host, device: Device) -> Iterator[Callable[[str], int]]:
     for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
-        assert until(lambda child=child: child.poll() is not None)  # type: ignore[misc]
-
-
-def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
-    """Wait for a condition."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return False
+        until(lambda child=child: child.poll() is not None, "it has ended")  # type: ignore[misc]
 
 
 def stopped(host: Host, pid: int) -> bool:
@@ -70,10 +59,10 @@ def test_a_program_is_stopped_and_goes_on(host: Host, device: Device, start: Cal
     pid = start(_IDLE)
     pauser = Pauser(host, (device.gpu.index,), pid)
     pauser.pause()
-    assert until(lambda: stopped(host, pid))
+    until(lambda: stopped(host, pid), "it is stopped")
     assert pauser.paused
     pauser.resume()
-    assert until(lambda: not stopped(host, pid))
+    until(lambda: not stopped(host, pid), "it goes on")
     assert not pauser.paused
 
 
@@ -82,7 +71,7 @@ def test_one_that_waits_without_the_processor_is_seen_by_its_gpu_use(
 ) -> None:
     waiting = Activity(host, device, start(_IDLE))
     # A simulated context keeps its GPU busy as long as its process runs.
-    assert until(waiting.active)
+    until(waiting.active, "it is seen")
 
 
 def test_a_stopped_or_ended_production_job_does_not_work(
@@ -91,9 +80,9 @@ def test_a_stopped_or_ended_production_job_does_not_work(
     monkeypatch.setattr(module, "_NVML_SECONDS", 0.0)
     pid = start(_IDLE)
     activity = Activity(host, device, pid)
-    assert until(activity.active)
+    until(activity.active, "it works")
     host.processes.send(pid, signal.SIGSTOP)
-    assert until(lambda: not activity.active())
+    until(lambda: not activity.active(), "it rests")
 
 
 class Scripted:
@@ -159,10 +148,10 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
 ) -> None:
     """The worker is in a session of its own: no kernel continues it when the program dies."""
     pid = start("import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)")
-    assert until(lambda: len(host.processes.descendants(pid)) == 2)
+    until(lambda: len(host.processes.descendants(pid)) == 2, "its worker is there")
     (worker,) = set(host.processes.descendants(pid)) - {pid}
     # Until then its parent waits in vfork, where no signal stops it.
-    assert until(lambda: Path(f"/proc/{worker}/comm").read_text() == "sleep\n")
+    until(lambda: Path(f"/proc/{worker}/comm").read_text() == "sleep\n", "the worker runs")
     activity = Scripted()
     watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
     watch.started(PlainShare(host, device).watch(pid))
@@ -170,14 +159,14 @@ def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_i
     activity.now = True
     try:
         watch.poll()
-        assert until(lambda: stopped(host, pid) and stopped(host, worker))
+        until(lambda: stopped(host, pid) and stopped(host, worker), "both are stopped")
         for number in (pid, worker):
             host.processes.send(number, signal.SIGCONT)
-        assert until(lambda: (watch.poll(), stopped(host, pid) and stopped(host, worker))[1])
+        until(lambda: (watch.poll(), stopped(host, pid) and stopped(host, worker))[1], "both are stopped again")
         host.processes.send(pid, signal.SIGKILL)
-        assert until(lambda: not host.processes.alive(pid))
+        until(lambda: not host.processes.alive(pid), "it has ended")
         watch.settle()
-        assert until(lambda: not stopped(host, worker))
+        until(lambda: not stopped(host, worker), "the worker goes on")
     finally:
         host.processes.send(worker, signal.SIGKILL)
 
