@@ -53,7 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Records that a group may write are refused, also those that a test makes. The task pages are tried with 0002.
     os.umask(0o022)
     # A shell lets what it starts in the background ignore these signals, and tests send them to what they start.
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL)):
+    # Under nohup SIGHUP is ignored. A handler that does nothing ignores it here, and not in what they start.
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: lambda _number, _frame: None,
+    }
+    for number, handler in handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
     directory = tempfile.mkdtemp(prefix="gc", dir=ROOM)
