@@ -132,13 +132,16 @@ def every_stat() -> Iterator[tuple[int, Stat]]:
 
 
 def command_line_of(pid: int) -> Sequence[str] | None:
-    """Return the command line of a process; None: it has none (kernel thread, zombie), or it cannot be read or is over 128 KiB."""
+    """Return the command line of a process; None: it has none (kernel thread, zombie), or it cannot be read or is over 128 KiB.
+
+    Empty words at its end are left out: a program that sets a shorter title fills up the rest of its arguments with NUL.
+    """
     text = read_proc(f"/proc/{pid}/cmdline", _MOST_OF_COMMAND_LINE)
-    if not text:
+    words = (text or b"").rstrip(b"\0").decode(errors="surrogateescape")
+    if text is None or not words:
         return None
-    words = text.removesuffix(b"\0").decode(errors="surrogateescape")
     has_several_words = text.endswith(b"\0") and "\0" in words
-    # A program that sets its title leaves one word with spaces.
+    # A title is one word with spaces.
     if " " in words and not has_several_words:
         return words.split(" ")
     return words.split("\0")
@@ -193,14 +196,6 @@ class Streams(NamedTuple):
     stderr: int
 
 
-def shortened(words: Sequence[str]) -> Sequence[str]:
-    """Return a command line without trailing empty words."""
-    end = len(words)
-    while end and not words[end - 1]:
-        end -= 1
-    return words[:end]
-
-
 class Processes:
     """The process table of a host: of this machine here; a simulated host's overrides every method."""
 
@@ -219,8 +214,7 @@ class Processes:
             user=None if ids is None else user_name(int(ids[1])),
             uid=None if ids is None else int(ids[2]),
             name=_name_of(pid, command_line),
-            # A program that renames itself leaves empty words after its name.
-            command_line=tuple(shortened(command_line or ())) or None,
+            command_line=None if command_line is None else tuple(command_line),
             started=_started(pid),
             container=container_of(_read_text(f"/proc/{pid}/cgroup") or ""),
             stopped=re.search(r"^State:\s*T", status, re.MULTILINE) is not None,

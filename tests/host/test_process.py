@@ -22,7 +22,7 @@ from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import Machine
-from gpushare.host.process import Processes, ProcessInfo, shortened, starting_hint, wait_gone
+from gpushare.host.process import Processes, ProcessInfo, starting_hint, wait_gone
 from gpushare.run.end import ask_to_end
 from tests.cli.drive import until
 from tests.clock import step_the_clock
@@ -299,10 +299,26 @@ def test_the_pid_namespace_is_compared_with_the_hosts(monkeypatch: pytest.Monkey
     assert LOCAL.namespace_is_host() is False
 
 
-def test_empty_words_at_the_end_of_a_command_line_are_no_part_of_it() -> None:
-    assert shortened(["nvidia-cuda-mps-server", "", ""]) == ["nvidia-cuda-mps-server"]
-    assert shortened(["sh", "", "x"]) == ["sh", "", "x"]
-    assert shortened([""]) == []
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [("ray::IDLE worker", ("ray::IDLE", "worker")), ("VLLM::EngineCore", ("VLLM::EngineCore",)), ("", None)],
+)
+def test_a_title_that_is_shorter_than_the_arguments_is_read_without_the_rest(
+    start: Start, title: str, words: tuple[str, ...] | None
+) -> None:
+    """As setproctitle writes it: over the arguments, with NUL up to their end."""
+    code = """
+import ctypes, sys
+fields = open("/proc/self/stat").read().rpartition(")")[2].split()
+begin, end = map(int, fields[45:47])
+ctypes.memset(begin, 0, end - begin)
+ctypes.memmove(begin, sys.argv[1].encode(), len(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+    child = start(sys.executable, "-c", code, title)
+    child.stdout.readline()
+    assert described(child.pid).command_line == words
 
 
 def test_a_clock_that_is_set_makes_nobody_a_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +358,7 @@ def test_an_environment_that_is_too_long_counts_as_unreadable(start: Start) -> N
 
 
 def test_the_words_of_a_command_line_are_whole(start: Start) -> None:
-    one = start(sys.executable, "-c", "import time; time.sleep(60)", "a b", "")
+    one = start(sys.executable, "-c", "import time; time.sleep(60)", "a b", "", "")
     until(lambda: (described(one.pid).command_line or ("",))[0] == sys.executable, "the process table shows it")
     assert described(one.pid).command_line == (sys.executable, "-c", "import time; time.sleep(60)", "a b")
 
