@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu_script import GPU, Part, measured, parser_of
+from benchmarks.gpu_script import GPU, Gpu, Part, measured, parser_of
 from benchmarks.jobs import small as small_training
 
 # One thread each: 16 cores, and the steps are launches.
@@ -80,7 +80,9 @@ def daemon(part: Part) -> Iterator[dict[str, str]]:
     pipe, log = f"{part.directory}/p", f"{part.directory}/l"
     for directory in (pipe, log):
         os.makedirs(directory, exist_ok=True)
-    variables = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log, "CUDA_VISIBLE_DEVICES": GPU}
+    # By its UUID: the only GPU of a daemon is number 0 to its clients, whatever its number on the host.
+    uuid = Gpu(pretend=False).about()["uuid"]
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log, "CUDA_VISIBLE_DEVICES": uuid}
     environment = {**os.environ, **OWN, **variables}
     control = "nvidia-cuda-mps-control"
     subprocess.run([control, "-d"], env=environment, check=True, timeout=30)

@@ -8,12 +8,13 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from benchmarks import backfill, colocation, gpu_roles
+from benchmarks import backfill, colocation, gpu_farm, gpu_roles
 from benchmarks.gpu_script import next_due
 
 PROJECT = Path(__file__).parents[1]
@@ -369,3 +370,18 @@ def test_what_a_job_of_a_gpu_benchmark_checks_at_its_end_counts(tmp_path: Path) 
         [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, timeout=60, check=False
     )
     assert "wrong 1" in done.stdout, done.stderr
+
+
+def test_the_daemon_of_a_farm_and_its_clients_name_the_gpu_by_its_uuid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that has only GPU 1 calls it 0: a client that asks for 1 finds none."""
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(gpu_farm, "GPU", "1")
+    monkeypatch.setattr(gpu_farm, "Gpu", lambda **_: SimpleNamespace(about=lambda: {"uuid": "GPU-1"}))
+    monkeypatch.setattr(subprocess, "run", lambda *_, env, **_more: environments.append(env))
+    part: Any = SimpleNamespace(rehearse=False, directory=str(tmp_path))
+    with gpu_farm.daemon(part) as variables:
+        environments.append(variables)
+    assert {environment["CUDA_VISIBLE_DEVICES"] for environment in environments} == {"GPU-1"}
+    assert len(environments) == 3
