@@ -926,7 +926,7 @@ complete -c gpushare -n '__gpushare_at bench' -s h -l help -d 'Show the help and
 complete -c gpushare -n '__gpushare_at tune' -l production -x -d 'The job that must keep its speed; it keeps running between trials.'
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic -x -d 'A job that takes what is left; restarted for each cap. Give it several times to run several jobs together.'
 complete -c gpushare -n '__gpushare_at tune' -l keep -x -d 'How much of its rate alone production must keep.'
-complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'How far its p99 latency may rise over alone: 1.1x.'
+complete -c gpushare -n '__gpushare_at tune' -l p99 -x -d 'How far its p99 latency may rise over alone: 1.1x or 1.1.'
 complete -c gpushare -n '__gpushare_at tune' -l metric -x -d 'The rate that both print: \'rate=([0-9.]+)\'. [default: lines per second]'
 complete -c gpushare -n '__gpushare_at tune' -l opportunistic-metric -x -d 'The same for the opportunistic job, if it differs.'
 complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a request. [default: latency_ms=NUMBER]'

@@ -53,7 +53,7 @@ def tune(
         default=...,
     ),
     keep: str = option("--keep", "PCT", "How much of its rate alone production must keep.", default="97%"),
-    p99: str | None = option("--p99", "FACTOR", "How far its p99 latency may rise over alone: 1.1x."),
+    p99: str | None = option("--p99", "FACTOR", "How far its p99 latency may rise over alone: 1.1x or 1.1."),
     metric: str | None = option(
         "--metric", "REGEX", "The rate that both print: 'rate=([0-9.]+)'. [default: lines per second]"
     ),
@@ -155,8 +155,9 @@ def _parse_factor(text: str) -> float:
         value = float(text.strip().lower().removesuffix("x"))
     except ValueError:
         value = 0.0
-    if not 1.0 <= value <= 1000.0:
-        raise BadUsage(f"--p99 {quoted(text)} is not a factor from 1 up", "give one: --p99 1.1x", code="bad_factor")
+    # From 100 on it is probably meant as a percentage.
+    if not 1.0 <= value < 100.0:
+        raise BadUsage(f"--p99 {quoted(text)} is not a factor of at least 1 and below 100", "give one: --p99 1.1x", code="bad_factor")
     return value
 
 

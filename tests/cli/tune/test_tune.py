@@ -217,6 +217,9 @@ def test_what_cannot_be_kept_is_shown_all_the_same(cli: Cli, world: World) -> No
         (("--keep", "most"), "bad_keep"),
         (("--p99", "0.5x"), "bad_factor"),
         (("--p99", "slow"), "bad_factor"),
+        # A percentage, as of --keep.
+        (("--p99", "110"), "bad_factor"),
+        (("--p99", "110%"), "bad_factor"),
         (("--metric", "rate"), "bad_metric"),
         (("--metric", "rate=("), "bad_metric"),
         (("--window", "1ms"), "bad_duration"),
