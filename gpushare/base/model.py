@@ -195,7 +195,7 @@ class MigInstance:
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     profile: str | None = None
-    # As `gpushare mig name` gave it.
+    # As `gpushare mig name` gave it. None: none that this user sees.
     name: str | None = None
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None

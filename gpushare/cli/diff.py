@@ -70,7 +70,7 @@ class GpuDiff:
     uuid: str | None = None
     sharing: FileWay | None = None
     as_requested: bool = False
-    # Why it cannot be as requested.
+    # Why it cannot be as requested; null: it can.
     problem: str | None = None
     differences: tuple[Point, ...] = ()
 

@@ -681,7 +681,8 @@ def name(
     """Give an instance a name, or forget a name. The instance itself does not change.
 
     The name stands for a profile at a placement on a GPU, not for the UUID, which another instance at this place may
-    have later. An instance has one name, which survives a reboot.
+    have later. An instance has one name, which survives a reboot. `run --mig PROFILE` takes no instance
+    that has a name.
     """
     gives_name = name is not None and instance is not None
     if gives_name is (forget is not None):

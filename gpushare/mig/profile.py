@@ -205,7 +205,7 @@ class GpuInstance:
     compute: tuple[ComputeInstance, ...] = ()
     # Processes that hold the GPU instance itself (its capability node). None: unknown, which counts as busy.
     holders: tuple[GpuProcess | Holder, ...] | None = ()
-    # The name that a user gave to this profile at this place on this GPU.
+    # The name that a user gave to this profile at this place on this GPU. None: none that this user sees.
     name: str | None = None
     # The users that it is granted to; empty: open to all users.
     granted: tuple[str, ...] = ()

@@ -533,7 +533,7 @@ class Keeper:
 def _under_mps_error(pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid}: it is a client or server of MPS: all clients of a server share one time-slice",
-        "limit it by MPS: gpushare mps set",
+        "start it again outside MPS: gpushare run --slice TIME -- CMD",
         code="under_mps",
     )
 

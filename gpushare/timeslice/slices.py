@@ -181,7 +181,7 @@ def _under_mps_error(pid: int) -> NotSupported:
     """Return the error about a client of MPS."""
     return NotSupported(
         f"process {pid} is a client of MPS: all clients of a server share one time-slice",
-        "limit it: gpushare mps set --threads PCT; or start it outside MPS: gpushare run --slice TIME -- CMD",
+        "start it again outside MPS: gpushare run --slice TIME -- CMD; or with a lower limit: gpushare run --threads PCT -- CMD",
         code="under_mps",
     )
 

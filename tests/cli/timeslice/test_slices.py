@@ -160,6 +160,9 @@ def test_a_client_of_mps_is_refused(cli: Cli, refused: Refused, world: World, pi
     client = world.client()
     message = refused("timeslice", "set", "500us", str(client), code="under_mps", exit_code=3)
     assert "share one time-slice" in message
+    # `mps set` would leave the limits of a running client as they are.
+    assert "start it again" in message
+    assert "mps set" not in message
     rows = {process["pid"]: process for process in world.run("timeslice", "show").data["processes"]}
     assert (rows[client]["under_mps"], rows[pid]["under_mps"]) == (True, False)
     assert not any(process.slices for process in world.state.processes)
