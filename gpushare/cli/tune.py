@@ -155,9 +155,9 @@ def _parse_factor(text: str) -> float:
         value = float(text.strip().lower().removesuffix("x"))
     except ValueError:
         value = 0.0
-    # From 100 on it is probably meant as a percentage.
-    if not 1.0 <= value < 100.0:
-        raise BadUsage(f"--p99 {quoted(text)} is not a factor of at least 1 and below 100", "give one: --p99 1.1x", code="bad_factor")
+    # A larger one is probably meant as a percentage.
+    if not 1.0 <= value <= 99.0:
+        raise BadUsage(f"--p99 {quoted(text)} is not a factor from 1 to 99", "give one: --p99 1.1x", code="bad_factor")
     return value
 
 
