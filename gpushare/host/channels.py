@@ -915,12 +915,31 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
                 read = file.set_slice(group.client, group.handle, wanted)
                 if read != wanted:
                     raise Refused("not_taken", f"{format_slice(wanted)}, read {format_slice(read)}")
-        except Refused:
-            for (file, group), microseconds in list(zip(groups, before, strict=True))[:tried]:
-                with contextlib.suppress(Refused):
-                    file.set_slice(group.client, group.handle, microseconds)
+        except Refused as error:
+            _undo_calls(
+                [
+                    functools.partial(file.set_slice, group.client, group.handle, microseconds)
+                    for (file, group), microseconds in list(zip(groups, before, strict=True))[:tried]
+                ],
+                error,
+            )
             raise
         return {}
+
+
+def _undo_calls(undos: Sequence[Callable[[], object]], error: Refused) -> None:
+    """Undo some calls, of which the last was refused with ``error``: it may have done a part all the same.
+
+    Raises Refused (``half_done``): one that had succeeded could not be undone.
+    """
+    not_undone = 0
+    for number, undo in enumerate(undos, start=1):
+        try:
+            undo()
+        except Refused:
+            not_undone += number < len(undos)
+    if not_undone:
+        raise Refused("half_done", error.text, error.status) from error
 
 
 def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -936,11 +955,16 @@ def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[st
             for batch in batches:
                 tried += 1
                 batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=True)
-        except Refused:
-            # The one that was refused too: it may have done a part.
-            for batch in batches[:tried]:
-                with contextlib.suppress(Refused):
-                    batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=False)
+        except Refused as error:
+            _undo_calls(
+                [
+                    functools.partial(
+                        batch.file.switch_channels, batch.client, batch.subdevice, batch.channels, off=False
+                    )
+                    for batch in batches[:tried]
+                ],
+                error,
+            )
             raise
         return {"seconds": time.monotonic() - began}
 
@@ -1288,7 +1312,8 @@ class ChannelControl:
         Raises:
             NotFound: the process has ended, or its groups have changed (code ``stale_channels``: find again).
             NoPermission, NotSupported: as `find`.
-            OperationFailed: the driver refused the value, or reads another one back.
+            OperationFailed: the driver refused the value, or reads another one back; with the code ``half_done`` others could
+                not get their old slices back.
             TimedOut: the driver did not answer; the slice may be the old or the new one.
         """
         request = {**_request("set", channels), "microseconds": microseconds}
@@ -1307,7 +1332,8 @@ class ChannelControl:
         They stay off until `enable`. If one call fails, those already off are enabled again.
 
         Raises:
-            NotFound, NoPermission, NotSupported, OperationFailed: like `set_slice`; all channels are on.
+            NotFound, NoPermission, NotSupported, OperationFailed: like `set_slice`; all channels are on, but with the code
+                ``half_done``.
             TimedOut: the driver did not answer; the channels may be off.
         """
         return float(self._answer(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])

@@ -234,6 +234,8 @@ class JobPause:
         except TimedOut:
             raise
         except GpushareError as error:
+            if error.code == "half_done":
+                raise
             # All of its channels are on.
             self._off.remove(channels)
             if not isinstance(error, NotFound):

@@ -218,13 +218,15 @@ def apply_slice(
 
 @contextlib.contextmanager
 def record_kept(host: Host, channels: Channels) -> Iterator[None]:
-    """Put the record of a process back if its slice cannot be set; after a timeout it may have been set."""
+    """Put the record of a process back if its slice cannot be set; after a timeout, or halfway, it may have been set."""
     record = slice_record(host, channels.pid, channels.started)
     try:
         yield
     except TimedOut:
         raise
-    except GpushareError:
+    except GpushareError as error:
+        if error.code == "half_done":
+            raise
         with contextlib.suppress(GpushareError):
             put_record_back(host, channels.pid, record)
         raise

@@ -188,16 +188,16 @@ def test_a_driver_that_keeps_no_slice_fails_the_probe(state_file: StateFile, pid
 
 
 class Failing(SimulatedFiles):
-    """A driver that fails at one call."""
+    """A driver that fails at one call, or from it on."""
 
-    def __init__(self, state_file: StateFile, command: int, at: int, status: int) -> None:
+    def __init__(self, state_file: StateFile, command: int, at: int, status: int, *, on: bool = False) -> None:
         super().__init__(state_file)
-        self.command, self.left, self.status = command, at, status
+        self.command, self.left, self.status, self.on = command, at, status, on
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         if int.from_bytes(argument[8:12], "little") == self.command:
             self.left -= 1
-            if self.left == 0:
+            if self.left == 0 or (self.on and self.left < 0):
                 argument[28:32] = self.status.to_bytes(4, "little")
                 return
         super().ioctl(file, request, argument, parameters)
@@ -216,6 +216,16 @@ def test_when_one_group_fails_the_others_get_their_slice_back(
     assert answer(files, request("set", found, times=2, microseconds=500))["status"] == 0x40
     assert control.read_slices(found) == (2048,)
     assert not files._opened
+
+
+def test_a_slice_that_cannot_be_put_back_is_told(control: ChannelControl, state_file: StateFile, pid: int) -> None:
+    found = control.find(pid)
+    files = Failing(state_file, room.SET_TIMESLICE, 2, 0x40, on=True)
+    assert answer(files, request("set", found, times=2, microseconds=500))["refused"] == "half_done"
+    assert control.read_slices(found) == (500,)
+    # Nothing was changed by the only call that was refused.
+    files = Failing(state_file, room.SET_TIMESLICE, 1, 0x40, on=True)
+    assert answer(files, request("set", found, microseconds=700))["refused"] == "failed"
 
 
 # -- off and on --------------------------------------------------------------------------------------------------------
@@ -241,24 +251,38 @@ def test_channels_that_are_off_do_nothing_until_they_are_on(
     assert busy(state_file, pid)
 
 
-def test_when_one_call_fails_what_was_off_is_on_again(
-    control: ChannelControl, state_file: StateFile, pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(room, "CHANNELS_PER_CALL", 4)
-    monkeypatch.setattr(room._File, "switch_channels", _switch_of_four)
+@pytest.fixture
+def four_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each call have four channels at most, so that those of a process take two."""
+    real = room._batches
+
+    def of_four(groups: Any) -> list[Any]:
+        return [
+            batch._replace(channels=batch.channels[at : at + 4])
+            for batch in real(groups)
+            for at in range(0, len(batch.channels), 4)
+        ]
+
+    monkeypatch.setattr(room, "_batches", of_four)
+
+
+@pytest.mark.usefixtures("four_per_call")
+def test_when_one_call_fails_what_was_off_is_on_again(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     found = control.find(pid)
     files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40)
-    assert answer(files, request("off", found))["refused"] == "failed"
+    reply = answer(files, request("off", found))
+    assert (reply["refused"], reply["status"], files.left) == ("failed", 0x40, -2)
     assert busy(state_file, pid)
+    assert process_of(state_file, pid).channels_off == []
     assert not files._opened
 
 
-def _switch_of_four(self: Any, client: int, subdevice: int, channels: Any, *, off: bool) -> None:
-    """As the real one, whose struct has 64 places."""
-    pad = [0] * (64 - len(channels))
-    lists = (*[client] * len(channels), *pad, *channels, *pad)
-    parameters = bytearray(room.DISABLE.pack(off, len(channels), 0, 0, 0, *lists))
-    self.demand("FIFO_DISABLE_CHANNELS", client, subdevice, room.DISABLE_CHANNELS, parameters)
+@pytest.mark.usefixtures("four_per_call")
+def test_what_is_off_and_cannot_be_put_back_is_told(control: ChannelControl, state_file: StateFile, pid: int) -> None:
+    found = control.find(pid)
+    files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40, on=True)
+    assert answer(files, request("off", found))["refused"] == "half_done"
+    assert process_of(state_file, pid).channels_off == list(CHANNELS[:4])
 
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:

@@ -151,6 +151,19 @@ def test_what_is_half_done_is_taken_back(job: Paused, kind: type[GpushareError])
     assert NoGuard.last.said[-1] == "leave"
 
 
+def test_what_the_driver_left_off_halfway_is_put_back(job: Paused) -> None:
+    half_done = OperationFailed("half of it is off", "see", code="half_done")
+    job.control.fails["disable", job.pids[1]] = half_done
+    with pytest.raises(OperationFailed, match=r"^half of it is off$"):
+        job.pause()
+    assert [("enable", pid) for pid in reversed(job.pids)] == job.control.done[-2:]
+    assert not job.path.exists()
+    job.control.fails["enable", job.pids[1]] = OperationFailed("still not", "see")
+    with pytest.raises(OperationFailed, match="still not"):
+        job.pause()
+    assert job.path.exists()
+
+
 def test_what_cannot_be_taken_back_stays_on_record(job: Paused) -> None:
     job.control.fails["disable", job.pids[1]] = TimedOut("no answer", "see")
     job.control.fails["enable", job.pids[0]] = OperationFailed("broken", "see")
