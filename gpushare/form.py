@@ -6,14 +6,12 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from gpushare.base.errors import BadUsage
 from gpushare.inputs import Located, LocatedList, Mark
 
 T = TypeVar("T")
-
-HINT: Final = "write one from the current state: gpushare capture > gpushare.yaml"
 
 
 @dataclass(frozen=True)
@@ -24,9 +22,11 @@ class Value:
     mark: Mark
     what: str
     shown: str
+    # The hint of errors that have no better one: where all that the file may have is to be seen.
+    hint: str
 
-    def wrong(self, problem: str, hint: str = HINT, *, at: Mark | None = None) -> BadUsage:
-        return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint, code="bad_file")
+    def wrong(self, problem: str, hint: str = "", *, at: Mark | None = None) -> BadUsage:
+        return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
     def is_not(self, meaning: str) -> BadUsage:
         return self.wrong(f"is {self.short}, not {meaning}")
@@ -53,9 +53,9 @@ class Value:
                 raise self.wrong(f"has an unknown key '{str(key)[:40]}'", hint, at=located.keys_at.get(key))
         for key in need:
             if key not in self.raw:
-                raise self.wrong(f"lacks the key '{key}'")
+                raise self.wrong(f"lacks the key '{key}'", f"its keys: {', '.join(known)}" if self.raw else "")
         return {
-            key: Value(value, located.values_at.get(key, self.mark), f"'{key}'", self.shown)
+            key: Value(value, located.values_at.get(key, self.mark), f"'{key}'", self.shown, self.hint)
             for key, value in self.raw.items()
         }
 
@@ -66,13 +66,13 @@ class Value:
         if self.key == "match" and not isinstance(self.raw, bool | None):
             which = ("some GPUs", [0, 1]) if isinstance(self.raw, list) else ("one GPU", self.raw)
             return f"for {which[0]} write: match: {{index: {which[1]}}}; for all: match: all"
-        return HINT
+        return ""
 
     def items(self) -> list[Value]:
         """Return the items of a list."""
         if not isinstance(self.raw, list):
             scalar = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
-            hint = f"write it as a list: {self.key}: [{self.raw}]" if scalar else HINT
+            hint = f"write it as a list: {self.key}: [{self.raw}]" if scalar else ""
             if isinstance(self.raw, dict) and self.key == "mig" and self.raw:
                 # The form of mig-parted.
                 words = ", ".join(f"{key}*{count}" for key, count in self.raw.items())[:80]
@@ -85,14 +85,15 @@ class Value:
                 places[number] if number < len(places) else self.mark,
                 f"item {number + 1} of {self.what}",
                 self.shown,
+                self.hint,
             )
             for number, item in enumerate(self.raw)
         ]
 
 
-def whole_document(raw: Any, title: str, shown: str) -> Value:
+def whole_document(raw: Any, title: str, shown: str, hint: str) -> Value:
     """Return a YAML document as the value that a form reads; ``title`` is what messages call it, ``shown`` the file."""
-    return Value(raw, getattr(raw, "mark", Mark()), title, shown)
+    return Value(raw, getattr(raw, "mark", Mark()), title, shown, hint)
 
 
 @dataclass(frozen=True)
@@ -164,10 +165,11 @@ def whole(least: int, most: int) -> Form[int]:
 
 def constant(wanted: object, problem: str) -> Form[Any]:
     """Return the form of one value; the error of another says ``problem``."""
+    as_written = str(wanted).lower() if isinstance(wanted, bool) else wanted
 
     def read(value: Value) -> Any:
         if value.raw != wanted or isinstance(value.raw, bool) is not isinstance(wanted, bool):
-            raise value.wrong(problem)
+            raise value.wrong(problem, f"write it so: {value.key}: {as_written}")
         return wanted
 
     return Form(read, {"const": wanted})
@@ -178,7 +180,7 @@ def yes_or_no() -> Form[bool]:
 
     def read(value: Value) -> bool:
         if not isinstance(value.raw, bool):
-            raise value.wrong("is neither true nor false")
+            raise value.wrong("is neither true nor false", "write true or false")
         return value.raw
 
     return Form(read, {"type": "boolean"})
@@ -197,10 +199,10 @@ def several(
         for each in items:
             entry = item.read(each)
             if unique and entry in entries:
-                raise each.wrong(f"is given twice: {each.short}")
+                raise each.wrong(f"is given twice: {each.short}", "write it once")
             entries.append(entry)
         if len(entries) < least:
-            raise value.wrong("is empty")
+            raise value.wrong("is empty", "write at least one item, or drop the key")
         return tuple(entries)
 
     bounds: dict[str, Any] = {"uniqueItems": True} if unique else {}
@@ -260,7 +262,7 @@ def mapping(
     *,
     need: Sequence[str] = (),
     one_of: Sequence[str] = (),
-    example: str = HINT,
+    example: str = "",
     check: Callable[[Value, Mapping[str, Value]], None] = lambda *_: None,
     schema: Mapping[str, Any] | None = None,
 ) -> Form[T]:

@@ -606,7 +606,9 @@ def change_of(
     ]
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
     may_go = {(target[0], target[1]) for target in evict}
-    change = plan_change(host, changes, ledger, title=title, evict=may_go, first=naming.first, after=after)
+    change = plan_change(
+        host, changes, ledger, title=title, evict=may_go, first=naming.first, naming=naming.commands, after=after
+    )
     notes = list(change.plan.notes)
     switched_on = [gpu for gpu in gpus if modes.get(gpu.index) and not gpu.mig_enabled]
     if switched_on:

@@ -26,6 +26,7 @@ from gpushare.host.host import Host
 from gpushare.inputs import documents, shown_path, text_of
 from gpushare.mig.driver import MigReader
 from gpushare.mig.parted import (
+    HINT,
     Config,
     Demand,
     PciIds,
@@ -185,7 +186,7 @@ def read_config(path: str, name: str | None) -> Config:
 
     A second document has the placements that gpushare exports beside it.
     """
-    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), _HINT)
+    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), HINT)
     if len(yaml_documents) > 2:
         raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
     placements = yaml_documents[1] if len(yaml_documents) == 2 else None

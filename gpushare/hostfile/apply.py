@@ -31,12 +31,14 @@ from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
-from gpushare.mig.grant import name_taken_error, revocation_loss
+from gpushare.mig.grant import binding_commands, name_taken_error, revocation_loss
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.ledger import MigLedger, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
+from gpushare.mps.daemons import own_daemon
+from gpushare.mps.home import DaemonHome, DaemonRecord
 from gpushare.plan import Loss, Plan, Step
 from gpushare.snapshot import HostState
 
@@ -72,6 +74,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         refuse_foreign(host, live.gpu, devices)
     work = _GpuWork(host, live, entry, _mig_change_of(live, entry))
     work.check_names(others)
+    work.check_daemons()
     stops = work.stop_steps()
     before_mig = work.steps_before_mig()
     after_mig = work.steps_after_mig()
@@ -79,7 +82,13 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     check = check_step(lambda: _read_live_anew(host, index), entry, index)
     mig_changes = [work.change] if work.change is not None and work.change.changes else []
     change = plan_change(
-        host, mig_changes, ledger, title=title, first=[*stops, *before_mig], after=[*after_mig, *daemons, check]
+        host,
+        mig_changes,
+        ledger,
+        title=title,
+        first=[*stops, *before_mig],
+        naming=binding_commands(work.names_to_come, {live.gpu.uuid or "": index}),
+        after=[*after_mig, *daemons, check],
     )
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
     wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
@@ -155,6 +164,17 @@ class _GpuWork:
                 continue
             raise name_taken_error(holder, indexes)
 
+    def check_daemons(self) -> None:
+        """Raise if a device can never have the daemon that the entry wants for it. Raises as `check_daemon`."""
+        if self.entry.mps is not None:
+            host_mps.check_daemon(self.host, Device(gpu=self.live.gpu), self.entry.mps)
+        profiles = () if self.change is None else self.change.layout.profiles
+        memory_of = {profile.name: profile.memory_bytes for profile in profiles}
+        for want in self.assignment.devices:
+            if want.device is not None and want.wish.mps is not None:
+                device = host_mps.device_to_be(self.live.gpu, want.device, memory_of.get(want.device.profile))
+                host_mps.check_daemon(self.host, device, want.wish.mps)
+
     def _wanted_daemons(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
         wishes = {
@@ -194,6 +214,16 @@ class _GpuWork:
         present = {(named.name, named.spot) for named in self.live.names}
         return tuple(named.name for named in self.names if (named.name, named.spot) not in present)
 
+    @property
+    def _made(self) -> set[tuple[str, int]]:
+        """Return the places of the instances that the change creates."""
+        return {new.instance.place for new in (self.plan.created if self.plan else ())}
+
+    @property
+    def names_to_come(self) -> list[NamedInstance]:
+        """Return the new names whose instances the change creates."""
+        return [named for named in self.names if named.name in self.new_names and named.place in self._made]
+
     def stop_steps(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
         stopped_by_change = set(self.destroyed)
@@ -224,7 +254,7 @@ class _GpuWork:
             self._refuse_programs()
         staying = {device.place for device in self.devices_after}
         steps = revoke_steps(self.host, self.live, self.names, staying)
-        steps += names_steps(self.host, self.live, self.names)
+        steps += names_steps(self.host, self.live, self.names, self.names_to_come)
         # With MIG, a GPU has no other compute mode.
         if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_after_stops() is not ComputeMode.DEFAULT:
             steps.append(self._mode_step(ComputeMode.DEFAULT))
@@ -256,7 +286,7 @@ class _GpuWork:
             if process.compute and not process.mps and process.pid not in idle
         ]
         if mps is not None and not self._gpu_daemon_stays:
-            host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
+            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside)
         elif self.entry.sharing is Way.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
             # The mode exclusive-process has room for one.
             host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, allowed=1)
@@ -264,8 +294,7 @@ class _GpuWork:
     def steps_after_mig(self) -> list[Step]:
         """Return what follows the MIG change: grants, or compute mode and time-slice of a whole GPU."""
         if self.wants_mig:
-            made = {new.instance.place for new in (self.plan.created if self.plan else ())}
-            return grant_steps(self.host, self.live, self.names, made)
+            return grant_steps(self.host, self.live, self.names, self._made)
         return [*self._mode_steps(), *self._time_slice_steps()]
 
     def daemon_steps(self) -> list[Step]:
@@ -312,7 +341,28 @@ class _GpuWork:
         def find() -> Device:
             return Device(gpu=self.host.nvml.gpu(index))
 
-        return [host_mps.daemon_step(self.host, f"GPU {index}", find, mps, selector=str(index))]
+        device = Device(gpu=self.live.gpu)
+        return [
+            host_mps.daemon_step(
+                self.host,
+                f"GPU {index}",
+                find,
+                mps,
+                selector=str(index),
+                uuid=device.uuid,
+                runs=self._running(device),
+            )
+        ]
+
+    def _running(self, device: Device) -> tuple[DaemonHome, DaemonRecord] | None:
+        """Return the daemon that serves a device now and stays. Raises NoPermission if another user started it."""
+        if device.uuid in self.daemons_to_stop or self.live.daemon(device.uuid) is None:
+            return None
+        try:
+            return own_daemon(self.host, device, to_change=True)
+        except NotFound:
+            # It died, so the step starts another one.
+            return None
 
     def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""
@@ -320,25 +370,27 @@ class _GpuWork:
         return uuid not in self.daemons_to_stop and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
     def _instance_daemon_steps(self) -> list[Step]:
-        """Return the steps that give the MIG devices their daemons. Raises as `check_daemon`."""
+        """Return the steps that give the MIG devices their daemons. Raises InUse if programs in one would stay outside MPS."""
         if self.change is None:
             return []
         gpu = self.live.gpu
-        memory_of = {profile.name: profile.memory_bytes for profile in self.change.layout.profiles}
         kept = frozenset(device.uuid for device in self.devices_after if device.uuid)
         steps = []
         for want in self.assignment.devices:
             device, wish = want.device, want.wish.mps
             if device is None or wish is None or (device.uuid is not None and self._keeps_daemon(device.uuid, wish)):
                 continue
+            device_now = host_mps.device_to_be(gpu, device, None)
             if device.uuid is None or self.live.daemon(device.uuid) is None:
-                device_after = host_mps.device_to_be(gpu, device, memory_of.get(device.profile))
-                host_mps.check_daemon(self.host, device_after, wish, self._programs_in(device))
+                host_mps.refuse_outside(device_now.title, gpu, self._programs_in(device))
             title = f"MIG {device} of GPU {gpu.index}"
             # A new device has no UUID yet: the printed command has a word in its place.
             selector = device.uuid or f"MIG-UUID-OF-{device}"
             finder = _DeviceFinder(self.host, gpu.index, device, kept)
-            steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
+            runs = self._running(device_now)
+            steps.append(
+                host_mps.daemon_step(self.host, title, finder, wish, selector=selector, uuid=device.uuid, runs=runs)
+            )
         return steps
 
     def _programs_in(self, device: PlacedDevice) -> list[str]:

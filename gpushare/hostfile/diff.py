@@ -9,7 +9,7 @@ from gpushare.base.errors import NotSupported
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, TimeSlice, Way
 from gpushare.base.selection import Device, no_mig_error
 from gpushare.base.units import size_option
-from gpushare.hostfile.file import Entry, MpsWish
+from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
 from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, assignment_of, devices_of_layout
 from gpushare.mig.plan import NoPlan
 from gpushare.mig.planner import plan_exact
@@ -218,7 +218,7 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     """
     check_has_mig(gpu, entry)
     if entry.mps is not None:
-        check_memory(Device(gpu=gpu), entry.mps.limits.memory_limit_bytes)
+        check_memory(Device(gpu=gpu), entry.mps.limits.memory_limit_bytes, key=MEMORY_KEY)
     if entry.sharing is not Way.MIG:
         return
     empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
@@ -231,4 +231,4 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
         for request in parse_wish(instance.wish):
             profile = resolve(request, profiles)
             mig = MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes)
-            check_memory(Device(gpu=gpu, mig=mig), instance.mps.limits.memory_limit_bytes)
+            check_memory(Device(gpu=gpu, mig=mig), instance.mps.limits.memory_limit_bytes, key=MEMORY_KEY)

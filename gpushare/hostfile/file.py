@@ -36,13 +36,15 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.model import FileWay, Gpu, TimeSlice, Way
-from gpushare.base.units import format_slice, size_option
+from gpushare.base.units import duration_option, format_slice, size_option
 from gpushare.inputs import Flow, Mark, yaml_text
 from gpushare.mig.wish import Wish, parse_wish
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import ProcessMatch, Rule
 
 VERSION: Final = 1
+# The key of a memory limit, as errors say to write it.
+MEMORY_KEY: Final = "memory:"
 
 
 class Exactness(IntEnum):
@@ -163,7 +165,9 @@ def document_of(file: HostFile) -> dict[str, object]:
             for row in file.memory
         ]
     if file.longest_lease_seconds is not None:
-        document["reserve"] = Flow({"longest": f"{round(file.longest_lease_seconds / 60)}m"})
+        document["reserve"] = Flow(
+            {"longest": duration_option(file.longest_lease_seconds) if file.longest_lease_seconds else "0m"}
+        )
     return document
 
 

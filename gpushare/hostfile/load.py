@@ -15,7 +15,6 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.units import format_duration, size_option
-from gpushare.form import HINT
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
@@ -23,7 +22,7 @@ from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, kept_limits, unmatched_error, user_limits_in
-from gpushare.hostfile.parse import parse
+from gpushare.hostfile.parse import WRITE_HINT, parse
 from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
 
@@ -38,7 +37,7 @@ def load(path: str) -> tuple[HostFile, str]:
         BadUsage: it is not valid; the message has line and column.
         NotFound, NoPermission: it cannot be read.
     """
-    text = text_of(path, "gpushare.yaml", HINT)
+    text = text_of(path, "gpushare.yaml", WRITE_HINT)
     return parse(text, shown_path(path)), text
 
 

@@ -10,7 +10,6 @@ from gpushare.base.errors import BadUsage
 from gpushare.base.model import FileWay, Priority, TimeSlice, Way
 from gpushare.base.units import parse_memory_limit, parse_seconds
 from gpushare.form import (
-    HINT,
     Form,
     Value,
     all_or,
@@ -32,6 +31,10 @@ from gpushare.inputs import documents
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
 
+# Of a file that is there: it is corrected, never written over.
+HINT: Final = "its keys and values: gpushare schema gpushare.yaml; to see a valid file: gpushare capture"
+# Of a file that is not there, or has nothing in it.
+WRITE_HINT: Final = "write one from the current state: gpushare capture > gpushare.yaml"
 # `$(?!\n)`: Python's $ also matches before a final newline.
 _COMPUTE: Final = "|".join(f"{slices}c\\.[{slices}-9]" for slices in range(1, 9))
 _WISH: Final = text(
@@ -282,7 +285,7 @@ _LIMIT: Final = mapping(
 
 def _check_file(value: Value, fields: Mapping[str, Value]) -> None:
     if len(fields) == 1:
-        raise value.wrong("lacks the key 'gpus'")
+        raise value.wrong("lacks the key 'gpus'", "add one of: gpus, slices, memory, reserve")
 
 
 _FILE: Final = mapping(
@@ -327,7 +330,9 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
-    value = whole_document(raw, "the file", shown)
+    value = whole_document(raw, "the file", shown, HINT)
+    if raw is None:
+        raise value.wrong("is empty", WRITE_HINT)
     if isinstance(raw, dict) and "mig-configs" in raw:
         command = f"gpushare mig apply -f {shlex.quote(shown)}"
         names = list(raw["mig-configs"]) if isinstance(raw["mig-configs"], dict) else []

@@ -17,17 +17,25 @@ from gpushare.host.host import Host
 from gpushare.host.program import missing_program_error
 from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.file import Entry, MpsWish
+from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
 from gpushare.mig.grant import access_steps, names_step, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import DaemonHome, own_home, pipe_users, restart_command, set_pipe_users, start_command
+from gpushare.mps.home import (
+    DaemonHome,
+    DaemonRecord,
+    own_home,
+    pipe_users,
+    restart_command,
+    set_pipe_users,
+    start_command,
+)
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import plan_limits
-from gpushare.mps.start import plan_start
+from gpushare.mps.start import access_command, check_several_users, plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import Step, carry_out, deferred_step
 from gpushare.timeslice.policy import plan_level
@@ -73,8 +81,10 @@ def revoke_steps(
     return [revoke_step(host, named) for named in losing if named.users]
 
 
-def names_steps(host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance]) -> list[Step]:
-    """Return the step that gives a GPU exactly these names, or none.
+def names_steps(
+    host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], to_come: Sequence[NamedInstance]
+) -> list[Step]:
+    """Return the step that gives a GPU exactly these names, or none; the instances of those ``to_come`` do not exist yet.
 
     Names are bound before their instances exist, so that a crash loses none.
     """
@@ -85,7 +95,11 @@ def names_steps(host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance])
     forgotten = [named for named in live.names if named.name not in spots_to_be]
     # Without users: grants follow when the instances exist.
     new = [replace(named, users=()) for named in names_to_be if spots_now.get(named.name) != named.spot]
-    return [names_step(host, new, forgotten, {live.gpu.uuid or "": live.gpu.index})]
+    return [
+        names_step(
+            host, new, forgotten, {live.gpu.uuid or "": live.gpu.index}, to_come=[named.name for named in to_come]
+        )
+    ]
 
 
 def grant_steps(
@@ -185,24 +199,58 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     )
 
 
-def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
+def daemon_step(
+    host: Host,
+    title: str,
+    find: Find,
+    wish: MpsWish,
+    *,
+    selector: str,
+    uuid: str | None = None,
+    runs: tuple[DaemonHome, DaemonRecord] | None = None,
+) -> Step:
     """Return the step that gives a device a daemon with exactly these limits and users.
 
-    ``title`` and ``selector`` name the device in the text and in the printed command; ``find`` finds it when the step runs.
-    A running daemon of ours is changed, not restarted. The undo gives it back its earlier limits and users, and stops a
-    daemon only if the step has started it.
+    ``title`` names the device in the text, ``selector`` and ``uuid`` (None: it does not exist yet) in the printed
+    commands; ``find`` finds it when the step runs. A daemon of ours that ``runs`` is changed, not restarted. The undo gives it back its earlier limits and users, and stops
+    a daemon only if the step has started it.
     """
     work = _DaemonWork(host, find, wish)
+    if runs is not None:
+        home, record = runs
+        explicit = replace(wish, limits=wish.limits.explicit)
+        users_now = pipe_users(home.pipe) or ()
+        return Step(
+            what=f"change the MPS daemon of {title}: {', '.join(_wish_words(explicit))}",
+            command=_change_commands(selector, home, explicit, users_now, record.limits.explicit),
+            undo=_change_commands(
+                selector, home, MpsWish(limits=record.limits.explicit, users=users_now), wish.users, explicit.limits
+            ),
+            do=work.do,
+            revert=work.undo,
+        )
     words = _wish_words(wish)
+    commands = [
+        start_command(selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None)
+    ]
+    if wish.users and not wish.multiuser and uuid is not None:
+        commands.append(access_command(shlex.quote(str(own_home(host, uuid).pipe)), wish.users))
     return Step(
         what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
-        command=start_command(
-            selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None
-        ),
+        command="\n".join(commands),
         undo=f"gpushare mps stop -g {selector}",
         do=work.do,
         revert=work.undo,
     )
+
+
+def _change_commands(
+    selector: str, home: DaemonHome, wish: MpsWish, users_now: Sequence[str], limits_now: Limits
+) -> str:
+    """Return the commands that give a running daemon the limits and users of a wish; without what it has already."""
+    access = [] if wish.users == users_now else [access_command(shlex.quote(str(home.pipe)), wish.users)]
+    limits = shlex.join(["gpushare", "mps", "set", "-g", selector, *wish.limits.options()])
+    return "\n".join(access if access and wish.limits == limits_now else [limits, *access])
 
 
 class _DaemonWork:
@@ -267,15 +315,20 @@ class _DaemonWork:
             set_pipe_users(home.pipe, self._users_before)
 
 
-def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
-    """Raise before anything is changed if a device cannot have a daemon.
+def check_daemon(host: Host, device: Device, wish: MpsWish) -> None:
+    """Raise before anything is changed if a device can never have such a daemon.
 
-    ``outside`` are titles of programs that would keep running on the device outside MPS.
+    Raises:
+        NotSupported: the program is missing, or the driver has no server for several users.
+        BadUsage: the memory limit is above the device's memory, or the path of the daemon is too long.
     """
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program_error(control.PROGRAM)
-    check_memory(device, wish.limits.memory_limit_bytes)
-    refuse_outside(device.title, device.gpu, outside)
+    check_memory(device, wish.limits.memory_limit_bytes, key=MEMORY_KEY)
+    # All UUIDs have one length, also that of an instance that does not exist yet.
+    own_home(host, device.gpu.uuid or "").check_path()
+    if wish.multiuser:
+        check_several_users(host)
 
 
 def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, allowed: int = 0) -> None:

@@ -402,12 +402,14 @@ def plan_change(
     title: str,
     evict: Collection[tuple[int, int]] = (),
     first: Sequence[Step] = (),
+    naming: Sequence[str] = (),
     after: Sequence[Step] = (),
 ) -> MigChange:
     """Return the transaction for what the planner found.
 
     ``evict`` are the instances whose processes are ended: (GPU index, GPU instance id). ``first`` are steps before all
-    others: a name is bound early, so that a crash does not lose it. ``after`` are steps for when the instances exist.
+    others: a name is bound early, so that a crash does not lose it. ``naming`` are the commands that bind these names once
+    the instances exist: the plan shows them there. ``after`` are steps for when the instances exist.
     """
     steps: list[Step] = []
     starting: list[Step] = []
@@ -452,6 +454,8 @@ def plan_change(
         daemons += stopped_records(host, gpu, lost_uuids)
         evictions += ending_here
         instances.append(work)
+    if naming and steps:
+        steps[-1] = replace(steps[-1], command="\n".join(filter(None, [steps[-1].command, *naming])))
     return MigChange(
         gpus=tuple(changes),
         plan=Plan(title=title, steps=(*first, *steps, *starting, *after), consent=tuple(losses)),

@@ -340,6 +340,8 @@ class Naming:
     # Steps before the instances exist, and when they exist.
     first: tuple[Step, ...] = ()
     after: tuple[Step, ...] = ()
+    # The commands that do the same as ``first``, once the instances exist.
+    commands: tuple[str, ...] = ()
     losses: tuple[Loss, ...] = ()
     # The commands that take back what the undo of the layout leaves.
     undo: tuple[str, ...] = ()
@@ -417,7 +419,8 @@ def plan_names(
             undo += _restoring_commands(named, index[named.gpu_uuid])
     return Naming(
         bound=tuple(bound),
-        first=(names_step(host, bound_before, (), index),) if bound_before else (),
+        first=(names_step(host, bound_before, (), index, to_come=[*names]),) if bound_before else (),
+        commands=tuple(binding_commands(bound_before, index)),
         after=tuple(steps),
         changed=frozenset(named.name for named in (*bound, *replaced)),
         losses=tuple(losses),
@@ -519,10 +522,13 @@ def names_step(
     bind: Sequence[NamedInstance],
     forget: Sequence[NamedInstance] = (),
     index: Mapping[str, int] | None = None,
+    *,
+    to_come: Collection[str] = (),
 ) -> Step:
     """Return the step that binds and forgets names; its undo leaves alone names that were changed since.
 
-    ``index`` are the indexes of GPUs by UUID, as far as they are known.
+    ``index`` are the indexes of GPUs by UUID, as far as they are known. The instances of names ``to_come`` do not exist
+    yet: only the record has these now, and `plan_change` shows the command where they exist.
     """
     wanted: dict[str, NamedInstance | None] = {named.name: None for named in forget}
     wanted |= {named.name: named for named in bind}
@@ -559,14 +565,23 @@ def names_step(
     words += [f"forget the name '{named.name}' ({named})" for named in forget]
     return Step(
         what=", ".join(words),
-        command="\n".join([*_binding_commands(bind, indexes), *_forgetting_commands(forget)]),
-        undo="\n".join([*_binding_commands(forget, indexes), *_forgetting_commands(bind)]),
+        command="\n".join([*_commands_now(host, bind, indexes, to_come), *_forgetting_commands(forget)]),
+        undo="\n".join([*binding_commands(forget, indexes), *_forgetting_commands(bind)]),
         do=change_names,
         revert=restore_names,
     )
 
 
-def _binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:
+def _commands_now(
+    host: Host, bind: Sequence[NamedInstance], indexes: Mapping[str, int], to_come: Collection[str]
+) -> list[str]:
+    """Return the commands that bind names before a change: of those ``to_come`` only the record has them."""
+    writing = [f"write {shlex.quote(str(NAMES.path(host, 'mig')))}"] if to_come else []
+    return [*writing, *binding_commands([named for named in bind if named.name not in to_come], indexes)]
+
+
+def binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:
+    """Return the commands that give existing instances their names; ``indexes`` as in `names_step`."""
     options = {uuid: f" -g {number}" for uuid, number in indexes.items()}
     return [f"gpushare mig name {named.name} {named}{options.get(named.gpu_uuid, '')}" for named in bind]
 

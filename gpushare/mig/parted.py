@@ -35,6 +35,8 @@ from gpushare.mig.wish import Request, Wish, merged, parse_wish
 
 VERSION: Final = "v1"
 PLACEMENTS: Final = "gpushare-placements"
+# Of a file that is there: it is corrected, never written over.
+HINT: Final = "to see a valid file of this form: gpushare export mig-parted"
 _ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
 # The memory size is part of the name there: 3g alone is refused.
 _PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
@@ -288,13 +290,13 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     Raises:
         BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN``.
     """
-    document = whole_document(raw, "the file", shown)
+    document = whole_document(raw, "the file", shown, HINT)
     if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
         raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
     configs = _FILE.read(document)
     places = {}
     if placements is not None:
-        places = _SECOND.read(whole_document(placements, "the second document", shown))
+        places = _SECOND.read(whole_document(placements, "the second document", shown, HINT))
     unknown = sorted(places.keys() - configs.keys())
     if unknown:
         raise BadUsage(

@@ -197,8 +197,10 @@ def in_force_title(device: Device, limits: Limits) -> str:
     return f"MPS on {device.title}: {words}"
 
 
-def check_memory(device: Device, limit: int | None, *, job: bool = False) -> None:
+def check_memory(device: Device, limit: int | None, *, job: bool = False, key: str = "--memory") -> None:
     """Raise unless a memory limit of a client, or of a whole job, fits the device; MPS itself takes any number.
+
+    ``key`` is the option, or the key of a file, that gives the limit.
 
     Raises:
         BadUsage: the limit is above the device's memory.
@@ -209,7 +211,7 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
         empty = " even when it is empty" if job else ""
         raise BadUsage(
             f"the memory limit {format_bytes(limit)} is too large: {device.title} has {format_bytes(total)}{empty}",
-            f"give at most --memory {size_option(total)}",
+            f"give at most {key} {size_option(total)}",
             gpu=device.gpu.index,
             code="limit_above_gpu",
         )

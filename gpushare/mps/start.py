@@ -62,7 +62,8 @@ def plan_start(
     # The daemon itself would die silently.
     home.check_path()
     if users is not None:
-        _check_several_users(host)
+        need_root(host, "a daemon for several users at the same time")
+        check_several_users(host)
     start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
     daemons = find_daemons(host, [device.gpu], deep=False)
@@ -151,7 +152,7 @@ class _Start:
             steps.append(
                 Step(
                     what=f"open the pipe directory of {self._device.title}{users}",
-                    command=_access_command(pipe, self._users),
+                    command=access_command(pipe, self._users),
                     do=self._open_pipe,
                     revert=self._restore_pipe_users,
                 )
@@ -327,7 +328,7 @@ def _users_text(users: Sequence[str] | None) -> str:
     return "" if users is None else f", for {', '.join(users) or 'all users'} at the same time"
 
 
-def _access_command(pipe: str, users: Sequence[str]) -> str:
+def access_command(pipe: str, users: Sequence[str]) -> str:
     """Return the command that lets only these users, or all, enter a pipe directory."""
     if not users:
         return f"setfacl -b {pipe}; chmod 755 {pipe}"
@@ -338,9 +339,8 @@ def _access_command(pipe: str, users: Sequence[str]) -> str:
 _MULTIUSER_VERSION: Final = 13000
 
 
-def _check_several_users(host: Host) -> None:
-    """Raise unless this user may start a server for several users, and the driver has one."""
-    need_root(host, "a daemon for several users at the same time")
+def check_several_users(host: Host) -> None:
+    """Raise NotSupported unless the driver has a server for several users."""
     version = probe_version(host.programs)
     if version is None or version < _MULTIUSER_VERSION:
         raise NotSupported(

@@ -54,8 +54,8 @@ def plan_result(
             {"number": number, "what": step.what, "command": step.command, "undo": step.undo}
             for number, step in enumerate(steps, 1)
         ),
-        empty=empty,
-        lines=tuple(_step_lines(steps)) if steps else None,
+        # Without a step there is no table to show, either.
+        lines=tuple(_step_lines(steps)) if steps else ((empty, None),),
     )
     done: tuple[tuple[str, str | None], ...] = ()
     if not dry_run:

@@ -258,7 +258,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
 @pytest.mark.parametrize(
     ("text", "where", "what"),
     [
-        ("", "1:1", "not a mapping"),
+        ("", "1:1", "the file is empty"),
         ("[]", "1:1", "not a mapping"),
         ("version: 1\n", "1:1", "lacks the key 'gpus'"),
         ("gpus: []\n", "1:1", "lacks the key 'version'"),
@@ -326,6 +326,14 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
         (ONE + "mig: 1g.10gb\n", "mig: [1g.10gb]"),
         (ONE + "mig: {1g.10gb: 7, 2g.20gb: 1}\n", "mig: [1g.10gb*7, 2g.20gb*1]"),
         ("", "gpushare capture > gpushare.yaml"),
+        # A file that is there is corrected, not written over.
+        (ONE + "mps: {threads: 300}\n", "its keys and values: gpushare schema gpushare.yaml"),
+        (ONE + "mps: {exclusive: 1}\n", "write true or false"),
+        (ONE + "exclusive: 1\n", "write it so: exclusive: true"),
+        ("version: 2\ngpus: []\n", "write it so: version: 1"),
+        ("version: 1\n", "add one of: gpus, slices, memory, reserve"),
+        ("gpus: []\n", "its keys: version, gpus"),
+        ("a: [1\n", "to see a valid file: gpushare capture"),
     ],
 )
 def test_how_to_write_it_is_said(text: str, hint: str) -> None:
@@ -504,3 +512,9 @@ def test_a_file_of_mig_parted_is_told_where_it_belongs(configs: str, more: str) 
         parse(f"version: v1\nmig-configs: {configs}\n", "my layouts.yaml")
     assert (refused.value.code, "is for mig-parted" in refused.value.message) == ("bad_file", True)
     assert refused.value.hint == f"apply it: gpushare mig apply -f 'my layouts.yaml'{more}"
+
+
+@pytest.mark.parametrize("longest", ["4h", "90m", "0m", "12h"])
+def test_a_time_is_written_as_people_write_it(longest: str) -> None:
+    text = f"version: 1\nreserve: {{longest: {longest}}}\n"
+    assert f"reserve: {{longest: {longest}}}" in text_of(parse(text))

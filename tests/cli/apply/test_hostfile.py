@@ -413,6 +413,7 @@ SECOND = "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
             ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'",
         ),
         (one("mps: {memory: 400G}"), "limit_above_gpu", 2, ":3:3"),
+        (one("mps: {memory: 400G}"), "limit_above_gpu", 2, "give at most memory: 81559M"),
         (one("mps: {users: [no-such-user]}"), "no_user", 6, "no-such-user"),
         (one("exclusive: true", index=4), "unknown_gpu", 6, "this host has no GPU 4"),
         (LIMIT, "no_user", 6, "gpushare.yaml:3:10"),
@@ -423,6 +424,94 @@ def test_a_file_that_can_never_hold_changes_nothing(
 ) -> None:
     World(TWO).host.nvml.sweep()
     assert said in refused("apply", "-f", write(text), code=code, exit_code=exit_code, host=TWO)
+
+
+def test_a_plan_without_a_step_is_one_line(cli: Cli, write: Write) -> None:
+    same_file = write(one("timeslice: default"))
+    cli("apply", "-f", same_file, host=TWO).ok()
+    assert cli("apply", "-f", same_file, "-n", host=TWO).ok().out == "nothing to do: the host is as requested\n"
+    for gpu in "0011":
+        cli("sim", "add", "-g", gpu, host=TWO).ok()
+    busy = write("version: 1\ngpus: [{match: all, exclusive: true}]\n")
+    planned = cli("apply", "-f", busy, "-n", host=TWO)
+    assert (planned.code, planned.out) == (19, "nothing is changed\n")
+
+
+LONG_FIRST = "version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- match: {index: 1}\n  "
+INSTANCE = "mig: [{wish: 3g.40gb, name: a, mps: {memory: SIZE}}, 1g.10gb]"
+
+
+@pytest.mark.parametrize(
+    ("before", "wanted"),
+    [
+        ("mps: {threads: 50}", "mps: {threads: 50, memory: 800G}"),
+        ("mig: [3g.40gb]", "mps: {memory: 800G}"),
+        (INSTANCE.replace("SIZE", "8G"), INSTANCE.replace("SIZE", "50G")),
+        ("mig: [1g.10gb]", INSTANCE.replace("SIZE", "50G")),
+    ],
+)
+def test_a_limit_that_is_too_large_changes_no_gpu(
+    cli: Cli, refused: Refused, write: Write, before: str, wanted: str
+) -> None:
+    cli("apply", "-f", write(one(before, index=1)), host=TWO).ok()
+    path = write(LONG_FIRST + wanted + "\n")
+    for more in ([], ["-n"]):
+        refused("apply", "-f", path, *more, code="limit_above_gpu", exit_code=2, host=TWO)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "wanted", "code"),
+    [
+        ("driver", "550.54.14", "mps: {multiuser: true}", "no_multiuser"),
+        ("driver", "550.54.14", "mig: [{wish: 3g.40gb, mps: {multiuser: true}}]", "no_multiuser"),
+        ("missing", "nvidia-cuda-mps-control", "mps: {}", "program_missing"),
+    ],
+)
+def test_a_daemon_that_can_never_be_changes_no_gpu(
+    refused: Refused, write: Write, kind: str, value: str, wanted: str, code: str
+) -> None:
+    World(TWO).fault(kind, value)
+    path = write(LONG_FIRST + wanted + "\n")
+    for more in ([], ["-n"]):
+        refused("apply", "-f", path, *more, code=code, exit_code=3, host=TWO)
+
+
+def test_the_plan_for_a_running_daemon_is_what_is_carried_out(cli: Cli, write: Write) -> None:
+    cli("mps", "start", "-g", "0", "--threads", "50", "--memory", "8G", host=TWO).ok()
+    planned = cli("apply", "-f", write(one("mps: {threads: 30, users: [nobody]}")), "-n", host=TWO, output="json").ok()
+    step = planned.data["steps"][0]
+    assert step["what"] == "change the MPS daemon of GPU 0: threads 30 %, priority normal, for nobody"
+    limits, access = step["command"].splitlines()
+    assert limits == "gpushare mps set -g 0 --threads 30 --memory none --priority normal"
+    assert "setfacl -m u:nobody:rx" in access
+    limits_back, access_back = step["undo"].splitlines()
+    assert limits_back == "gpushare mps set -g 0 --threads 50 --memory 8G --priority normal"
+    assert access_back.startswith("setfacl -b ")
+    cli(*limits.split()[1:], host=TWO).ok()
+    cli(*limits_back.split()[1:], host=TWO).ok()
+    # Only the users differ.
+    only = cli(
+        "apply", "-f", write(one("mps: {threads: 50, memory: 8G, users: [nobody]}")), "-n", host=TWO, output="json"
+    )
+    assert only.ok().data["steps"][0]["command"].startswith("chmod 700 ")
+
+
+def test_a_daemon_of_another_user_is_refused_before_the_first_change(cli: Cli, refused: Refused, write: Write) -> None:
+    cli("mps", "start", "-g", "1", "--threads", "50", host=TWO).ok()
+    World(TWO).fault("user", "1000")
+    path = write("version: 1\ngpus:\n- {match: {index: 0}, mps: {}}\n- {match: {index: 1}, mps: {threads: 30}}\n")
+    refused("apply", "-f", path, code="not_your_daemon", exit_code=4, host=TWO)
+
+
+def test_the_commands_of_a_plan_with_mig_work_in_their_order(cli: Cli, write: Write) -> None:
+    text = one("mig: [{wish: '3g.40gb:4', name: alice, users: [nobody]}]")
+    planned = cli("apply", "-f", write(text), "-n", host=TWO, output="json").ok()
+    commands = [line for step in planned.data["steps"] for line in (step["command"] or "").splitlines()]
+    order = [
+        next(number for number, command in enumerate(commands) if words in command)
+        for words in ("-mig 1", "-cgi ", "mig name alice 3g.40gb:4 -g 0", "mig grant alice nobody")
+    ]
+    assert order == sorted(order)
 
 
 def test_a_gpu_without_mig_is_refused(refused: Refused, write: Write) -> None:

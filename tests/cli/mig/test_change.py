@@ -83,9 +83,11 @@ def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
 def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
     cli("mig", "enable", "-g", "3", host=EIGHT).ok()
     planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
-    step = planned.data["steps"][0]
-    assert step["what"] == "name 1g.10gb:6 on GPU 3 'train'"
-    assert step["command"] == "gpushare mig name train 1g.10gb:6 -g 3"
+    naming, creating = planned.data["steps"]
+    assert naming["what"] == "name 1g.10gb:6 on GPU 3 'train'"
+    # The name is recorded first; the command that does it needs the instance.
+    assert naming["command"].startswith("write ")
+    assert creating["command"].endswith("\ngpushare mig name train 1g.10gb:6 -g 3")
     cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
     again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
     assert "1g.10gb:6 on GPU 3 is already named 'train'" in again.err

@@ -246,6 +246,12 @@ def test_a_bad_file(refused: Refused, write: Write, content: str | bytes, said: 
     assert said in refused("mig", "check", "-f", write(content), code="bad_file", exit_code=2, host=HOST)
 
 
+def test_a_bad_file_is_not_to_be_written_over(refused: Refused, write: Write) -> None:
+    for content in ("version: v2\nmig-configs: {}\n", TWO.replace("true", "maybe"), "a: [1\n"):
+        said = refused("mig", "check", "-f", write(content), code="bad_file", exit_code=2, host=HOST)
+        assert " > " not in said
+
+
 def test_a_file_that_may_not_be_read(refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(TWO)
     opened = Path.open
