@@ -18,7 +18,7 @@ from tools.terminal import PROJECT, Terminal, terminal
 _COLUMNS = 100
 # Renderers differ by some pixels in a line of text: nothing is cut at the right edge.
 _MARGIN = 2
-_RESULTS = PROJECT / "benchmarks" / "results" / "sharing-nvidia-h200-20261122.json"
+_RESULTS = PROJECT / "benchmarks" / "results" / "bench-h200.json"
 # Dark, with a frame that shows on light and dark pages; text has a contrast of 6.9 or more on it, dimmed text 5.5.
 _THEME = TerminalTheme(
     (24, 26, 31),
@@ -177,8 +177,8 @@ def _h200(session: Terminal) -> None:
 
 _WAYS = {"timeslice": "time-slicing", "mps": "MPS, no cap"}
 _JOBS = {
-    "8 x tiny": "8 copies, products of 256 x 256 matrices",
-    "16 x mid": "16 copies, a small training loop",
+    "tiny": "8 copies, products of 256 x 256 matrices",
+    "mid": "16 copies, a small training loop",
 }
 _BAR = 50
 
@@ -188,15 +188,15 @@ def _bench() -> tuple[str, Text]:
     results = json.loads(_RESULTS.read_text(encoding="utf-8"))
     lines = []
     for name, job in _JOBS.items():
-        farm = results["farm"][name]
-        most = max(farm["means"].values())
+        cells = results[name]["cells"]
+        most = max(cell["throughput"]["mean"] for cell in cells)
         lines += [Text(job, style="bold"), Text("steps per second of all copies together", style="dim")]
-        for way, mean in farm["means"].items():
-            chosen = way == farm["pick"]
+        for cell in cells:
+            way, mean = cell["way"], cell["throughput"]["mean"]
             bar = "█" * round(_BAR * mean / most)
             label = _WAYS.get(way) or f"MPS, cap {way.removeprefix('mps:')} %"
-            line = Text.assemble(f"  {label:<18}", (bar, "green" if chosen else "blue"), f" {mean:.0f}")
-            lines.append(line.append("  chosen by bench", style="bold green") if chosen else line)
+            line = Text.assemble(f"  {label:<18}", (bar, "green" if cell["chosen"] else "blue"), f" {mean:.0f}")
+            lines.append(line.append("  chosen by bench", style="bold green") if cell["chosen"] else line)
         lines.append(Text(""))
     lines.append(
         Text(f"{results['gpu']}, driver {results['driver']}, means of 3 runs; n: number of copies", style="dim")
