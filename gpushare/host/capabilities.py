@@ -273,8 +273,12 @@ def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: in
     if users:
         os.setxattr(path, _ACL, _acl_bytes(mode, users, permission))
     else:
-        with contextlib.suppress(OSError):
+        try:
             os.removexattr(path, _ACL)
+        except OSError as error:
+            # It has none, or its file system has no lists.
+            if error.errno not in {errno.ENODATA, errno.ENOTSUP}:
+                raise
 
 
 def change_refused_error(path: str, error: OSError, missing: GpushareError, hint_without_lists: str) -> GpushareError:

@@ -327,17 +327,17 @@ def line_of(
     ``device`` was read just before, with its processes. ``clients`` is how many clients its MPS server takes. ``limits``
     are the bytes that each user's jobs may reserve there together, by uid: a reservation beyond that counts as 0 bytes.
     """
-    if device.job_memory_bytes is None:
+    used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
+    if device.job_memory_bytes is None or used is None:
         return None
     # In this mode a context outside MPS takes the whole GPU, however small it is.
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
-    used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     processes = [process for process in device.gpu.processes or () if device.has(process)]
     jobs_on_device = [job for job in jobs if device.uuid in job.held]
     owners = owners_of(host, jobs_on_device, processes)
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
-    unlisted = max(0, (used or 0) - _used_bytes(processes))
+    unlisted = max(0, used - _used_bytes(processes))
     # What is there without any job. Much unlisted memory is not: it is of processes that have ended or cannot be seen.
     own_bytes = _used_bytes(process for process, info in strangers if not _is_job(process, info))
     if unlisted <= MUCH_UNLISTED:

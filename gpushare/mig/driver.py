@@ -6,7 +6,6 @@ the profiles is INVALID_ARGUMENT.
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_uint
@@ -339,14 +338,17 @@ class MigChanges:
         info = self._read_back(self._demand_change(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
             # The driver put our new instance somewhere else: destroy it, because nothing refers to that place.
-            with contextlib.suppress(GpushareError):
-                self.destroy_gpu_instance(index, int(info.id))
-            raise NotHeld(
+            message = (
                 f"GPU {index}: profile {profile_id} was requested at {placement} "
-                f"and created as {info.profileId} at {info.placement.start}",
-                "see: gpushare mig status",
-                gpu=gpu,
+                f"and created as {info.profileId} at {info.placement.start}"
             )
+            hint = "see: gpushare mig status"
+            try:
+                self.destroy_gpu_instance(index, int(info.id))
+            except GpushareError as error:
+                message += f", where it stays: {error.message}"
+                hint = f"destroy it: sudo nvidia-smi mig -dgi -i {index} -gi {info.id}"
+            raise NotHeld(message, hint, gpu=gpu)
         return int(info.id)
 
     def create_compute_instance(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -173,6 +174,21 @@ def test_what_the_kernel_refuses(
     monkeypatch.setattr(module.os, "write", refuse)
     with pytest.raises(kind):
         Capabilities(root).set_modify(only(root), modify=False)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1, NoPermission), (5, OperationFailed), (61, None), (95, None)])
+def test_a_list_that_cannot_be_removed_is_an_error(
+    number: int, kind: type[GpushareError] | None, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its users would keep what they had."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module.os, "removexattr", refuse)
+    monkeypatch.setattr(module.os, "chown", lambda *_: None)
+    with contextlib.nullcontext() if kind is None else pytest.raises(kind):
+        Capabilities(root).set_access(only(root), NodeAccess(mode=0o400))
 
 
 def test_an_instance_that_is_gone(root: Path) -> None:

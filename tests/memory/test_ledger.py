@@ -999,6 +999,14 @@ def test_a_job_would_not_start_while_the_ledger_cannot_be_read(host: Host, monke
 # -- what is told of who waits and who is refused -------------------------------------------------------------------------
 
 
+def test_a_device_whose_use_is_unknown_has_no_line(host: Host) -> None:
+    """It would count as empty."""
+    device = devices(host)[0]
+    assert line_of(host, device, []) is not None
+    for unknown in ("memory_used_bytes", "memory_total_bytes"):
+        assert line_of(host, replace(device, gpu=replace(device.gpu, **{unknown: None})), []) is None
+
+
 def line_with(
     index: int,
     holders: Sequence[tuple[str, int]] = (),

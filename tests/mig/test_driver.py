@@ -233,7 +233,27 @@ def test_another_place_than_asked_is_an_error(host: Host, monkeypatch: pytest.Mo
     monkeypatch.setattr(library_mig, "create_gpu_instance", elsewhere)
     error = raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1))
     assert error.code == "not_held"
-    assert "created as 19 at 6" in error.message
+    assert error.message.endswith("created as 19 at 6")
+    assert changes(host).gpu_instance_ids(0, G1) == ()
+
+
+def test_one_in_another_place_that_cannot_be_destroyed_is_told(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = library_mig.create_gpu_instance
+    monkeypatch.setattr(
+        library_mig,
+        "create_gpu_instance",
+        lambda gpu, model, profile, _placement, residents: real(gpu, model, profile, (6, 1), residents),
+    )
+    found = changes(host)
+
+    def refuse(*_: object) -> None:
+        raise OperationFailed("it is in use", "see")
+
+    monkeypatch.setattr(found, "destroy_gpu_instance", refuse)
+    error = raised(found.create_gpu_instance, 0, G1, Placement(0, 1))
+    (stray,) = found.gpu_instance_ids(0, G1)
+    assert error.message.endswith("created as 19 at 6, where it stays: it is in use")
+    assert error.hint == f"destroy it: sudo nvidia-smi mig -dgi -i 0 -gi {stray}"
 
 
 @pytest.mark.parametrize("what", ["gpu", "compute"])
