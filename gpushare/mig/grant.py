@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
-from gpushare.base.units import first_few, quoted
+from gpushare.base.units import counted, first_few, quoted
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
@@ -465,7 +465,7 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
         )
     if len(names) != count:
         raise BadUsage(
-            f"{len(names)} names for {count} instances: {', '.join(map(str, names))[:200]}",
+            f"{counted(len(names), 'name')} for {counted(count, 'instance')}: {', '.join(map(str, names))[:200]}",
             "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
             code="bad_count",
         )

@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Gpu
 from gpushare.base.typed import Count, Pid
-from gpushare.base.units import format_slice
+from gpushare.base.units import counted, first_few, format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.channels import ChannelControl, Channels, Group
@@ -679,9 +679,9 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                 KEEPS.forget(KEEPS.path(host, _KEY))
         say(events)
         if keeper.left:
-            pids = " ".join(map(str, keeper.left[:5]))
+            processes = counted(len(keeper.left), "process")
             raise OperationFailed(
-                f"the time-slices of {len(keeper.left)} processes could not be put back: {pids}{' ...' if len(keeper.left) > 5 else ''}",
+                f"the time-slices of {processes} could not be put back: {first_few(keeper.left, 5)}",
                 f"the next timeslice keep does it; or: gpushare timeslice reset {keeper.left[0]}",
                 code="slices_left",
             )

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.model import MPS_SERVER, GpuSensors, ListedJob
-from gpushare.base.units import format_bytes
+from gpushare.base.units import counted, format_bytes
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
 
@@ -235,7 +235,8 @@ class Events:
             for server in old.servers:
                 server_now = servers.get(server.pid)
                 if server_now is None:
-                    yield Event(frame.at, f"the MPS server of {where} died, with {len(server.clients)} clients", "bad")
+                    clients = counted(len(server.clients), "client")
+                    yield Event(frame.at, f"the MPS server of {where} died, with {clients}", "bad")
                 elif server_now.status != server.status:
                     yield Event(
                         frame.at,
