@@ -278,6 +278,8 @@ class Sampler:
             remembered.present = True
             return remembered.process, False
         job = self._job_of(process.pid)
+        clients = (client for daemon in self._daemons for client in daemon.clients)
+        client_limits = {client.pid: client.memory_limit_bytes for client in clients}
         recorded = RecordedProcess(
             id=self._next_id,
             gpu=gpu.index,
@@ -293,6 +295,7 @@ class Sampler:
             role=None if job is None else job.role,
             threads_percent=None if job is None else job.threads_percent,
             memory_limit_bytes=None if job is None else job.memory_limit_bytes,
+            client_limit_bytes=client_limits.get(process.pid),
             slice_us=None if job is None else job.slice_us,
         )
         self._next_id += 1

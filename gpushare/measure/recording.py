@@ -112,6 +112,8 @@ class RecordedProcess:
     threads_percent: float | None = None
     # The limit of the job on each of its devices.
     memory_limit_bytes: int | None = None
+    # The memory limit of the process alone, as a client of MPS.
+    client_limit_bytes: int | None = None
     slice_us: int | None = None
 
 

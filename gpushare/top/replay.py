@@ -169,7 +169,7 @@ def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]
             name=process.name,
             user=process.user,
             threads_percent=process.threads_percent,
-            memory_limit_bytes=process.memory_limit_bytes,
+            memory_limit_bytes=process.client_limit_bytes,
         )
         for process, _ in processes
         if process.mps and process.gpu == gpu
