@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,6 +19,9 @@ from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, ki
 
 GRACE_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.1
+# bash catches SIGINT also in a script, and goes on if the program for which it waits does not die of it (bash 5.2); `sh`
+# may be bash.
+_SHELLS: Final = frozenset({"bash", "sh"})
 # A hanging daemon must not hold up a signal for longer.
 CONVERSATION_SECONDS: Final = 1.0
 
@@ -25,9 +29,10 @@ CONVERSATION_SECONDS: Final = 1.0
 def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, number: int) -> dict[int, int]:
     """Send a signal to processes (PIDs with start times) where it does no harm; return those that got one.
 
-    A process with its own handler gets the signal, or SIGINT if it handles only that (as Python does). A process that
-    is not an MPS client always gets it, or SIGTERM if it ignores it. An MPS client without a handler would die with its
-    queue in flight and break its neighbours, so it gets nothing here. ``clients`` None: any process may be a client.
+    A process with its own handler gets the signal, or SIGINT if it handles only that (as Python does); a shell never
+    gets SIGINT in place of another signal. A process that is not an MPS client always gets it, or SIGTERM if it ignores
+    it. An MPS client without a handler would die with its queue in flight and break its neighbours, so it gets nothing
+    here. ``clients`` None: any process may be a client.
     """
     asked = {}
     for pid, started in pids.items():
@@ -46,14 +51,24 @@ def _handles_an_end(host: Host, pid: int, number: int) -> bool:
 
 def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     """Return the signal with which to ask a process to end; None: a client that handles none gets none."""
-    for candidate in (number, signal.SIGINT, signal.SIGTERM):
+    shell = _is_shell(host, pid)
+    for candidate in (number, signal.SIGTERM) if shell else (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
-    if client:
+    # A shell has no work on the GPU.
+    if client and not shell:
         return None
     # A process started with SIGINT ignored, such as a script's background job, ignores it forever.
     ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
     return signal.SIGTERM if ignored else number
+
+
+def _is_shell(host: Host, pid: int) -> bool:
+    """Return whether a process is a shell, also one that runs a script: the kernel puts the shell before its name."""
+    info = host.processes.describe(pid)
+    if info is None or not info.command_line:
+        return False
+    return os.path.basename(info.command_line[0]) in _SHELLS
 
 
 def end_programs(

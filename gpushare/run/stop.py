@@ -2,7 +2,7 @@
 
 A job that gpushare runs is ended by its own gpushare, which gets SIGTERM; so is one that waits, which leaves the line.
 Without a living gpushare, a client of MPS is stopped, drained and killed, a container is stopped by its engine, and
-another program gets SIGTERM and, after the grace, SIGKILL.
+another program gets its signal (`end.ask_to_end`) and, after the grace, SIGKILL.
 """
 
 from __future__ import annotations

@@ -89,6 +89,20 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, w
     gone(world)
 
 
+@pytest.mark.parametrize("options", [(), ("--slice", "2ms")], ids=["mps", "slice"])
+def test_a_shell_that_runs_programs_one_after_the_other_ends_at_once(
+    real: Real, world: World, options: tuple[str, ...]
+) -> None:
+    """bash catches SIGINT, and goes on if the program for which it waits does not die of SIGINT."""
+    script = "while :; do sh -c 'echo $PPID; exec sleep 600'; done"
+    started = real("run", *options, "--grace", "600s", "--", "bash", "-c", script)
+    assert started.process.stdout is not None
+    shell = int(started.process.stdout.readline())
+    until(lambda: world.host.processes.catches(shell, signal.SIGINT), "bash waits for its child")
+    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
+    until(lambda: not alive(shell), "bash is gone")
+
+
 def test_the_end_breaks_no_neighbour(real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600")
     child_of(world)
