@@ -170,7 +170,9 @@ def list_paused(host: Host) -> Any:
     )
     notes = []
     for job in jobs:
-        if not job.kept(host):
+        if job.resumed_by_run(host):
+            notes.append(f"{job.title}: its gpushare run pauses it while production works, and resumes it")
+        elif not job.kept(host):
             notes.append(f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}")
         elif job.state == RESUMING:
             notes.append(

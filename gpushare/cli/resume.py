@@ -38,7 +38,7 @@ def resume(
         return [
             paused
             for paused in paused_jobs(host, shared=False)
-            if not (paused.by_run and paused.kept(host))
+            if not paused.resumed_by_run(host)
             and paused_by_root.isdisjoint((each.pid, each.started) for each in paused.channels)
         ]
 

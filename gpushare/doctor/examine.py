@@ -54,7 +54,7 @@ from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import DAEMONS, home_of, homes_in
-from gpushare.pause.record import PAUSES, paused_jobs, paused_since
+from gpushare.pause.record import PAUSES, paused_jobs, paused_processes
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS
 from gpushare.run.pause import PROGRAMS
@@ -688,7 +688,10 @@ def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     if owner is not None:
         swap = f"gpushare swap out {process.pid}"
         return f"{swap}; or ask {owner} to end it" if seen.host.root else f"ask {owner}; or as root: sudo {swap}"
-    if process.pid in paused_since(seen.host):
+    paused = paused_processes(seen.host).get(process.pid)
+    if paused is not None and paused.resumed_by_run(seen.host):
+        return end
+    if paused is not None:
         return f"let it continue: gpushare resume {process.pid}; or {end}"
     return f"gpushare swap out {process.pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
 

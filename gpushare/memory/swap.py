@@ -34,7 +34,8 @@ from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.process import signal_all
 from gpushare.host.store import Job, JobProcess, Kept, Named, Past, RecordStore, named_after_living
-from gpushare.pause.record import paused_since
+from gpushare.pause.change import paused_by_run_error
+from gpushare.pause.record import paused_processes
 
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
@@ -303,10 +304,12 @@ def check_host(host: Host) -> None:
 
 def _check_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     """Raise InUse if a process of a job is paused or stopped: then the driver's lock would hang."""
-    paused = paused_since(host)
+    paused = paused_processes(host)
     for process in processes:
         whose = job.title if job.pid == process.pid else f"process {process.pid} of {job.title}"
         if process.pid in paused:
+            if paused[process.pid].resumed_by_run(host):
+                raise paused_by_run_error(paused[process.pid])
             raise InUse(
                 f"{whose} is paused: a checkpoint would hang",
                 f"resume it first: gpushare resume {job.selector}",

@@ -146,7 +146,7 @@ class JobPause:
                 continue
             if job.keeper_uid == 0:
                 raise paused_by_root_error(job)
-            if job.by_run and job.kept(self._host):
+            if job.resumed_by_run(self._host):
                 raise paused_by_run_error(job)
             # A pause or resume that was killed halfway, or whose guard has ended, is completed.
             return job if job.state == PAUSED and job.kept(self._host) else None
@@ -446,7 +446,7 @@ def find_paused(host: Host, text: str) -> PausedJob:
         if unread is None:
             raise _not_paused_error(host, text)
         return unread
-    if ours[0].by_run and ours[0].kept(host):
+    if ours[0].resumed_by_run(host):
         raise paused_by_run_error(ours[0])
     return ours[0]
 

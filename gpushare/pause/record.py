@@ -68,6 +68,10 @@ class PausedJob(Kept, Named):
         """Return whether the guard, or the `gpushare run`, that is to end the pause is alive."""
         return self.keeper is not None and host.processes.identity(self.keeper.pid) == self.keeper
 
+    def resumed_by_run(self, host: Host) -> bool:
+        """Return whether a living `gpushare run` pauses and resumes the job: nobody else may."""
+        return self.by_run and self.kept(host)
+
     def is_paused(self, host: Host) -> bool:
         """Return whether the job counts as paused: also if the `gpushare run` that was to resume it has died."""
         return self.state != RUNNING or not self.kept(host)
@@ -108,12 +112,17 @@ def processes_paused_by_root(host: Host) -> set[Identity]:
     }
 
 
-def paused_since(host: Host) -> dict[int, float]:
-    """Return the PIDs of paused processes, each with the time when it was paused (seconds since 1970)."""
+def paused_processes(host: Host) -> dict[int, PausedJob]:
+    """Return the PIDs of paused processes, each with its job."""
     # Reversed, so that this user's own record, which comes first, decides for a process with several.
     return {
-        channels.pid: wall_time(job.since)
+        channels.pid: job
         for job in reversed(paused_jobs(host))
         if job.is_paused(host)
         for channels in job.living(host)
     }
+
+
+def paused_since(host: Host) -> dict[int, float]:
+    """Return the PIDs of paused processes, each with the time when it was paused (seconds since 1970)."""
+    return {pid: wall_time(job.since) for pid, job in paused_processes(host).items()}

@@ -26,6 +26,7 @@ from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, processes_paused_by_root, write
+from gpushare.run.jobs import job_names
 
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
@@ -186,6 +187,7 @@ class ChannelPauser:
         self._host, self._pid = host, pid
         self._control = host.open_channels()
         self._written: PausedJob | None = None
+        self._name: str | None = None
         # By PID: what was found, and what is off, or may be.
         self.known: dict[int, Channels] = {}
         self.off: dict[int, Channels] = {}
@@ -277,11 +279,13 @@ class ChannelPauser:
         info = self._host.processes.describe(self._pid)
         if program is None or gpushare is None:
             return
+        if self._name is None:
+            self._name = job_names(self._host, [self._pid]).get(self._pid)
         # By PID, so that new channels replace what is known. What is off stays in the record until it is on.
         by_pid = {each.pid: each for each in (*self.known.values(), *self.off.values(), *new)}
         job = PausedJob(
             **program._asdict(),
-            name=None,
+            name=self._name,
             uid=None if info is None else info.uid,
             state=state,
             since=uptime(),

@@ -668,10 +668,7 @@ def _paused_note(snapshot: Snapshot) -> Iterable[str]:
         {process.pid for gpu in snapshot.gpus for process in gpu.processes or () if process.paused_since is not None}
     )
     if paused:
-        yield (
-            f"paused: process {', '.join(map(str, paused))}; see: gpushare pause list; "
-            f"to resume: gpushare resume {paused[0] if len(paused) == 1 else '--all'}"
-        )
+        yield f"paused: process {', '.join(map(str, paused))}; see by whom, and until when: gpushare pause list"
 
 
 def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:

@@ -133,9 +133,7 @@ def test_status_marks_it(cli: Cli, pid: int) -> None:
     since = {process["pid"]: process["paused_since"] for process in gpu["processes"]}
     assert abs(since[pid] - time.time()) < 60
     assert since[other] is None
-    assert (
-        f"note: paused: process {pid}; see: gpushare pause list; to resume: gpushare resume {pid}" in cli("status").err
-    )
+    assert f"note: paused: process {pid}; see by whom, and until when: gpushare pause list" in cli("status").err
     cli("resume", "--all").ok()
 
 

@@ -20,10 +20,15 @@ def test_only_its_run_resumes_it(real: Real, world: World, busy: int) -> None:
     # The state in the record follows the pause.
     (job,) = until(lambda: world.run("pause", "list").data["jobs"], "it is listed")
     assert (job["pid"], job["by_run"], job["guarded"], job["guard"]) == (pid, True, True, started.pid)
-    for verb in ("pause", "resume"):
-        answer = world.run(verb, str(pid))
+    assert job["name"] == "batch"
+    assert world.run("pause", "list").lines("note") == [
+        f"note: 'batch' (process {pid}): its gpushare run pauses it while production works, and resumes it"
+    ]
+    for words in (("pause", str(pid)), ("resume", str(pid)), ("resume", "batch"), ("swap", "out", "batch")):
+        answer = world.run(*words)
         assert (answer.code, answer.error["code"]) == (19, "paused_by_run")
-        assert answer.error["hint"].endswith(f"gpushare stop {pid}")
+        assert answer.error["hint"].endswith("gpushare stop batch")
+    assert "gpushare resume" not in world.run("status").err
     assert world.run("resume", "--all").data["jobs"] == []
     # On a slow machine production may seem idle for a moment.
     until(lambda: world.process(pid).channels_off, "it is still paused")

@@ -245,7 +245,7 @@ def way(request: pytest.FixtureRequest, world: World) -> str:
 
 def paused(real: Real, world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
-    words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1s")
+    words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--name", "batch", "--grace", "1s")
     started = real(*words, "--", sys.executable, "-c", program)
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
 
