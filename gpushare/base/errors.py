@@ -58,6 +58,8 @@ class GpushareError(Exception):
         super().__init__(message)
         self.message: Final = message
         self.hint: Final = hint
+        # What a traceback shows below the message, from Python 3.11 on.
+        self.__notes__ = [f"hint: {hint}"]
         self.gpu: Final = None if gpu is None else str(gpu)
         if code is not None:
             self.code = code

@@ -116,10 +116,7 @@ def paused_processes(host: Host) -> dict[int, PausedJob]:
     """Return the PIDs of paused processes, each with its job."""
     # Reversed, so that this user's own record, which comes first, decides for a process with several.
     return {
-        channels.pid: job
-        for job in reversed(paused_jobs(host))
-        if job.is_paused(host)
-        for channels in job.living(host)
+        channels.pid: job for job in reversed(paused_jobs(host)) if job.is_paused(host) for channels in job.living(host)
     }
 
 

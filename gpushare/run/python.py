@@ -7,16 +7,19 @@ They act on the host that ``GPUSHARE_HOST`` names (default: this machine), and r
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import re
 import time
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, NeedsConsent, NotFound, TimedOut
+from gpushare.base.units import parse_seconds
 from gpushare.connect import connect
 from gpushare.plan import Plan, carry_out, describe_losses
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from gpushare.base.model import Snapshot
@@ -24,11 +27,21 @@ if TYPE_CHECKING:
     from gpushare.host.identity import Identity
     from gpushare.run.stop import Target
 
+    # Of a command or an option.
+    Word = str | float | os.PathLike[str]
+
 _POLL_SECONDS: Final = 0.1
 # Between leaving the line and the record of its program, or its end and the record of that, a job is nowhere.
 _NOWHERE_SECONDS: Final = 5.0
-# Options of `run` that `start` has to know.
-_OURS: Final = frozenset({"--name", "--production", "-d", "--detach", "-n", "--dry-run", "-o", "--output"})
+# Options of `run` on which `start` relies itself, each with the hint for who gives it.
+_OURS: Final[Mapping[str, str]] = {
+    "--host": 'name the host in the environment: os.environ["GPUSHARE_HOST"] = "sim:h200"',
+    "--name": 'give it as an argument: name="train"',
+    "--production": 'give it as an argument: production="serve"',
+    **dict.fromkeys(("-d", "--detach"), "leave it out: start does this by itself"),
+    **dict.fromkeys(("-n", "--dry-run"), "see the plan with the command: gpushare run --dry-run ..."),
+    **dict.fromkeys(("-o", "--output", "-h", "--help", "--help-all", "--"), "leave it out"),
+}
 
 
 def _host() -> Host:
@@ -36,7 +49,7 @@ def _host() -> Host:
     return connect(os.environ.get("GPUSHARE_HOST") or "local")
 
 
-def status(gpu: str | None = None) -> Snapshot:
+def status(gpu: str | int | None = None) -> Snapshot:
     """Return the GPUs, how they are shared, and the processes on them; ``gpu`` as of ``-g``, None: all.
 
     Raises:
@@ -44,11 +57,11 @@ def status(gpu: str | None = None) -> Snapshot:
     """
     from gpushare.run.look import StatusReader
 
-    return StatusReader(_host(), gpu).snapshot()
+    return StatusReader(_host(), None if gpu is None else str(gpu)).snapshot()
 
 
 def job(name: str | int, *, yes: bool = False) -> Job:
-    """Return the job with this name or PID; whether it runs is looked up by what is done with it.
+    """Return the job with this name or PID; whether there is one is looked up by what is done with it.
 
     ``yes``: agree to what the commands would ask, such as root's pause of another user's job.
     """
@@ -56,15 +69,15 @@ def job(name: str | int, *, yes: bool = False) -> Job:
 
 
 def start(
-    command: Sequence[str],
+    command: Sequence[Word],
     *,
     memory: str | None = None,
     wait: bool = False,
-    gpu: str | None = None,
+    gpu: str | int | None = None,
     name: str | None = None,
     production: str | None = None,
     threads: float | None = None,
-    options: Sequence[str] = (),
+    options: Sequence[Word] = (),
 ) -> Job:
     """Start a program in the background as `gpushare run -d` does, and return its job as soon as it runs or waits in line.
 
@@ -75,9 +88,14 @@ def start(
     Raises:
         GpushareError: it does not start.
     """
-    for word in options:
-        if word.partition("=")[0] in _OURS:
-            raise BadUsage(f"{word} is not for options", 'give names as arguments: name="train"')
+    program = _words("command", command)
+    further = _words("options", options)
+    for word in further:
+        # Such as -n behind other letters: -qn.
+        letter = re.match(r"-[qv]*([dnoh])", word)
+        option = f"-{letter[1]}" if letter else word.partition("=")[0]
+        if option in _OURS:
+            raise BadUsage(f"{word} is not for options", _OURS[option])
     from gpushare.host.records import sweep_leftovers
     from gpushare.run.detach import detach, not_started_error, was_started
 
@@ -90,11 +108,35 @@ def start(
             words += [option, str(value)]
     if wait:
         words.append("--wait")
-    words += [*options, "--", *command]
-    started = detach(host, words, program=command[0] if command else "", name=production or name)
+    words += [*further, "--", *program]
+    started = detach(host, words, program=program[0] if program else "", name=production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
         raise not_started_error(started)
     return Job(started.name, supervisor=started.supervisor)
+
+
+def _words(argument: str, words: Sequence[Word]) -> list[str]:
+    """Return a command, or options, as words of text. Raises BadUsage: it is one text, or has what is no word."""
+    if isinstance(words, (str, bytes)):
+        raise BadUsage(
+            f"{argument} must be a list of words", f"split it: {argument}=shlex.split({os.fsdecode(words)!r})"
+        )
+    try:
+        return [str(word) if isinstance(word, (int, float)) else os.fsdecode(word) for word in words]
+    except TypeError:
+        hint = f'give a list of words: {argument}=["--swap", "turns"]'
+        raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint) from None
+
+
+def _seconds(time: float | str | None) -> float | None:
+    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``)."""
+    if isinstance(time, str):
+        return parse_seconds(time)
+    if time is not None and not 0 <= time < math.inf:
+        raise BadUsage(
+            f"{time} is not a duration", "give a time in seconds, or with its unit: '10m'", code="bad_duration"
+        )
+    return time
 
 
 class Job:
@@ -120,17 +162,37 @@ class Job:
 
     @property
     def output(self) -> Path:
-        """Return the file that keeps what a job in the background prints."""
-        from gpushare.run.jobs import output_path
+        """Return the file that keeps what a job in the background prints.
 
-        return output_path(self._host, self.name)
+        Raises:
+            GpushareError: there is none, such as of a process that gpushare did not start, or a later job has taken the name.
+        """
+        from gpushare.run.jobs import PAST
+        from gpushare.run.output import find_output
+        from gpushare.run.stop import find_target
 
-    def pause(self, seconds: float | None = None) -> None:
+        output = find_output(self._host, self.name)
+        os.close(output.descriptor)
+        if self._supervisor is not None:
+            try:
+                holder = find_target(self._host, self.name).supervisor
+            except NotFound:
+                past = PAST.read(PAST.path(self._host, self.name))
+                holder = None if past is None else past.supervisor
+            if holder not in {None, self._supervisor}:
+                raise NotFound(
+                    f"the output of this job '{self.name}' is gone: a later job has its name",
+                    "give each job a name of its own, or none",
+                    code="no_output",
+                )
+        return output.path
+
+    def pause(self, seconds: float | str | None = None) -> None:
         """Take it off the GPU, until `resume` or for this time. Raises GpushareError."""
         from gpushare.pause.change import changing
         from gpushare.run.jobs import pause_of
 
-        with pause_of(self._host, self._checked_name, seconds) as work, changing(self._host):
+        with pause_of(self._host, self._checked_name, _seconds(seconds)) as work, changing(self._host):
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:
@@ -140,14 +202,15 @@ class Job:
         with changing(self._host), self._host.open_channels() as control:
             resume_step(self._host, control, find_paused(self._host, self._checked_name)).do()
 
-    def stop(self, grace: float | None = None) -> None:
-        """End it in the way that is safe for its neighbours; ``grace`` is in seconds. Raises GpushareError."""
+    def stop(self, grace: float | str | None = None) -> None:
+        """End it in the way that is safe for its neighbours; ``grace`` is in seconds, or ``30s``. Raises GpushareError."""
         from gpushare.mig.places import with_names
         from gpushare.run.stop import Stop
 
+        seconds = _seconds(grace)
         target = self._target()
         gpus = () if target.supervisor is not None else with_names(self._host, self._host.nvml.sweep())
-        work = Stop(self._host, target, gpus, grace)
+        work = Stop(self._host, target, gpus, seconds)
         self._agree(work.plan)
         work.run()
 
@@ -180,7 +243,7 @@ class Job:
         work = back_to_gpu(self._host, self._checked_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(work.plan)
 
-    def move(self, gpu: str | None = None, *, wait: bool = False) -> None:
+    def move(self, gpu: str | int | None = None, *, wait: bool = False) -> None:
         """Move it to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
         from gpushare.base.selection import select
         from gpushare.hostfile.kept import kept_limits
@@ -192,32 +255,34 @@ class Job:
         repair_first(host, _quiet, dry_run=False)
         seconds = None if wait else 0.0
         mover = Mover(host, kept_limits(host), seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        devices = None if gpu is None else select(gpu, host.nvml.sweep())
+        devices = None if gpu is None else select(str(gpu), host.nvml.sweep())
         self._carry_out(mover.plan_job(self._checked_name, devices).plan)
 
-    def wait(self, seconds: float | None = None) -> int | None:
+    def wait(self, seconds: float | str | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
 
         Raises:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
-        from gpushare.run.jobs import PAST
+        from gpushare.run.jobs import past_jobs
 
+        most_seconds = _seconds(seconds)
         began = seen = time.monotonic()
         while True:
             now = time.monotonic()
             if self._is_there():
                 seen = now
             else:
-                past = PAST.read(PAST.path(self._host, self.name))
-                if past is not None and self._supervisor in {None, past.supervisor}:
-                    return past.exit_code
+                # A later job may have the name: then this one is an earlier one of it.
+                for past in past_jobs(self._host):
+                    if past.name == self.name and self._supervisor in {None, past.supervisor}:
+                        return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
                     raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
-            if seen == now and seconds is not None and now - began >= seconds:
+            if seen == now and most_seconds is not None and now - began >= most_seconds:
                 raise TimedOut(
-                    f"'{self.name}' has not ended within {seconds:g} s", f"end it: gpushare stop {self.name}"
+                    f"'{self.name}' has not ended within {most_seconds:g} s", f"end it: gpushare stop {self.name}"
                 )
             time.sleep(_POLL_SECONDS)
 
@@ -236,11 +301,12 @@ class Job:
     @property
     def _checked_name(self) -> str:
         """Return its name. Raises NotFound (``no_job``): the job has ended, and another one may have its name."""
-        from gpushare.run.jobs import no_job_error
-
         if self._supervisor is not None and not self._lives(self._supervisor):
-            raise no_job_error(self._host, self.name)
+            raise self._ended_error()
         return self.name
+
+    def _ended_error(self) -> NotFound:
+        return NotFound(f"this job '{self.name}' has ended", "see how: gpushare jobs -a", code="no_job")
 
     def _lives(self, supervisor: Identity) -> bool:
         """Return whether the job that `start` returned is there: its gpushare, or, if that was killed, its program."""

@@ -103,8 +103,12 @@ def test_a_later_job_of_the_same_name_is_another_one(world: World) -> None:
     with gpushare.start(["false"], name="train") as first:
         assert first.wait() == 1
         second = gpushare.start(["sleep", "60"], name="train")
-        with pytest.raises(gpushare.NotFound):
+        with pytest.raises(gpushare.NotFound, match="this job 'train' has ended"):
             first.pause()
+        assert first.wait() == 1
+        with pytest.raises(gpushare.NotFound, match="a later job has its name"):
+            _ = first.output
+        assert second.output.exists()
     assert find_record(world.host, "train") is not None
     second.stop()
     assert second.wait() == 143
@@ -156,6 +160,16 @@ def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
         (lambda: gpushare.start(["true"], options=["--nonsense"]), gpushare.BadUsage, "usage"),
         (lambda: gpushare.start(["true"], options=["--production=serve"]), gpushare.BadUsage, "usage"),
         (lambda: gpushare.start(["true"], options=["--dry-run"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["--host", "sim:t4"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["-qn"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options=["--help"]), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["true"], options="--swap turns"), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start("sleep 5"), gpushare.BadUsage, "usage"),
+        (lambda: gpushare.start(["sleep", None]), gpushare.BadUsage, "usage"),  # type: ignore[list-item]
+        (lambda: gpushare.job("nobody").pause("10"), gpushare.BadUsage, "bad_duration"),
+        (lambda: gpushare.job("nobody").wait(-1), gpushare.BadUsage, "bad_duration"),
+        (lambda: gpushare.job("nobody").output, gpushare.NotFound, "no_job"),
+        (lambda: gpushare.job(admin.add_process(H200)).output, gpushare.NotFound, "no_job"),
         (lambda: gpushare.start(["no-such-program"]), gpushare.NotFound, "command_not_found"),
     ],
 )
@@ -164,6 +178,39 @@ def test_errors_are_those_of_the_commands(act: Callable[[], object], kind: type[
         act()
     assert isinstance(raised.value, gpushare.GpushareError)
     assert (raised.value.code, bool(raised.value.hint)) == (code, True)
+    # A traceback shows it from Python 3.11 on.
+    assert f"hint: {raised.value.hint}" in raised.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [
+        ("--host=sim:t4", 'name the host in the environment: os.environ["GPUSHARE_HOST"] = "sim:h200"'),
+        ("-n", "see the plan with the command: gpushare run --dry-run ..."),
+        ("-ojson", "leave it out"),
+        ("--name", 'give it as an argument: name="train"'),
+    ],
+)
+def test_what_start_sets_itself_is_no_option(world: World, option: str, hint: str) -> None:
+    with pytest.raises(gpushare.BadUsage) as raised:
+        gpushare.start(["sleep", "60"], options=[option])
+    assert (raised.value.message, raised.value.hint) == (f"{option} is not for options", hint)
+    assert world.pids() == []
+
+
+def test_plain_values_are_taken_as_the_command_line_takes_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with gpushare.start(["sleep", 60], gpu=0, options=["--slice", "2ms"]) as job:
+        until(lambda: gpushare.status(0).gpus[0].processes, "it is on the GPU")
+        with pytest.raises(gpushare.TimedOut):
+            job.wait("1ms")
+        job.pause("10m")
+        until(lambda: world.state.processes[0].channels_off, "it is paused")
+        job.resume()
+        job.stop("5s")
+    moved = World.new("sim:2xh200")
+    monkeypatch.setenv("GPUSHARE_HOST", moved.spec)
+    gpushare.job(admin.add_process(moved.spec)).move(1)
+    assert [len(moved.host.nvml.processes(gpu) or ()) for gpu in (0, 1)] == [0, 1]
 
 
 def test_nobody_agreed_for_another_user(world: World) -> None:
