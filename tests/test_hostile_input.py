@@ -132,7 +132,7 @@ def test_each_trap_of_yaml(parser: str, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["!!timestamp 2001001-9", "!!int x", "!!int ''", "!!float x", "!!bool x"])
 def test_a_value_that_is_none_is_told_with_its_place(text: str) -> None:
-    with pytest.raises(BadUsage, match=r"^file:2:5: this is not a valid (timestamp|int|float|bool)$"):
+    with pytest.raises(BadUsage, match=r"(?m)^file:2:5: this is not a valid (timestamp|int|float|bool)$"):
         documents(f"a: 1\nb:  {text}\n", "file", "hint")
 
 

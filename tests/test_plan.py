@@ -49,7 +49,7 @@ def test_a_failure_undoes_itself_and_those_before_it_last_first(count: int, data
     at = data.draw(st.integers(0, count - 1))
     log: list[str] = []
     steps = [step(log, str(i), fails=failure() if i == at else None) for i in range(count)]
-    with pytest.raises(OperationFailed, match=r"^no$"):
+    with pytest.raises(OperationFailed, match=r"(?m)^no$"):
         carry_out(plan(*steps))
     assert log == [f"do {i}" for i in range(at + 1)] + [f"undo {i}" for i in range(at, -1, -1)]
 
@@ -215,7 +215,7 @@ def test_a_value_that_cannot_be_read_back_is_not_held() -> None:
         dial.value = None if value == 5 else value
 
     dial.write = write_unseen  # type: ignore[method-assign]
-    with pytest.raises(NotHeld, match=r"but reads back as unknown$"):
+    with pytest.raises(NotHeld, match=r"(?m)but reads back as unknown$"):
         carry_out(plan(dial.step(5)))
     assert dial.value == 1
 

@@ -146,7 +146,7 @@ def test_a_duration_has_its_unit(text: str, seconds: float) -> None:
 def test_a_duration_without_a_unit_is_refused_as_a_size_is() -> None:
     """idle=10 may mean minutes."""
     for parse in (units.parse_seconds, units.parse_memory_limit):
-        with pytest.raises(BadUsage, match=r"'20' has no unit$"):
+        with pytest.raises(BadUsage, match=r"(?m)'20' has no unit$"):
             parse("20")
 
 

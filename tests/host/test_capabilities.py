@@ -215,7 +215,7 @@ def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def hint(name: str) -> str | None:
         """Return the hint of the error about a group."""
-        with pytest.raises(NotFound, match=rf"^'{name}' is a group: only users can be named$") as raised:
+        with pytest.raises(NotFound, match=rf"(?m)^'{name}' is a group: only users can be named$") as raised:
             user_id(name)
         return raised.value.hint
 
@@ -225,7 +225,7 @@ def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hint("lab") == "name its users: ada,bob; the groups of a user: id -nG USER"
     members += [f"user{number}" for number in range(20)]
     assert hint("lab") == "name its users; the groups of a user: id -nG USER"
-    with pytest.raises(NotFound, match=r"^there is no user '@nobody-there'$"):
+    with pytest.raises(NotFound, match=r"(?m)^there is no user '@nobody-there'$"):
         user_id("@nobody-there")
 
 

@@ -268,7 +268,7 @@ def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(
 def test_a_later_failure_starts_it_again_with_its_limits(world: World, first: str, home: DaemonHome) -> None:
     record = home.read()
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
-    with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
+    with pytest.raises(OperationFailed, match=r"(?m)^the driver refuses$"):
         do(*steps, failing())
     again = home.read()
     assert again.pid != record.pid
@@ -371,7 +371,7 @@ def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
     started(world, first)
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     steps = change(world, [third], "3g.40gb:0", "1g.10gb:4")
-    with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
+    with pytest.raises(OperationFailed, match=r"(?m)^the driver refuses$"):
         do(*steps, failing())
     assert world.state.daemons == []
 

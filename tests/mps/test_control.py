@@ -370,5 +370,5 @@ def test_what_fails_without_a_word_is_told_by_its_exit_code() -> None:
     with pytest.raises(OperationFailed, match="'quit' failed at the MPS daemon: exit code 3"):
         control(daemon).quit()
     daemon = Daemon({"quit": "Bus error\n"}, code=3)
-    with pytest.raises(OperationFailed, match=r"failed at the MPS daemon: Bus error$"):
+    with pytest.raises(OperationFailed, match=r"(?m)failed at the MPS daemon: Bus error$"):
         control(daemon).quit()

@@ -144,7 +144,7 @@ def test_the_record_comes_first_and_the_guard_is_there(job: Paused, monkeypatch:
 @pytest.mark.parametrize("kind", [OperationFailed, NoPermission])
 def test_what_is_half_done_is_taken_back(job: Paused, kind: type[GpushareError]) -> None:
     job.control.fails["disable", job.pids[1]] = kind("no", "see")
-    with pytest.raises(kind, match=r"^no$"):
+    with pytest.raises(kind, match=r"(?m)^no$"):
         job.pause()
     assert job.off == [False, False]
     assert not job.path.exists()
@@ -154,7 +154,7 @@ def test_what_is_half_done_is_taken_back(job: Paused, kind: type[GpushareError])
 def test_what_the_driver_left_off_halfway_is_put_back(job: Paused) -> None:
     half_done = OperationFailed("half of it is off", "see", code="half_done")
     job.control.fails["disable", job.pids[1]] = half_done
-    with pytest.raises(OperationFailed, match=r"^half of it is off$"):
+    with pytest.raises(OperationFailed, match=r"(?m)^half of it is off$"):
         job.pause()
     assert [("enable", pid) for pid in reversed(job.pids)] == job.control.done[-2:]
     assert not job.path.exists()

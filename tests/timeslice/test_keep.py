@@ -520,7 +520,7 @@ def test_a_slice_that_was_put_back_in_a_try_that_failed_gets_its_rule(
 def test_a_keep_that_cannot_begin_leaves_no_record(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     host = connect(world.spec)
     monkeypatch.setattr(type(host.nvml), "identities", failing)
-    with pytest.raises(OperationFailed, match=r"^no$"):
+    with pytest.raises(OperationFailed, match=r"(?m)^no$"):
         keep.keep(host, policy(), reload=policy, say=lambda _: None)
     assert not KEEPS.path(host, "keep").exists()
 
