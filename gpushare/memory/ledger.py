@@ -334,7 +334,7 @@ def line_of(
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     processes = [process for process in device.gpu.processes or () if device.has(process)]
     jobs_on_device = [job for job in jobs if device.uuid in job.held]
-    owners = owners_of(host, jobs_on_device, processes)
+    owners = owners_of(host, jobs_on_device, (process.pid for process in processes))
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
     unlisted = max(0, used - _used_bytes(processes))
@@ -466,17 +466,17 @@ def would_take(
     return _admitted(by_key, [*jobs_ahead, _as_waiting("", uid, request, by_key, limits)]).get("", ())
 
 
-def owners_of(host: Host, jobs: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
-    """Return which reservation each process on a device belongs to: by ancestry, and only of the claim's own user."""
+def owners_of(host: Host, jobs: Iterable[Reservation], pids: Iterable[int]) -> dict[int, str]:
+    """Return which reservation each process belongs to: by ancestry, and only of the claim's own user."""
     roots = {process.pid: job for job in jobs for process in job.claim.processes}
     owners: dict[int, str] = {}
-    for process in processes:
-        for pid in host.processes.ancestry(process.pid):
+    for own_pid in pids:
+        for pid in host.processes.ancestry(own_pid):
             if pid in roots:
-                info = host.processes.describe(process.pid)
+                info = host.processes.describe(own_pid)
                 # A claim that names another user's process must not hide its memory; root may start jobs as any user.
                 if info is not None and roots[pid].claim.uid in {0, info.uid}:
-                    owners[process.pid] = roots[pid].id
+                    owners[own_pid] = roots[pid].id
                 break
     return owners
 

@@ -16,7 +16,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes
 from gpushare.host.host import Host
 from gpushare.host.store import JobProcess
-from gpushare.memory.swap import GPU_MARGIN_BYTES, SWAPS, Keep, Swap, come_in, go_out
+from gpushare.memory.swap import SWAPS, Keep, Swap, come_in, go_out
 
 FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.
@@ -87,18 +87,19 @@ def possible_targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
     return movable
 
 
-def assign_gpus(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
+def assign_gpus(needs: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
     """Return the index of the GPU that each job goes to, by the PID of the job: the largest first, each where most is free.
 
-    ``sizes`` are bytes by the PID of the job, ``free`` bytes by the index of the GPU. A job without room is left out.
+    ``needs`` are bytes by the PID of the job (`room.back_bytes`), ``free`` bytes by the index of the GPU. A job without room
+    is left out.
     """
     still_free = dict(free)
     chosen: dict[int, int] = {}
-    for pid, size in sorted(sizes.items(), key=lambda job: (-job[1], job[0])):
+    for pid, need in sorted(needs.items(), key=lambda job: (-job[1], job[0])):
         index = max(still_free, key=lambda index: (still_free[index], -index), default=None)
-        if index is not None and still_free[index] >= size + GPU_MARGIN_BYTES:
+        if index is not None and still_free[index] >= need:
             chosen[pid] = index
-            still_free[index] -= size + GPU_MARGIN_BYTES
+            still_free[index] -= need
     return chosen
 
 

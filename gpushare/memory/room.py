@@ -18,6 +18,7 @@ from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, 
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
+from gpushare.host.store import JobProcess, Named
 from gpushare.host.users import has_claims
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import PREFIX as LEASES
@@ -39,7 +40,7 @@ from gpushare.memory.ledger import (
     would_take,
 )
 from gpushare.memory.peaks import KnownCommands, find_profile
-from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
+from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair, several_gpus_error
 
 # Shows what a job waits for, how long it has, and how long it waits at most (`show.waiting`).
 Draw = Callable[[str, float, "float | None"], None]
@@ -144,7 +145,7 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
     processes = [each for each in device.gpu.processes or () if device.has(each) and (each.compute or each.mps)]
     # In another PID namespace than the host's, NVML's PIDs are of other processes.
     blind = host.processes.namespace_is_host() is False
-    owners = owners_of(host, line.holders, () if blind else processes)
+    owners = owners_of(host, line.holders, () if blind else (process.pid for process in processes))
     if not blind and any(job.id not in owners.values() for job in line.holders):
         return None
     busy = device.gpu.utilization_percent if device.mig is None else None
@@ -236,10 +237,31 @@ def wait_for_room(
         raise
 
 
-def back_bytes(host: Host, device: Device, memory_bytes: int) -> int | None:
-    """Return what a job that held this much has to reserve to come back; None: all of the device, which it had."""
+def reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -> int | None:
+    """Return what a job with these processes has reserved on its GPU; None: all of it.
+
+    Raises:
+        NotSupported: it has several GPUs, even if it uses only one of them now (code ``several_gpus``).
+    """
+    ledger = [each for each in reservations(host) or [] if each.held]
+    ids = set(owners_of(host, ledger, (process.pid for process in processes)).values())
+    own = [each for each in ledger if each.id in ids]
+    held = {uuid for each in own for uuid in each.held}
+    if len(held) > 1:
+        raise several_gpus_error(job, [gpu.index for gpu in host.nvml.identities() if gpu.uuid in held])
+    sizes = [each.memory_bytes for each in own]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def back_bytes(host: Host, device: Device, memory_bytes: int, reserved_bytes: int | None = 0) -> int | None:
+    """Return what a job that held this much has to reserve to come back; None: all of the device, which it had.
+
+    It is at least what it had reserved (`Swap.reserved_bytes`), as it may grow again.
+    """
+    if reserved_bytes is None:
+        return None
     line = line_of(host, device, [])
-    need = memory_bytes + GPU_MARGIN_BYTES
+    need = max(memory_bytes + GPU_MARGIN_BYTES, reserved_bytes)
     return None if line is not None and need > line.room.whole_bytes else need
 
 
@@ -256,7 +278,7 @@ def room_reserved(
 
     Waits for it as `wait_for_room`; ``waiting`` shows that. A limit of its user that was lowered meanwhile keeps no job out.
     """
-    need = back_bytes(host, devices[0], swap.memory_bytes)
+    need = back_bytes(host, devices[0], swap.memory_bytes, swap.reserved_bytes)
     keys = tuple(device.uuid for device in devices)
     place = Place(host, Request(memory_bytes=need, keys=keys, client=False, name=swap.name))
     try:

@@ -65,7 +65,8 @@ class Image(NamedTuple):
 class Swap(Kept, Named):
     """A job that is swapped out or being swapped. ``images`` are its processes, in the order of leaving.
 
-    ``gpu_uuid`` is where it comes back. ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
+    ``gpu_uuid`` is where it comes back. ``reserved_bytes`` is what it had reserved there (0: nothing, None: all of the GPU).
+    ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
     ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`). ``left_uuid``: the GPU that it
     moves from (`move.py`); None: it comes back to where it was. The images of ``arrived`` are of ``gpu_uuid`` already.
     """
@@ -78,6 +79,7 @@ class Swap(Kept, Named):
     state: Annotated[str, {LEAVING, OUT, RETURNING, BACK, LOST}.__contains__]
     since: Past
     images: Annotated[tuple[Image, ...], Most(256)]
+    reserved_bytes: Count | None = 0
     out_seconds: Annotated[float, Within(0, 1e6)] | None = None
     restored: bool = False
     left_uuid: Shown | None = None
@@ -262,11 +264,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
         )
     gpus = sorted({gpu for process in processes for gpu in process.gpus})
     if len(gpus) > 1:
-        raise NotSupported(
-            f"{job.title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped or moved",
-            f"pause it instead: gpushare pause {job.selector}",
-            code="several_gpus",
-        )
+        raise several_gpus_error(job, gpus)
     _check_stopped(host, job, processes)
     from gpushare.memory.cost import host_bytes
 
@@ -280,6 +278,15 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
                 "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",
                 code="host_memory",
             )
+
+
+def several_gpus_error(job: Named, gpus: Sequence[int]) -> NotSupported:
+    """Return the error about a job on several GPUs, of these indexes."""
+    return NotSupported(
+        f"{job.title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped or moved",
+        f"pause it instead: gpushare pause {job.selector}",
+        code="several_gpus",
+    )
 
 
 def check_host(host: Host) -> None:
@@ -335,7 +342,9 @@ def check_continues(host: Host, swap: Swap) -> None:
         raise _stopped_error(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
 
-def leaving_record(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]) -> Swap:
+def leaving_record(
+    host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess], reserved_bytes: int | None
+) -> Swap:
     """Return the record of a job that is about to go out, which `go_out` writes."""
     earlier = find_swap(host, job.pid, job.name)
     return Swap(
@@ -347,6 +356,7 @@ def leaving_record(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobP
         state=LEAVING,
         since=uptime(),
         images=tuple(Image(process.pid, process.started, process.memory_bytes or 0) for process in processes),
+        reserved_bytes=reserved_bytes,
         restored=earlier is not None and (earlier.restored or earlier.state == BACK),
         path=SWAPS.path(host, job.pid),
     )

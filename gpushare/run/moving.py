@@ -16,7 +16,7 @@ from gpushare.host.store import Job
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.room import Draw, read_lines, room_kept, room_reserved
+from gpushare.memory.room import Draw, back_bytes, read_lines, reserved_by, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
     LEAVING,
@@ -153,13 +153,13 @@ class Mover:
             consent_to(self._host, job, "moves")
             swap, _ = self._record_and_gpu(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        sizes = {wish.job.pid: wish.swap.memory_bytes for wish in moves}
-        index_of = move.assign_gpus(sizes, self._free_bytes(candidates))
+        index_of = self._assign_gpus(moves, candidates)
         without_room = next((wish for wish in moves if wish.job.pid not in index_of), None)
         if without_room is not None:
+            size = max(without_room.swap.memory_bytes, without_room.swap.reserved_bytes or 0)
             raise InUse(
                 f"no other GPU of this model that may be used has room for {without_room.job.title} with"
-                f" {format_bytes(without_room.swap.memory_bytes)}",
+                f" {format_bytes(size)}",
                 "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
                 gpu=str(source.index),
                 code="no_room",
@@ -207,7 +207,8 @@ class Mover:
         move.check_single_rank(self._host, job.title, processes)
         uuid = next((gpu.uuid for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
         source = self._gpu_by_uuid(uuid, job)
-        return leaving_record(self._host, job, source.uuid or "", processes), source
+        reserved_bytes = reserved_by(self._host, job, processes)
+        return leaving_record(self._host, job, source.uuid or "", processes, reserved_bytes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
         """Raise InUse if only a part of a job was swapped out, by its PID: the rest would stay (``already_out``)."""
@@ -228,15 +229,21 @@ class Mover:
             raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
         return gpu
 
-    def _free_bytes(self, gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return the bytes that are neither held nor reserved, by GPU index; GPUs that other users have reserved are left out."""
+    def _assign_gpus(self, moves: Sequence[_Move], gpus: Sequence[Gpu]) -> dict[int, int]:
+        """Return the index of the GPU with room now for each job, by its PID; none that another user has reserved."""
         usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
-        return {line.device.gpu.index: line.free_bytes for line in lines}
+        needs = {}
+        for wish in moves if lines else ():
+            memory_bytes, reserved_bytes = wish.swap.memory_bytes, wish.swap.reserved_bytes
+            needs[wish.job.pid] = min(
+                line.room.bytes_of(back_bytes(self._host, line.device, memory_bytes, reserved_bytes)) for line in lines
+            )
+        return move.assign_gpus(needs, {line.device.gpu.index: line.free_bytes for line in lines})
 
     def _with_target(self, wish: _Move) -> _Move:
         """Return the move to the one GPU that has room now; without room as it is: it waits, or says why it cannot."""
-        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes}, self._free_bytes(wish.candidates))
+        chosen = self._assign_gpus([wish], wish.candidates)
         target = next((gpu for gpu in wish.candidates if gpu.index == chosen.get(wish.job.pid)), None)
         return wish if target is None else replace(wish, candidates=(target,))
 

@@ -19,7 +19,7 @@ from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Request
-from gpushare.memory.room import Draw, back_bytes, outlook, repair_first, room_kept, room_reserved
+from gpushare.memory.room import Draw, back_bytes, outlook, repair_first, reserved_by, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
     LOST,
@@ -86,7 +86,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
     gpu, gpu_uuid = _gpu_to_leave(host, job, processes[0].gpus[0])
-    swap = leaving_record(host, job, gpu_uuid, processes)
+    swap = leaving_record(host, job, gpu_uuid, processes, reserved_by(host, job, processes))
     done: list[Swap] = []
 
     def act() -> None:
@@ -240,7 +240,7 @@ def _wait_and_return(
 
 def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
     """Return what a dry run says of the room: whether there is some now, or what is in the way. ``wait``: the job would wait."""
-    need = back_bytes(host, device, swap.memory_bytes)
+    need = back_bytes(host, device, swap.memory_bytes, swap.reserved_bytes)
     request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
     room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
     if room.starts_now:

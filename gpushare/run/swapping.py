@@ -599,7 +599,7 @@ class Swapping(Part):
         job = find_job(self._host, str(self._pid))
         processes = processes_to_swap(self._host, job)
         check_single_rank(self._host, job.title, processes)
-        swap = leaving_record(self._host, job, self._device.uuid, processes)
+        swap = leaving_record(self._host, job, self._device.uuid, processes, self._asked.memory_bytes)
         place = Place(self._host, replace(self._request_of_return(swap), keys=(target.uuid,)), self._patience)
         try:
             # It passes the line there: it gives up as much room here, to a job that waits.
@@ -787,7 +787,8 @@ class Swapping(Part):
     def _swap_out(self) -> None:
         """Swap the job out, and give up its place in the ledger."""
         job = find_job(self._host, str(self._pid))
-        swap = leaving_record(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
+        processes = processes_to_swap(self._host, job)
+        swap = leaving_record(self._host, job, self._device.uuid, processes, self._asked.memory_bytes)
         began = self._clock()
         with self._swapping():
             self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job), room_kept)
@@ -843,12 +844,8 @@ class Swapping(Part):
 
     def _request_of_return(self, swap: Swap) -> Request:
         """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""
-        # As much as it had reserved: it may grow again. None is all of the device.
-        size = self._asked.memory_bytes
-        if size is not None:
-            gpu = self._host.nvml.gpu(self._device.gpu.index)
-            need = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes)
-            size = None if need is None else max(size, need)
+        gpu = self._host.nvml.gpu(self._device.gpu.index)
+        size = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes, self._asked.memory_bytes)
         return replace(self._asked, memory_bytes=size, keys=(self._device.uuid,), client=False)
 
     def _try_to_take(self, place: Place) -> bool:
@@ -914,5 +911,5 @@ def _has_room_after_turns(job: Reservation, line: Line) -> bool:
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:
     """Return whether a process on the GPU does not leave for production: production itself, or an unknown program."""
     leaving = [job for job in line.holders if job.leaves]
-    processes_leaving = owners_of(host, leaving, gpu.processes or ())
+    processes_leaving = owners_of(host, leaving, (process.pid for process in gpu.processes or ()))
     return any(process.pid not in family and process.pid not in processes_leaving for process in gpu.processes or ())

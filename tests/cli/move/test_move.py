@@ -13,7 +13,7 @@ from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
@@ -64,6 +64,29 @@ def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None
     assert gpu_of(world, pid) == 0
     # It is there.
     assert cli("move", str(pid), "-g", "0", host=SPEC).ok().out.startswith("nothing to do")
+
+
+def test_a_job_needs_room_for_all_that_it_has_reserved(cli: Cli, refused: Refused, world: World) -> None:
+    words = ("--memory", "80G", "--movable", "--name", "train")
+    cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
+    other = Place(world.host, Request(memory_bytes=70 * GIB, keys=(world.state.gpus[1].uuid,), client=False))
+    other.take(*other.request.keys)
+    refused("move", "train", "-g", "1", code="no_room", exit_code=19, host=SPEC)
+    text = refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
+    assert "with 80.0 GiB" in text
+    cli("move", "train", "-g", "1,2", host=SPEC).ok()
+    assert gpu_of(world, *world.pids()) == 2
+    cli("stop", "train", host=SPEC).ok()
+
+
+def test_a_job_of_several_gpus_stays_even_if_it_uses_only_one(cli: Cli, refused: Refused) -> None:
+    words = ("--gpus", "2", "-g", "0,1", "--memory", "5G", "--name", "train")
+    cli("run", "-d", *words, "--", "sleep", "300", host=SPEC).ok()
+    for verb in (("move", "train", "-g", "2"), ("swap", "out", "train")):
+        assert "is on GPUs 0, 1, and only jobs on one GPU" in refused(
+            *verb, code="several_gpus", exit_code=3, host=SPEC
+        )
+    cli("stop", "train", host=SPEC).ok()
 
 
 def test_without_g_it_goes_where_most_is_free_and_a_dry_run_says_the_same(cli: Cli, world: World) -> None:

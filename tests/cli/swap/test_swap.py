@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
@@ -57,6 +57,25 @@ def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World)
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
     assert reservations(world.host) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "text"), [(("--memory", "100G"), "100.0 GiB"), (("--wait",), "a GPU without other jobs")]
+)
+def test_a_job_comes_back_with_all_that_it_had_reserved(
+    cli: Cli, refused: Refused, world: World, words: tuple[str, ...], text: str
+) -> None:
+    cli("run", "-d", *words, "--swap", "request", "--name", "train", "--", "sleep", "300").ok()
+    (reserved,) = reservations(world.host) or []
+    cli("swap", "out", "train").ok()
+    other = Place(world.host, Request(memory_bytes=60 * GIB, keys=reserved.keys, client=False))
+    other.take(*reserved.keys)
+    assert f"there is no room for {text}" in cli("swap", "in", "train", "-n").ok().err
+    refused("swap", "in", "train", code="no_room", exit_code=19)
+    other.leave()
+    cli("swap", "in", "train").ok()
+    assert [each.memory_bytes for each in reservations(world.host) or ()] == [reserved.memory_bytes]
+    cli("stop", "train").ok()
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
