@@ -58,6 +58,7 @@ class ExportedDevice:
             "granted": self.mig is not None and self.mig.granted,
             "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
             "restricted": mps is not None and bool(mps.users),
+            "multiuser": mps is not None and mps.multiuser,
         }
         return {trait for trait, is_true in conditions.items() if is_true}
 

@@ -17,6 +17,7 @@ from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
 from gpushare.mig.profile import GpuInstance, Profile
 from gpushare.mig.wish import parse_wish, resolve
+from gpushare.mps.daemons import is_multiuser
 from gpushare.mps.limits import Limits
 from gpushare.snapshot import HostState
 
@@ -118,6 +119,7 @@ class HostDescription:
             "daemons": bool(daemons),
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
+            "multiuser": any(daemon.multiuser for daemon in daemons),
         }
         traits = {trait for trait, is_true in conditions.items() if is_true}
         return {gpu.sharing.value for gpu in self.gpus} | traits | self.sections
@@ -222,6 +224,7 @@ def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
         limits=Limits.of(daemon),
         # A daemon that does not run as root serves only its own user.
         users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
+        multiuser=is_multiuser(host, daemon.pid),
         pipe_directory=daemon.pipe_directory,
     )
 
@@ -305,7 +308,7 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
 
 def _plain_mps(wish: MpsWish) -> MpsWish:
     """Return a daemon as the exports tell of it: without defaults (100 %, normal priority), and without its compute mode."""
-    return MpsWish(limits=Limits.of(wish.limits), users=wish.users)
+    return MpsWish(limits=Limits.of(wish.limits), users=wish.users, multiuser=wish.multiuser)
 
 
 def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:

@@ -16,6 +16,7 @@ from gpushare.hostfile.live import LiveGpu, LiveMps
 from gpushare.mig.grant import known_user, reapplied_steps
 from gpushare.mig.profile import Layout
 from gpushare.mps.control import parse_memory
+from gpushare.mps.daemons import is_multiuser
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, pipe_directory, pipe_users, unit_at
 from gpushare.mps.limits import Limits
 
@@ -148,7 +149,7 @@ def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
         limits=Limits.of(daemon),
         users=users_of(host, daemon),
         exclusive=exclusive,
-        multiuser=record is not None and record.users is not None,
+        multiuser=is_multiuser(host, daemon.pid),
     )
     return LiveMps(pid=daemon.pid, wish=wish, transient=transient, unit=unit)
 

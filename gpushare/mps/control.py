@@ -538,6 +538,11 @@ def probe_version(programs: Programs) -> int | None:
     return int(match.group(1)) if match else None
 
 
+def start_words(*, foreground: bool = False, multiuser: bool = False) -> list[str]:
+    """Return the command that starts a daemon; ``multiuser``: one server, of root, for several users at the same time."""
+    return [PROGRAM, "-f" if foreground else "-d", *(["-M"] if multiuser else [])]
+
+
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:
     """Return the daemon's environment: one device by UUID, private directories.
 

@@ -376,6 +376,13 @@ def _is_daemon(command_line: Sequence[str] | None) -> bool:
     return any(re.match(r"-[MSdfq]*[df][MSdfq]*$|--(daemon|fore?ground)$", word) for word in command_line[1:])
 
 
+def is_multiuser(host: Host, pid: int | None) -> bool:
+    """Return whether the daemon with this PID was started for several users at the same time."""
+    info = None if pid is None else host.processes.describe(pid)
+    words = () if info is None else info.command_line or ()
+    return any(re.match(r"-[MSdfq]*M[MSdfq]*$|--?multiuser-server$", word) for word in words[1:])
+
+
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     """Return the PID of the daemon of this user or root that listens at a pipe directory, or None.
 

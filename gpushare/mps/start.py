@@ -16,7 +16,7 @@ from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
-from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
+from gpushare.mps.control import MpsControl, control_command, probe_version, start_environment, start_words
 from gpushare.mps.daemons import FoundDaemon, check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
 from gpushare.mps.home import (
     RUNNING,
@@ -176,7 +176,7 @@ class _Start:
 
     @property
     def _argv(self) -> list[str]:
-        return [PROGRAM, "-d"] if self._users is None else [PROGRAM, "-d", "-M"]
+        return start_words(multiuser=self._users is not None)
 
     def _open_pipe(self) -> None:
         self._users_before = pipe_users(self._home.pipe)

@@ -351,7 +351,7 @@ def _process_table(state: SimulatedHostState) -> list[SimulatedProcess]:
             SimulatedProcess, real=False, gpu_uuid="", started=daemon.started, environment=daemon.environment
         )
         stopped = 0.0 if daemon.stopped else None
-        command = [MPS_CONTROL, "-d"]
+        command = [MPS_CONTROL, "-d", *(["-M"] if daemon.multiuser else [])]
         table.append(of_mps(pid=daemon.pid, uid=daemon.uid, name=MPS_CONTROL, command_line=command, stopped_at=stopped))
         for server in daemon.servers:
             command = [MPS_SERVER]

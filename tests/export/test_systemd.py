@@ -97,6 +97,9 @@ def test_a_daemon_in_the_foreground() -> None:
     assert unit["ExecStopPost"][0].endswith("-c DEFAULT")
     other = settings(text(export, MIG_UNIT))
     assert len(other["ExecStartPre"]) == 1
+    assert other["ExecStart"] == ["/usr/bin/nvidia-cuda-mps-control -f"]
+    several = units_export(host(gpu(0, Way.MPS, mps=mps(None, multiuser=True))))
+    assert settings(text(several, GPU_UNIT))["ExecStart"] == ["/usr/bin/nvidia-cuda-mps-control -f -M"]
     # A user's name may end in a $, which systemd would take for a variable.
     samba = units_export(host(gpu(0, Way.MPS, mps=mps(None, users=("pc$", "bob")))))
     assert "u:pc$$:rx,u:bob:rx,m::rx" in text(samba, GPU_UNIT)

@@ -274,6 +274,9 @@ def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
     assert pipe_users(Path(world.state.daemons[0].pipe_directory)) == ("daemon", "nobody")
     file = cli("capture").ok().out
     assert "multiuser: true" in file
+    assert "nvidia-cuda-mps-control -f -M\n" in cli("export", "systemd").ok().out
+    exported = cli("export", "docker", "-g", "0").ok()
+    assert "one user at a time" not in exported.out + exported.err
     assert cli("mps", "stop").ok().code == 0
     cli("mps", "start", "--users", "all").ok()
     assert pipe_users(Path(world.state.daemons[0].pipe_directory)) == ()
