@@ -284,8 +284,10 @@ def _undo_line(change: MigChange) -> str | None:
     if change.names:
         # It takes back what this change has named, so it does not ask.
         commands = [f"{command} -y" for command in commands]
+    # Names that have moved are free again before their instances of before get them.
+    commands += filter(None, [change.plan.undo])
     commands += [command for part in parts for command in _naming_commands(part)]
-    return "; ".join(filter(None, [*commands, change.plan.undo])) or None
+    return "; ".join(commands) or None
 
 
 def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
@@ -477,7 +479,8 @@ def apply(
     is left alone, and an entry without a GPU is reported in a note; with --exact both are errors. Needs root; where MIG
     is on already, the driver's capability mig/config is enough.
 
-    With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2.
+    With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2. A name
+    moves between instances of these GPUs; one that belongs to another GPU is refused.
     """
     if bool(wish) == (file is not None):
         raise BadUsage(

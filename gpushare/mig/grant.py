@@ -360,8 +360,8 @@ def plan_names(
 ) -> Naming:
     """Return how these instances get these names, in order, and are granted to these users only.
 
-    A single name for several instances is numbered. Without ``may_move`` a name may be reused only if its instance no
-    longer exists; ``plans`` (default: those of the instances) tell which exist.
+    A single name for several instances is numbered. A name moves only between instances of the GPUs of the plans (default:
+    those of the instances) or from a GPU that is gone; without ``may_move`` only if its instance no longer exists.
 
     Raises:
         BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
@@ -378,13 +378,14 @@ def plan_names(
     plans = plans or [plan for plan, _ in instances]
     index = {plan.uuid or "": plan.gpu for plan in plans}
     kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
+    indexes = {gpu.uuid: gpu.index for gpu in host.nvml.identities()}
     # Names that these instances take from others.
     moving = [names_now[named.name] for named in bound if named.name in names_now]
-    if not may_move:
-        blocking = next((named for named in moving if named.gpu_uuid not in index or named.spot in kept_spots), None)
-        if blocking is not None:
-            raise name_taken_error(blocking, {plan.uuid: plan.gpu for plan in plans})
-        moving = []
+    for named in moving:
+        is_elsewhere = named.gpu_uuid not in index and named.gpu_uuid in indexes
+        if is_elsewhere or (not may_move and named.spot in kept_spots):
+            raise name_taken_error(named, indexes)
+    moving = [named for named in moving if may_move and named.gpu_uuid in index]
     # Names that the instances have now, and lose.
     spots = {named.spot for named in places.values()}
     replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
@@ -401,7 +402,8 @@ def plan_names(
     ]
     bound_after = [named for named in bound if named not in bound_before]
     if bound_after or replaced:
-        steps.append(names_step(host, bound_after, replaced, index))
+        moved = [named for named in moving if named.spot in kept_spots]
+        steps.append(names_step(host, bound_after, replaced, index, moved=moved))
     for name, named in places.items():
         unchanged = named not in bound and named.spot in kept_spots
         in_force = unchanged and not any(plan_grant(host, name, user).steps for user in users[name])
@@ -409,6 +411,13 @@ def plan_names(
             steps.append(grant_step(host, name, users[name]))
     losses = []
     undo = [f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in kept_spots]
+    undo += [
+        f"gpushare mig revoke {name} {shlex.quote(user)} -y"
+        for name, named in places.items()
+        if named not in bound and named.spot in kept_spots | destroyed_spots
+        for user in users[name]
+        if known_user(user) not in names_now[name].users
+    ]
     for named in losing:
         # If its instance was destroyed earlier, a name without a grant is no loss, and cannot be restored.
         if named.spot in kept_spots or named.users:
@@ -474,8 +483,11 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
 
 def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
     """Return the commands that give a name and its grants back."""
-    grants = [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
-    return [f"gpushare mig name {named.name} {named} -g {gpu}", *grants]
+    return [f"gpushare mig name {named.name} {named} -g {gpu}", *_grant_commands(named)]
+
+
+def _grant_commands(named: NamedInstance) -> list[str]:
+    return [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
 
 
 def revoke_step(host: Host, named: NamedInstance) -> Step:
@@ -484,6 +496,7 @@ def revoke_step(host: Host, named: NamedInstance) -> Step:
         f"revoke the grants of '{named.name}' ({named})",
         f"gpushare mig revoke {named.name}",
         lambda: plan_revoke(host, named.name).steps,
+        undo="\n".join(_grant_commands(named)),
     )
 
 
@@ -524,11 +537,13 @@ def names_step(
     index: Mapping[str, int] | None = None,
     *,
     to_come: Collection[str] = (),
+    moved: Sequence[NamedInstance] = (),
 ) -> Step:
     """Return the step that binds and forgets names; its undo leaves alone names that were changed since.
 
     ``index`` are the indexes of GPUs by UUID, as far as they are known. The instances of names ``to_come`` do not exist
-    yet: only the record has these now, and `plan_change` shows the command where they exist.
+    yet: only the record has these now, and `plan_change` shows the command where they exist. ``moved`` are what some of the
+    names mean before.
     """
     wanted: dict[str, NamedInstance | None] = {named.name: None for named in forget}
     wanted |= {named.name: named for named in bind}
@@ -566,7 +581,7 @@ def names_step(
     return Step(
         what=", ".join(words),
         command="\n".join([*_commands_now(host, bind, indexes, to_come), *_forgetting_commands(forget)]),
-        undo="\n".join([*binding_commands(forget, indexes), *_forgetting_commands(bind)]),
+        undo="\n".join([*_forgetting_commands(bind), *binding_commands([*forget, *moved], indexes)]),
         do=change_names,
         revert=restore_names,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from gpushare.mig.ledger import names_of
@@ -83,6 +85,46 @@ def test_an_existing_name_goes_only_with_consent(host: World) -> None:
     assert users(host) == {"b": (), "x": (), "c": ()}
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("2g*3", "--name", "b,a,c"),
+        ("2g*3", "--name", "b,x,y"),
+        ("2g*3", "--name", "a,b,c", "--grant", "b=bin"),
+        ("2g*3", "--name", "c,a,x", "--grant", "a=bin"),
+        ("3g*2", "--name", "b,a"),
+        ("1g*2", "2g*2", "--name", "c,a,b,x", "--grant", "b=bin"),
+        ("2g*2", "1g", "--name", "c,b,a"),
+        ("2g*2", "1g", "--name", "x,y,z"),
+        ("2g:0", "2g:2", "1g", "--name", "c,x,y"),
+        ("2g",),
+    ],
+    ids=" ".join,
+)
+def test_the_undo_brings_back_names_and_grants_whatever_moves(host: World, words: tuple[str, ...]) -> None:
+    host.asked("mig", "apply", "2g*3", "--name", "a,b,c", "--grant", "a=daemon+nobody", "--grant", "c=bin").ok()
+    before = host.look()[0].places, host.names(), users(host)
+    undo = host.asked("mig", "apply", *words, "-y").ok().data["undo"]
+    for command in undo.split("; "):
+        host.asked(*shlex.split(command)[1:]).ok()
+    assert (host.look()[0].places, host.names(), users(host)) == before
+
+
+def test_a_name_of_another_gpu_is_refused(cli: Cli, refused: Refused) -> None:
+    two = "sim:2xh100"
+    cli("mig", "apply", "-g", "1", "3g*2", "--name", "a,b", "--grant", "a=daemon", host=two).ok()
+    for name in ("a", "b"):
+        text = refused(
+            "mig", "apply", "-g", "0", "3g*2", "--name", f"{name},x", code="name_taken", exit_code=2, host=two
+        )
+        assert f"the name '{name}' belongs to 3g.40gb:{0 if name == 'a' else 4} of GPU 1" in text
+    # Within the GPUs of one command it moves.
+    undo = cli("mig", "apply", "-g", "0,1", "3g*2", "--name", "a,c,b,d", host=two, output="json").ok().data["undo"]
+    for command in undo.split("; "):
+        cli(*shlex.split(command)[1:], host=two).ok()
+    assert users(World(two)) == {"a": ("daemon",), "b": ()}
+
+
 def test_a_failure_half_way_leaves_all_as_it_was(host: World) -> None:
     host.asked("mig", "apply", "3g*2", "--name", "a,b", "--grant", "a=daemon").ok()
     before = host.look(), host.names(), users(host)
@@ -103,3 +145,16 @@ def test_each_step_of_a_dry_run_has_its_undo(cli: Cli) -> None:
     assert "gpushare mig destroy 2g.10gb:2 -g 0" in [step["undo"] for step in steps]
     assert steps[0]["undo"] == "gpushare mig name --forget a\ngpushare mig name --forget b"
     assert steps[-1]["undo"] == "gpushare mig revoke b root"
+
+
+def test_the_steps_of_names_that_move_have_their_undo(host: World) -> None:
+    host.asked("mig", "apply", "2g*3", "--name", "a,b,c", "--grant", "a=daemon").ok()
+    steps = host.asked("mig", "apply", "2g*3", "--name", "b,a,c", "-n").ok().data["steps"]
+    assert [step["undo"].split("\n") for step in steps] == [
+        ["gpushare mig grant a daemon"],
+        [
+            "gpushare mig name --forget b",
+            "gpushare mig name --forget a",
+            *(f"gpushare mig name {name} 2g.20gb:{start} -g 0" for name, start in (("b", 2), ("a", 0))),
+        ],
+    ]
