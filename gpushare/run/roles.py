@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process_error
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, gpu_not_named_error, no_process_error
 from gpushare.base.model import Gpu, Priority, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
@@ -129,12 +129,23 @@ class Spared:
 
 
 def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
-    """Return the UUID of the first device of the job of this name or PID; None: no such job runs on these GPUs alone."""
+    """Return the UUID of the first device of the job of this name or PID; None: it does not run on these GPUs alone.
+
+    Raises:
+        NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
+        BadUsage: it was tuned and does not run, and there are several GPUs (code ``gpu_not_named``).
+    """
     uuids = {gpu.uuid for gpu in gpus} | {mig.uuid for gpu in gpus for mig in gpu.mig_instances}
     for record in records(host):
         is_meant = target in {record.name, str(record.pid)}
         if is_meant and record.devices and uuids.issuperset(record.devices) and is_running(host, record):
             return record.devices[0]
+    number = pid_of(target)
+    if number is None:
+        if _named_production(host, target) is None and len(gpus) > 1:
+            raise gpu_not_named_error(len(gpus), f"'{target}' is not running: say where this job is to run")
+    elif not host.processes.identity(number):
+        raise no_process_error(target, code="no_process")
     return None
 
 
@@ -154,15 +165,20 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
         # A PID may also be a process that gpushare has not started: then there is no record.
         matching = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
         return next((record for record in matching if is_running(host, record)), None)
-    named = find_record(host, check_job_name(target))
-    if named is None and find_tuned(host, target) is None:
-        check_not_in_line(host, target)
+    return _named_production(host, target)
+
+
+def _named_production(host: Host, name: str) -> JobRecord | None:
+    """Return the production job of this name, running or not; None: it was only tuned. Raises as `find_spared`."""
+    record = find_record(host, check_job_name(name))
+    if record is None and find_tuned(host, name) is None:
+        check_not_in_line(host, name)
         raise NotFound(
-            f"no job {quoted(target)} is known, running or tuned",
-            f"start it: gpushare run --production {target} -- CMD; or tune it: gpushare tune --name {target} ...",
+            f"no job {quoted(name)} is known, running or tuned",
+            f"start it: gpushare run --production {name} -- CMD; or tune it: gpushare tune --name {name} ...",
             code="no_production",
         )
-    return named
+    return record
 
 
 def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | None:

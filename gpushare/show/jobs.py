@@ -28,7 +28,7 @@ CSV: Final = (
     # The completions of shells read the first two.
     "pid", "name", "state", "user", "role", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name",
     "threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent",
-    "since_seconds", "place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command",
+    "since_seconds", "place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command", "held_by",
 )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: candidates_text(job.line.count, job.gpu_indexes)),
         Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
-        Column("behind", "behind", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
+        Column("waits_for", "waits for", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,
@@ -191,6 +191,7 @@ _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
     "device_uuids": lambda job: " ".join(job.device_uuids) or None,
     "place": lambda job: None if job.line is None else job.line.place,
     "behind": lambda job: None if job.line is None else " ".join(job.line.behind) or None,
+    "held_by": lambda job: None if job.line is None else " ".join(job.line.held_by) or None,
 }
 
 

@@ -52,7 +52,7 @@ HEADS: Final = {
     "place": "The place in the line of jobs that wait for room, from 1.",
     "for": "How much memory a waiting job needs on each GPU; all: a GPU of its own.",
     "waiting": "How long it has been waiting.",
-    "behind": "The jobs before it in the line, and those that hold its GPUs.",
+    "waits for": "The jobs before it in the line, and those that hold its GPUs.",
     "state": "running, waiting, paused, or of a swapped job: leaving, out, returning, lost.",
     "limit": "The memory that the processes of a job may have together.",
     "above it": "What gpushare does with a job above its limit: it ends the job, warns, or stops it. It looks five times a second.",

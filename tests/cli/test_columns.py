@@ -25,7 +25,7 @@ CSV = {
     " container command_line",
     "jobs": "pid name state user role gpu_indexes device_uuids way mig_profile mig_name threads_percent slice_us"
     " memory_used_bytes memory_limit_bytes swapped_bytes sm_percent since_seconds place behind exit_code ran_seconds"
-    " memory_peak_bytes container command",
+    " memory_peak_bytes container command held_by",
     "mps status": "gpu pid user started_by status clients threads_percent memory_limit_bytes priority pipe_directory"
     " device_uuid",
     "mig status": "gpu profile name uuid gpu_instance_id compute_instance_id start size memory_bytes",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Way
 from gpushare.base.units import GIB
 from gpushare.run.jobs import PRODUCTION
+from gpushare.run.results import Tuned, keep_tuned
 from tests.cli.drive import Cli, Refused, World
 
 
@@ -53,3 +56,23 @@ def test_more_memory_than_they_leave_is_told(cli: Cli, memory: str, told: bool) 
 def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, ...], told: bool) -> None:
     planned = cli("run", "--opportunistic", "-n", *words, "--", "true").ok()
     assert ("using the default: cap 60 %" in planned.err) is told
+
+
+@pytest.mark.parametrize(
+    ("target", "code", "text"),
+    [
+        ("nope", "no_production", "no job 'nope' is known, running or tuned"),
+        ("4194300", "no_process", "there is no process 4194300"),
+        ("tuned", "gpu_not_named", "this host has 4 GPUs; 'tuned' is not running: say where this job is to run"),
+    ],
+)
+def test_the_job_to_spare_is_looked_for_before_its_gpu(target: str, code: str, text: str) -> None:
+    world = World.new("sim:4xh100")
+    keep_tuned(
+        world.host,
+        Tuned(
+            name="tuned", gpu_name=None, driver=None, threads_percent=60.0, low_priority=True, way=Way.CAPS, path=Path()
+        ),
+    )
+    answer = world.run("run", "--opportunistic", "--for", target, "--", "true")
+    assert (answer.error["code"], answer.error["message"]) == (code, text)
