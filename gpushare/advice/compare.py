@@ -32,7 +32,7 @@ class Availability:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Here:
+class _HostGpu:
     """One GPU of a host, with the table."""
 
     table: Table
@@ -52,7 +52,7 @@ def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) 
     if availability(way, host, gpu).usable is False or gpu.error is not None:
         return None
     computed = _COMPUTED.get((way, row))
-    text = computed(_Here(table=table, host=host, gpu=gpu)) if computed else None
+    text = computed(_HostGpu(table=table, host=host, gpu=gpu)) if computed else None
     return text or table.cell(way, row, host.driver).today
 
 
@@ -123,7 +123,7 @@ _AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
 # -- cells that the host decides -------------------------------------------------------------------
 
 
-def _mps_max_text(here: _Here) -> str | None:
+def _mps_max_text(here: _HostGpu) -> str | None:
     """Return how many clients a server takes; None: the table's text holds."""
     clients = mps_clients(here.table, here.host, here.gpu)
     if clients is None:
@@ -134,7 +134,7 @@ def _mps_max_text(here: _Here) -> str | None:
     return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if here.gpu.mig_enabled else "")
 
 
-def _mps_sm_text(here: _Here) -> str | None:
+def _mps_sm_text(here: _HostGpu) -> str | None:
     """Return how MPS divides the SMs here: by percentage, or also by partitions."""
     sms = here.gpu.multiprocessors
     of_total = "" if sms is None else f" of {sms} SMs"
@@ -143,7 +143,7 @@ def _mps_sm_text(here: _Here) -> str | None:
     return f"By percentage{of_total}, a cap at process launch; no static partitions"
 
 
-def _has_static_partitions(here: _Here) -> bool:
+def _has_static_partitions(here: _HostGpu) -> bool:
     """Return whether this GPU, driver and MPS can reserve SMs for a client."""
     options = here.table.cell(Way.MPS, "sm_isolation", here.host.driver or "0").options
     return (
@@ -151,20 +151,20 @@ def _has_static_partitions(here: _Here) -> bool:
     )
 
 
-def _mps_errors_text(here: _Here) -> str | None:
+def _mps_errors_text(here: _HostGpu) -> str | None:
     """Return which programs an error of a client ends, without partitions; None: the table's text holds."""
     if _has_static_partitions(here):
         return None
     return here.table.cell(Way.MPS, "error_isolation", "0").today
 
 
-def _mps_memory_text(here: _Here) -> str | None:
+def _mps_memory_text(here: _HostGpu) -> str | None:
     if here.gpu.compute_capability is not None and here.gpu.compute_capability < VOLTA:
         return "No: one address space before Volta"
     return None
 
 
-def _timeslice_max_text(here: _Here) -> str | None:
+def _timeslice_max_text(here: _HostGpu) -> str | None:
     """Return how much memory is free, which alone limits the number of programs; None: unknown."""
     total, used = here.gpu.memory_total_bytes, here.gpu.memory_used_bytes
     if total is None or used is None:
@@ -172,7 +172,7 @@ def _timeslice_max_text(here: _Here) -> str | None:
     return f"No fixed number; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
 
 
-def _timeslice_change_text(here: _Here) -> str | None:
+def _timeslice_change_text(here: _HostGpu) -> str | None:
     """Return who may change the level of the GPU, and whether a process can have a slice; None: unknown."""
     if here.gpu.time_slice_settable is None:
         return None
@@ -184,14 +184,14 @@ def _timeslice_change_text(here: _Here) -> str | None:
     return f"{levels}; a slice per process" if per_process else levels
 
 
-def _plain_profiles(here: _Here) -> tuple[Profile, ...]:
+def _plain_profiles(here: _HostGpu) -> tuple[Profile, ...]:
     """Return the ordinary profiles, the smallest first."""
     layout = here.gpu.layout
     profiles = [] if layout is None else [profile for profile in layout.profiles if profile.plain]
     return tuple(sorted(profiles, key=lambda profile: (profile.slices, profile.memory_bytes or 0)))
 
 
-def _mig_max_text(here: _Here) -> str | None:
+def _mig_max_text(here: _HostGpu) -> str | None:
     """Return how many of the smallest instances fit; None: the table's text holds."""
     most = here.gpu.largest_instance_count
     profiles = _plain_profiles(here)
@@ -201,7 +201,7 @@ def _mig_max_text(here: _Here) -> str | None:
     return str(most) if smallest is None else f"{most} of {smallest}"
 
 
-def _mig_sm_text(here: _Here) -> str | None:
+def _mig_sm_text(here: _HostGpu) -> str | None:
     """Return how many SMs an instance has, at least and at most; None: the driver lists no profiles."""
     counts = (profile.multiprocessors for profile in _plain_profiles(here))
     sizes = [count for count in counts if count is not None]
@@ -212,12 +212,12 @@ def _mig_sm_text(here: _Here) -> str | None:
     return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of_total}"
 
 
-def _mig_memory_text(here: _Here) -> str | None:
+def _mig_memory_text(here: _HostGpu) -> str | None:
     sizes = [profile.memory_bytes for profile in _plain_profiles(here) if profile.memory_bytes is not None]
     return f"Yes: {format_bytes(min(sizes))} to {format_bytes(max(sizes))} of its own" if sizes else None
 
 
-def _mig_change_text(here: _Here) -> str | None:
+def _mig_change_text(here: _HostGpu) -> str | None:
     """Return when MIG can be changed here, and by whom; None: the table's text holds."""
     gpu = here.gpu
     rights = "you are root" if here.host.root else "needs root"
@@ -232,7 +232,7 @@ def _mig_change_text(here: _Here) -> str | None:
     return f"When idle, {rights}; {how}; {present}"
 
 
-_COMPUTED: Final[dict[tuple[Way, str], Callable[[_Here], str | None]]] = {
+_COMPUTED: Final[dict[tuple[Way, str], Callable[[_HostGpu], str | None]]] = {
     (Way.MPS, "max_partitions"): _mps_max_text,
     (Way.MPS, "sm_isolation"): _mps_sm_text,
     (Way.MPS, "error_isolation"): _mps_errors_text,

@@ -542,12 +542,12 @@ class Situation:
 
     @cached_property
     def among_others(self) -> bool:
-        """Return whether programs that are not part of the case compute on the whole GPU, and stay there."""
+        """Return whether `in_use` holds for more programs than those that only draw on a display: others compute here too."""
         return self.in_use and (self.gpu.processes or 0) > self.gpu.displays
 
     @cached_property
     def in_use(self) -> bool:
-        """Return whether programs that are not part of the case are on the whole GPU, also to draw, and stay there."""
+        """Return whether programs that are not part of the case are on the GPU and stay there, outside MIG; also those that only draw."""
         has_programs = bool(self.gpu.processes) and not self.gpu.mig_enabled
         return has_programs and not self.case.any("running") and self.case.any("occupied") is not False
 

@@ -70,12 +70,12 @@ class Way(str, Enum):
 
     @property
     def outer(self) -> Way | None:
-        """Return the way that separates the parties, a column of the table of `compare`; None if nothing is shared."""
+        """Return the way that divides the GPU into parts, a column of the table of `compare`; None if nothing is shared."""
         return _OUTER.get(self)
 
     @property
     def inner(self) -> Way | None:
-        """Return the way inside the part of one party; None if there is only one level."""
+        """Return how the programs within one part share it, as MPS does within a MIG instance; None: only one level."""
         return _INNER.get(self)
 
     @property

@@ -563,7 +563,11 @@ def _switch_mode(
     """Switch the MIG mode of GPUs on or off; off only without instances, unless they may be destroyed."""
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
-        """Plan the mode of all GPUs, and for off the end of their instances, unless these are refused."""
+        """Plan to switch MIG on or off on the GPUs that ``gpu`` names; off also destroys their instances.
+
+        Raises:
+            InUse: there are some, and ``destroy`` is not set (``instances_exist``).
+        """
         gpus, layouts = current_layouts(host, gpu)
         may_go = eviction_targets(evict, layouts)
         instances = [
@@ -576,6 +580,7 @@ def _switch_mode(
                 f"destroy them too: gpushare mig disable -g {which} --destroy; see them: gpushare mig status",
                 code="instances_exist",
             )
+        # An empty wish leaves no instance; a GPU without one stays as it is.
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
         modes = {each.index: enable for each in gpus}

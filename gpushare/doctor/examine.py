@@ -172,7 +172,7 @@ def environments(seen: Examination) -> Iterator[Check]:
         for pid, environment in seen.host.machine.environments((*_DEVICES, _PIPE)).items()
     }
     yield from _absent_devices(seen, variables)
-    yield from _renamed_instances(seen, variables)
+    yield from _uuids_of_other_instances(seen, variables)
     yield from _absent_daemons(seen, variables)
 
 
@@ -208,19 +208,18 @@ def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[
     return [*own, *sorted(others, key=of_others)][:_MOST_VALUES]
 
 
-def _renamed_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+def _uuids_of_other_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     """Check programs not yet on the GPU for MIG UUIDs that now mean another instance than the one they were chosen for."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
     pids_by_uuid: dict[str, list[int]] = {}
     for pid, environment in sorted(environments.items()):
         uuid = environment.get("CUDA_VISIBLE_DEVICES", "")
-        if uuid.startswith("MIG-"):
-            pids = pids_by_uuid.setdefault(uuid, [])
-            if pid not in running:
-                pids.append(pid)
-    meanings = dict(_reused_uuids(seen)) if any(pids_by_uuid.values()) else {}
+        if uuid.startswith("MIG-") and pid not in running:
+            pids_by_uuid.setdefault(uuid, []).append(pid)
+    # Few hosts have such a program; only then the ledger of MIG changes is read.
+    meanings = dict(_reused_uuids(seen)) if pids_by_uuid else {}
     for uuid, pids in pids_by_uuid.items():
-        if pids and uuid in meanings:
+        if uuid in meanings:
             check = finding(
                 "mig.environment other", uuid=uuid, meaning=meanings[uuid], processes=_processes_text(seen, pids)
             )

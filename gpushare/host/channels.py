@@ -1290,13 +1290,15 @@ class ChannelControl:
         return self._find_channels(_request("find", channels))
 
     def _find_channels(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
-        """Return the channels that the answer to a request names. Raises as `find`."""
+        """Send a request that finds channels, and return those that the answer names. Raises as `find`."""
         pid = request["pid"]
         reply = self._answer(request, pid, seconds)
-        channels: Channels | None = None
-        with contextlib.suppress(ValueError):
-            channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
-        if channels is None or not channels.compute:
+        # Our own child answers: what is wrong here is a fault of gpushare.
+        try:
+            channels: Channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
+        except ValueError:
+            raise _refusal_error("internal", pid, "its answer is no list of groups", None) from None
+        if not channels.compute:
             raise _refusal_error("internal", pid, "its answer names no groups", None)
         return channels
 

@@ -149,6 +149,7 @@ def _check_match(value: Value, fields: Mapping[str, Value]) -> None:
 
 
 def _match_of(fields: Mapping[str, Any], _: Value) -> Match:
+    """Return which GPUs ``{index: [0, 1]}`` means; `_check_match` makes sure that there is one key."""
     ((key, values),) = fields.items()
     return Match(by=Exactness[key.upper()], values=tuple(map(str, values)))
 

@@ -302,7 +302,7 @@ class Copies:
 
 
 def _no_number_text(printed: Printed) -> str:
-    """Return why a program has no number: nothing matched, or what matched is none."""
+    """Return why a program has no number for a window: --metric matched nothing in it, or only what is not a number at all."""
     if printed.refused is not None and not printed.values:
         return f"printed {quoted(printed.refused)} where --metric matches, which is not a rate or time"
     return "printed no number that --metric matches"

@@ -498,18 +498,20 @@ class Tuner:
         return deviation(rates) / mean(rates) if len(rates) > 1 and mean(rates) else None
 
     def _others_alone(self) -> Alone:
-        """Return the figures of the opportunistic jobs without production, over all ways."""
+        """Return the figures of the opportunistic jobs while production is stopped, over all stages."""
         known_rates = self._others_rates()
         uses = [use for stage in self._stages for use in stage.others_use]
-        memory = [stage.others_memory for stage in self._stages]
+        # Of each stage, the memory of each job.
+        sizes_by_stage = [stage.others_memory for stage in self._stages if stage.others_memory]
+        sm, dram, busy = (mean_known(use[field] for use in uses) for field in range(3))
         return Alone(
             rate=mean(known_rates) if known_rates else None,
             spread=self.others_spread(),
-            memory=max((sum(sizes) for sizes in memory if sizes), default=None),
-            peak=max((size for sizes in memory for size in sizes), default=None),
-            sm=mean_known(sm for sm, _, _ in uses),
-            dram=mean_known(dram for _, dram, _ in uses),
-            busy=mean_known(busy for _, _, busy in uses),
+            memory=max(map(sum, sizes_by_stage), default=None),
+            peak=max(map(max, sizes_by_stage), default=None),
+            sm=sm,
+            dram=dram,
+            busy=busy,
         )
 
 

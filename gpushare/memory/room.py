@@ -290,12 +290,17 @@ def room_reserved(
 
 
 def repair_after_death(host: Host, _processes: object, _word: str) -> None:
-    """Repair what a gpushare that died has begun: what its guard does."""
+    """Do what the guard of a gpushare that died does: finish or undo the swaps that it had begun.
+
+    It tries again after longer and longer pauses, and gives up silently after the last: nobody reads what it says.
+    """
     for seconds in _REPAIR_PAUSES_SECONDS:
         time.sleep(seconds)
-        with contextlib.suppress(GpushareError, OSError):
+        try:
             repair(host, room_kept)
-            return
+        except (GpushareError, OSError):
+            continue
+        return
 
 
 def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> list[Swap]:

@@ -384,18 +384,21 @@ def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ..
     bits of a number.
     """
     destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
-    filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
+    filled_at = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
     destroyed = [whole(old) for number, old in enumerate(site.instances) if number in destroyed_numbers]
     created = []
     for kind, profile, start in option.arrangement.places:
-        number = filled.get(start)
+        number = filled_at.get(start)
         if number is None:
             created.append(creation(site.board.profiles[profile], start, compute[kind]))
             continue
         owner = site.instances[number]
         removed = site.fills[number, kind]
         kept = [part for part in owner.compute if part not in removed]
-        added = new_compute(owner.profile, compute[kind] or (owner.profile.slices,), kept) or ()
+        # Where nothing is said of compute instances, one has the whole size.
+        wanted = compute[kind] or (owner.profile.slices,)
+        # None, that there is no room, cannot be: the search took only what fits.
+        added = new_compute(owner.profile, wanted, kept) or ()
         created.append(inside(owner, added))
         if removed:
             destroyed.append(inside(owner, removed))

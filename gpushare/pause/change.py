@@ -203,12 +203,18 @@ class JobPause:
         self._guard.wait_ready()
 
     def _drop_record(self) -> None:
-        """Undo `_write_record`: put back the record of the earlier pause; else remove ours, unless something is still off."""
+        """Undo `_write_record`: put the record of an earlier pause back, or remove ours.
+
+        Ours stays while something is off that could not be put back: a later ``gpushare resume`` reads it. It also names what the
+        earlier pause took off.
+        """
         if self._guard is not None:
             self._guard.leave()
+        if self._off:
+            return
         if self._older is not None:
             write(self._older)
-        elif not self._off:
+        else:
             PAUSES.forget(self.job.path)
 
     def _disable_step(self, channels: Channels) -> Step:

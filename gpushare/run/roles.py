@@ -150,9 +150,11 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
-    """Return the production job to spare: of this name or PID, running or not; without a target the only one on the device.
+    """Return the record of the production job that is to keep its speed, by its name or PID.
 
-    None: a PID of a process without a record here, or no single one runs.
+    By its PID it must run on the device; by its name it need not run. Without a target it is the only one on the device. None:
+    gpushare did not start the process with this PID; a job of this name was tuned, but has not run yet; or without a target there
+    is not exactly one.
 
     Raises:
         NotFound: no job of this name is recorded or was tuned (``no_production``), or it waits (``waits_in_line``).

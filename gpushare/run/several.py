@@ -262,7 +262,7 @@ class Group:
         self._signal_tree(program, signal.SIGCONT)
 
     def _signal_tree(self, program: Program, number: int) -> None:
-        """Send a signal to a program and its descendants."""
+        """Send a signal to a program, which is the first of its `descendants`, and to all below it."""
         # Once it has ended, its PID may be reused.
         if program.runs:
             signal_all(self.host.processes, self.host.processes.descendants(program.pid), number)

@@ -183,8 +183,9 @@ def compute_multiprocessors(target: Target, profile: Profile, slices: int) -> in
 
 
 def device_multiprocessors(target: Target, instance: SimulatedMigInstance) -> int:
-    """Return the SM count of a MIG device."""
+    """Return the SM count of a MIG device: of its compute instance, or of a GPU instance that has none."""
     profile = target.model.profile(instance.profile)
+    # A state file may name a profile that the model does not have.
     if profile is None or instance.compute_profile is None:
         return profile_multiprocessors(target, instance.profile)
     from gpushare.sim import mig

@@ -119,5 +119,6 @@ def places_of(gpu: SimulatedGpu) -> Iterator[InstanceIds]:
 
 
 def place_key(place: InstanceIds) -> str:
-    """Return the key of an instance in `SimulatedGpu.nodes`."""
-    return str(place[0]) if place[1] is None else f"{place[0]}/{place[1]}"
+    """Return the key of an instance's device node in `SimulatedGpu.nodes`: ``3``, or ``3/0`` for a compute instance in it."""
+    gpu_instance, compute_instance = place
+    return str(gpu_instance) if compute_instance is None else f"{gpu_instance}/{compute_instance}"

@@ -175,16 +175,17 @@ class Form(Enum):
     VERSIONED_FIELDS = "fields of a struct that says its version first"
 
 
-def register_getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None:
+def register_getter(names: str, on: Kinds, form: Form, getter: Callable[..., Any]) -> None:
     """Register a function that returns a value under the names of entry points, with blanks between them.
 
-    It is called with the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
-    refused with NOT_SUPPORTED.
+    An entry point takes the handle unless ``on`` is NOTHING, its inputs, and its outputs: a buffer and its length (TEXT), two
+    pointers (NUMBERS), else one pointer. The function gets the library, the `Target` of the handle, and the inputs as numbers.
+    None is refused with NOT_SUPPORTED.
     """
     first = 1 if on else 0
 
     def answer(library: Any, *arguments: Any) -> None:
-        """Call ``value`` with the input arguments, and write what it returns to the output arguments."""
+        """Call the getter with the inputs, and write what it returns to the outputs."""
         last = len(arguments) - (2 if form in {Form.TEXT, Form.NUMBERS} else 1)
         output = arguments[last]
         if form is Form.VERSIONED_FIELDS:
@@ -192,7 +193,7 @@ def register_getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]
             # The low 24 bits are its size (NVML_STRUCT_VERSION).
             if struct.version & 0xFFFFFF != ctypes.sizeof(struct):
                 raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
-        answered = value(library, *arguments[:first], *map(number, arguments[first:last]))
+        answered = getter(library, *arguments[:first], *map(number, arguments[first:last]))
         if answered is None:
             raise Refused(Code.NOT_SUPPORTED)
         if form is Form.TEXT:

@@ -233,6 +233,17 @@ def test_a_failure_keeps_an_older_record(job: Paused) -> None:
     assert [process.pid for process in job.job().channels] == job.pids
 
 
+def test_what_cannot_be_taken_back_stays_on_record_instead_of_an_older_one(job: Paused) -> None:
+    job.pause(1)
+    with changing(job.host):
+        write(replace(job.job(), keeper=Identity(1, 1)))
+    job.control.fails["disable", job.pids[1]] = TimedOut("no answer", "see")
+    job.control.fails["enable", job.pids[1]] = OperationFailed("broken", "see")
+    with pytest.raises(NotUndone):
+        job.pause()
+    assert [process.pid for process in job.job().channels] == job.pids
+
+
 def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
     job.pause()
     assert find_paused(job.host, "train").path == job.path
