@@ -815,7 +815,7 @@ complete -c gpushare -n '__gpushare_at swap list' -s v -l verbose -d 'Print more
 complete -c gpushare -n '__gpushare_at swap list' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at swap list' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at move' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'Where it goes: the first of these GPUs with room. [default: any]'
-complete -c gpushare -n '__gpushare_at move' -l off -x -d 'Move all jobs off this GPU, instead of one JOB.'
+complete -c gpushare -n '__gpushare_at move' -l off -x -d 'Move all jobs that are on this GPU, instead of one JOB.'
 complete -c gpushare -n '__gpushare_at move' -l wait -d 'Wait until a GPU has room, first come first served.'
 complete -c gpushare -n '__gpushare_at move' -l timeout -x -d 'With --wait: give up after this time: 10m. [default: never]'
 complete -c gpushare -n '__gpushare_at move' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'

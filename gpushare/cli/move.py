@@ -45,7 +45,7 @@ _REFUSED: Final = (
 def move(
     job: str | None = argument("[JOB]", "A job by name or PID."),
     gpu: str | None = option("-g --gpu", "GPU", "Where it goes: the first of these GPUs with room. [default: any]"),
-    off: str | None = option("--off", "GPU", "Move all jobs off this GPU, instead of one JOB."),
+    off: str | None = option("--off", "GPU", "Move all jobs that are on this GPU, instead of one JOB."),
     wait: bool = flag("--wait", "Wait until a GPU has room, first come first served."),
     timeout: str | None = WAIT_TIMEOUT,
 ) -> Any:

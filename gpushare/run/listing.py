@@ -135,6 +135,11 @@ class _Present:
         """Return a job that has a record, by the process in it."""
         info = self._info(pid, processes)
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
+        device_uuids = record.devices
+        if processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices):
+            # It has just moved: within a second its gpushare writes that.
+            devices = list({entry.device.uuid: entry.device for entry in processes}.values())
+            device_uuids = tuple(device.uuid for device in devices)
         job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
         waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
         mps = record.mps or any(entry.process.mps for entry in processes)
@@ -146,7 +151,7 @@ class _Present:
             name=record.name,
             state=WAITING if waits else job.state,
             role=record.role,
-            device_uuids=record.devices,
+            device_uuids=device_uuids,
             way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
             threads_percent=record.threads_percent or job.threads_percent,
             slice_us=self._slices.get(pid, record.slice_us) if job.slice_us is None else job.slice_us,

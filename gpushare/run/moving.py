@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported, or_none
@@ -16,6 +16,7 @@ from gpushare.host.store import Job
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
+from gpushare.memory.ledger import reservations
 from gpushare.memory.room import Draw, back_bytes, read_lines, reserved_by, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
@@ -32,6 +33,7 @@ from gpushare.memory.swap import (
     locked,
     lost_error,
     swapped_out,
+    swaps,
     taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
@@ -165,7 +167,19 @@ class Mover:
                 code="no_room",
             )
         by_index = {gpu.index: gpu for gpu in candidates}
+        returning = self._jobs_that_come_to(source, {wish.job.pid for wish in moves})
+        if returning:
+            self._say(
+                f"not moved: {', '.join(returning)}, which wait for GPU {source.index} or are swapped out, and come to it once"
+                f" it has room; see them: gpushare jobs; end one: gpushare stop {returning[0]}"
+            )
         return self._plan_of([replace(wish, candidates=(by_index[index_of[wish.job.pid]],)) for wish in moves])
+
+    def _jobs_that_come_to(self, gpu: Gpu, moved_pids: Container[int]) -> list[str]:
+        """Return the jobs, by name or PID, that are not on a GPU, and may start or come back there."""
+        waiting = [job for job in reservations(self._host) or () if job.waits and gpu.uuid in job.keys]
+        out = [swap for swap in swaps(self._host) if swap.state == OUT and swap.gpu_uuid == gpu.uuid]
+        return list(dict.fromkeys(job.selector for job in (*out, *waiting) if job.pid not in moved_pids))
 
     def _whole_gpu(self, device: Device) -> Gpu:
         """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""

@@ -174,6 +174,24 @@ def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None
     assert cli("move", "--off", "0", host=SPEC).ok().out.startswith("nothing to do")
 
 
+def test_off_names_the_jobs_that_come_to_the_gpu_later(cli: Cli, world: World) -> None:
+    pid, out = job(), job()
+    cli("swap", "out", str(out), host=SPEC).ok()
+    waiting = Place(world.host, Request(memory_bytes=130 * GIB, keys=(world.uuid(),), client=False, name="next"))
+    answer = cli("move", "--off", "0", host=SPEC).ok()
+    waiting.leave()
+    assert gpu_of(world, pid) != 0
+    assert f"not moved: {out}, next, which wait for GPU 0 or are swapped out" in answer.err
+
+
+def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World) -> None:
+    pid = job()
+    world.record("train", pid)
+    cli("move", "train", "-g", "1", host=SPEC).ok()
+    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
+    assert (row["gpu_indexes"], row["device"], row["device_uuids"]) == ([1], "GPU 1", [world.uuid(1)])
+
+
 def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: Cli, world: World) -> None:
     pid, ranked = str(job()), str(job(environment={"WORLD_SIZE": "2"}))
     both = job()
