@@ -65,14 +65,16 @@ def exit_code_of(result: Result) -> int:
 def _done_line(what: str, undo: str | None, width: int) -> str:
     """Return what is in force (may be empty) and the command that undoes it, on one line if that fits the width.
 
-    Otherwise the command begins a line of its own, so that it is broken as rarely as possible.
+    Otherwise the command begins a line of its own, so that it is broken as rarely as possible; lines end between words.
     """
     line = one_line("; ".join(filter(None, [what, undo and f"undo: {undo}"])))
-    if len(line) <= width or not undo:
+    if len(line) <= width:
         return line
-    lead = "  undo: " if what else "undo: "
-    lines = wrapped(one_line(undo), width, lead, " " * len(lead), command=True)
-    return "\n".join([what, *lines] if what else lines)
+    lines = wrapped(one_line(what), width, "", "  ") if what else []
+    if undo:
+        lead = "  undo: " if what else "undo: "
+        lines += wrapped(one_line(undo), width, lead, " " * len(lead), command=True)
+    return "\n".join(lines)
 
 
 def form_of(output: OutputFormat, *, terminal: bool) -> OutputFormat:

@@ -7,7 +7,7 @@ import io
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import plan_result
 from gpushare.show.render import write
-from gpushare.show.result import OutputFormat, jsonable
+from gpushare.show.result import OutputFormat, Result, jsonable
 from tests.show.hosts import uuid
 
 
@@ -51,6 +51,14 @@ def test_a_change_is_one_line_each_with_its_undo(shown):
 def test_an_undo_that_does_not_fit_begins_a_line(shown):
     out, _ = shown(plan_result(PLAN, dry_run=False), OutputFormat.TABLE, width=40)
     assert out == "MPS on GPU 0: no limits\n  undo: gpushare mps stop -g 0\n"
+
+
+def test_a_long_line_of_what_was_done_ends_between_words(shown):
+    text = f"'{'n' * 30}' (process 4711) is gone after 10.1 s: the gpushare that ran it has ended it"
+    out, _ = shown(Result(done=((text, None),)), OutputFormat.TABLE, width=80)
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(out.split()) == text
 
 
 def test_quiet_says_nothing_of_a_change_that_succeeded():
