@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
@@ -57,6 +58,7 @@ from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
 from gpushare.plan import Loss, Plan
+from gpushare.run.jobs import job_names
 from gpushare.show.mig import plan_text
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
@@ -615,7 +617,15 @@ def change_of(
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
     may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(
-        host, changes, ledger, title=title, evict=may_go, first=naming.first, naming=naming.commands, after=after
+        host,
+        changes,
+        ledger,
+        title=title,
+        evict=may_go,
+        first=naming.first,
+        naming=naming.commands,
+        after=after,
+        job_names=partial(job_names, host),
     )
     notes = list(change.plan.notes)
     switched_on = [gpu for gpu in gpus if modes.get(gpu.index) and not gpu.mig_enabled]

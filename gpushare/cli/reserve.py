@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.base.model import GpuLease
@@ -40,6 +40,12 @@ class LeasesAnswer:
     leases: tuple[GpuLease, ...]
 
 
+_REFUSED: Final = (
+    Refused("--gpu", "--for --end", "without them all leases are listed", "-g 0 --for 4h", needs=True),
+    Refused("--for", "--end", "a lease begins or ends", "-g 0 --for 4h"),
+)
+
+
 @verb(AskingCommand)
 def reserve(
     gpu: str | None = WHOLE_GPU_OPTION,
@@ -53,11 +59,11 @@ def reserve(
     away. A lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve:
     {longest: 4h}); only root may take a longer one. All leases end with a reboot.
     """
+    refuse(_REFUSED)
     host = settings.connect()
     if time is None and not end:
         in_force = tuple(leases(host, kept_limits(host)).values())
         return Result(data=LeasesAnswer(leases=in_force), tables=(lease_table(in_force, gpus_of(host)),))
-    refuse((Refused("--for", "--end", "a lease begins or ends", "-g 0 --for 4h"),))
     devices = select_for_change(gpu, gpus_of(host))
     for device in devices:
         if device.mig is not None:

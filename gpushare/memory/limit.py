@@ -122,6 +122,7 @@ class JobMemory(Part):
         self._over_bytes = 0
         # Whether the user has asked for the end.
         self.asked_to_end = False
+        self._watch: Watch | None = None
         # The program's first process; 0: it has not started.
         self._root, self._began = 0, self._clock()
         self.mark = mark or os.urandom(8).hex()
@@ -153,6 +154,7 @@ class JobMemory(Part):
 
     def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
+        self._watch = watch
         self.begin(watch.program_pid)
 
     def begin(self, pid: int) -> None:
@@ -261,6 +263,9 @@ class JobMemory(Part):
             text += f" (process {largest.pid})"
         if self._action == "end":
             self.over, self._over_bytes = text, held
+            if self._watch is not None:
+                # It is on the GPU now: prove that before it is gone.
+                self._watch.poll()
             # It must not grow while it is ended; `release` lets those continue that handle the signal.
             self._stop()
             return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -76,7 +76,11 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
     return notes
 
 
-def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
+# Returns the names of the jobs that processes belong to, as far as they are known.
+JobNames = Callable[[Iterable[int]], Mapping[int, str]]
+
+
+def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]], job_names: JobNames) -> None:
     """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first."""
     blocking_processes: list[tuple[Gpu, GpuProcess]] = []
     for gpu, ending in switched:
@@ -94,11 +98,12 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
         return
     # A process on several GPUs is named once.
     by_pid = {process.pid: process for _, process in blocking_processes}
-    names = first_few((_process_title(host, process) for process in by_pid.values()), _NAMED)
+    jobs = job_names(by_pid)
+    names = first_few((_process_title(host, process, jobs.get(pid)) for pid, process in by_pid.items()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
     numbers = ",".join(map(str, gpus))
     their = "its" if len(gpus) == 1 else "their"
-    ending_them = _ending_them_text(host, list(by_pid.values()), numbers)
+    ending_them = _ending_them_text(host, list(by_pid.values()), numbers, jobs)
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
         f"see all: gpushare status -g {numbers}; {ending_them}",
@@ -106,10 +111,10 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     )
 
 
-def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str) -> str:
+def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str, jobs: Mapping[int, str]) -> str:
     """Return how this user gets processes on GPUs (``numbers``) to end: by a command, or by asking their users.
 
-    `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An
+    ``jobs`` are names by PID. `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An
     MPS server ends after its clients.
     """
     ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
@@ -118,9 +123,9 @@ def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str)
         others = dict.fromkeys(info.user for info in infos if info and info.user and info.uid != host.uid)
         if others:
             return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"
-    pids = [str(process.pid) for process in ended]
-    rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
-    command = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
+    words = list(dict.fromkeys(jobs.get(process.pid, str(process.pid)) for process in ended))
+    rest = f", and then the {len(words) - _MOST_ENDED} others" if len(words) > _MOST_ENDED else ""
+    command = f"gpushare stop {' '.join(words[:_MOST_ENDED])}" if words else f"gpushare mps stop -g {numbers}"
     return f"end them: {command}{rest}"
 
 
@@ -144,11 +149,12 @@ def _name_of_process(host: Host, process: GpuProcess) -> str:
     return process.name or (info.name if info else None) or "process"
 
 
-def _process_title(host: Host, process: GpuProcess) -> str:
-    """Return a process for a message: ``python (123, alice)``."""
+def _process_title(host: Host, process: GpuProcess, job: str | None) -> str:
+    """Return a process for a message: ``python (123, alice)``, or of a job ``'train' (123, alice)``."""
     info = None if process.user else host.processes.describe(process.pid)
     user = process.user or (info.user if info else None) or "unknown user"
-    return f"{_name_of_process(host, process)} ({process.pid}, {user})"
+    name = _name_of_process(host, process) if job is None else f"'{job}'"
+    return f"{name} ({process.pid}, {user})"
 
 
 def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
@@ -404,6 +410,7 @@ def plan_change(
     first: Sequence[Step] = (),
     naming: Sequence[str] = (),
     after: Sequence[Step] = (),
+    job_names: JobNames = lambda _: {},
 ) -> MigChange:
     """Return the transaction for what the planner found.
 
@@ -427,7 +434,8 @@ def plan_change(
     ending_on = {
         index: [pid for removed in evicted for pid in holders_of(removed)] for index, evicted in evicted_on.items()
     }
-    _check_no_processes(host, [(change.gpu, ending_on[change.gpu.index]) for change in changes if _switches(change)])
+    switched = [(change.gpu, ending_on[change.gpu.index]) for change in changes if _switches(change)]
+    _check_no_processes(host, switched, job_names)
     for change in changes:
         if not change.changes:
             continue

@@ -566,8 +566,8 @@ class Farm:
         """Raise if no copy could ever start; nothing is changed.
 
         Raises:
-            BadUsage: one fits on no device (code ``never_fits``), or the logs are of an earlier farm that is not resumed
-                (``logs_used``).
+            BadUsage: one fits on no device (code ``never_fits``), or the logs are of an earlier farm that is not resumed, or
+                of another command (``logs_used``).
             NoPermission: a copy is more than this user may reserve (``over_user_limit``).
             GpushareError: no device can be used.
         """
@@ -587,6 +587,7 @@ class Farm:
             lines = self._lines()
             is_complete = len(lines) == len(self._devices)
             check_fits(lines, self._request(self._size), self._own_limit_bytes, when_empty=is_complete)
+        self._skip_done_without_lock()
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
@@ -703,14 +704,15 @@ class Farm:
                 "give the command of that farm, unchanged; or another directory: --logs OTHER",
                 code="logs_used",
             )
-        for number in done:
-            self._copies[number].state = "done earlier"
-        if done:
-            self._reporter.say(f"{format_copies(len(done))} done earlier: not started again")
+        newly_done = [self._copies[number] for number in done if self._copies[number].state == "waiting"]
+        for copy in newly_done:
+            copy.state = "done earlier"
+        if newly_done:
+            self._reporter.say(f"{format_copies(len(newly_done))} done earlier: not started again")
         return done
 
     def _skip_done_without_lock(self) -> None:
-        """Skip the copies that an earlier farm has done as `_skip_done`, for a plan, which makes and locks no file."""
+        """Skip the copies that an earlier farm has done as `_skip_done`, before the farm is a job: no file is made or locked."""
         options = self._options
         if options.logs is None or not options.resume:
             return
@@ -754,9 +756,8 @@ class Farm:
     def plan(self) -> tuple[Step, ...]:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done.
 
-        It skips copies and sets caps as `run` does; that changes nothing but this object.
+        It sets caps as `run` does; that changes nothing but this object.
         """
-        self._skip_done_without_lock()
         waiting = self._waiting()
         if not waiting:
             return ()

@@ -390,6 +390,19 @@ def test_programs_on_all_gpus_of_a_change_are_named_at_once(refused: Refused) ->
     assert text.rstrip().endswith(", and then the 2 others")
 
 
+def test_jobs_in_the_way_of_a_change_are_called_by_their_names(cli: Cli) -> None:
+    host = "sim:h100"
+    for name in ("lab", "train"):
+        cli("run", "-d", "--slice", "2ms", "--name", name, "--", "sleep", "300", host=host).ok()
+    pids = World(host).pids()
+    error = cli("mig", "enable", host=host, output="json").error
+    user = user_name(os.geteuid())
+    titles = [f"'{name}' ({pid}, {user})" for name, pid in zip(("lab", "train"), pids, strict=True)]
+    assert error["message"] == f"GPU 0: {', '.join(titles)} must end before its MIG mode can change"
+    assert error["hint"].endswith("end them: gpushare stop lab train")
+    cli("stop", "lab", "train", host=host).ok()
+
+
 def test_a_plain_user_asks_the_users_of_the_programs(refused: Refused) -> None:
     world = World(H100)
     admin.add_process(H100, user="bob")

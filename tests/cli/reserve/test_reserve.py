@@ -238,6 +238,7 @@ def test_files_of_a_user_hide_no_lease_of_another(two: World) -> None:
     ("words", "code", "exit_code"),
     [
         (("-g", "0", "--for", "2h", "--end"), "bad_combination", 2),
+        (("-g", "0"), "bad_combination", 2),
         (("-g", "0", "--for", "soon"), "bad_duration", 2),
         (("-g", "0", "--for", "0"), "bad_duration", 2),
         (("-g", "0", "--end"), "no_lease", 6),

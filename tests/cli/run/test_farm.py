@@ -25,6 +25,14 @@ def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, t
     assert not world.state.daemons
 
 
+def test_a_farm_that_is_refused_leaves_no_record(cli: Cli, refused: Refused, tmp_path: Path) -> None:
+    words = ("farm", "--copies", "2", "--memory", "4G", "--logs", str(tmp_path), "--name")
+    cli(*words, "first", "--", "true").ok()
+    for more in ((), ("--resume",)):
+        refused(*words, "second", *more, "--", "echo", code="logs_used", exit_code=2)
+    assert [job["name"] for job in cli("jobs", "-v", output="json").ok().data["jobs"]] == ["first"]
+
+
 def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
     answer = cli("-o", "json", "farm", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
     data = answer.ok().data

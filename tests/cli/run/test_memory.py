@@ -106,6 +106,9 @@ def test_a_job_over_its_limit_is_ended(cli: Cli, world: World, footprint: str, h
     (error,) = answer.lines("error")
     assert f"holds {held}" in error
     assert answer.lines("hint")
+    # However early that is, it was on the GPU.
+    assert "runs on GPU 0" in answer.err
+    assert "no CUDA context" not in answer.err
     assert world.state.processes == []
     assert reservations(world.host) == []
 
