@@ -36,6 +36,11 @@ class Part:
         shared = self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
         return alone or shared
 
+    @property
+    def is_opportunistic(self) -> bool:
+        """Return whether all of its processes are opportunistic."""
+        return all(work.role is Role.OPPORTUNISTIC for work in self.situation.case.workloads)
+
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     """Return the GPU that a case is judged on first: one that has an answer, at once, and is idle, uncut and without MPS."""
@@ -285,12 +290,16 @@ def _gpu_sets(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequen
 
 
 def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
-    """Return how good a placement is: all have an answer, all run at once, on more GPUs (if to ``consolidate``, on fewer)."""
+    """Return how good a placement is: all have an answer, all run at once, on more GPUs (if to ``consolidate``, on fewer).
+
+    Next to production on GPUs of its own, opportunistic jobs may wait for each other.
+    """
+    has_production = any(work.role is Role.PRODUCTION for work in situation.case.workloads)
     used = sum(len(part.situation.spread) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
     return (
         all(part.best is not None for part in parts),
-        all(part.at_once for part in parts),
+        all(part.at_once or (has_production and part.is_opportunistic) for part in parts),
         -used if situation.consolidate else used,
         min(scores, default=0),
     )

@@ -262,7 +262,7 @@ def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: i
     total = s.counts_of_all[0]
     can_be_farm = s.case.same_user and not s.together and not s.servers and s.gpu.instance is None
     if total is not None and total > 1 and can_be_farm:
-        parallel = None if at_once is None else at_once * len(s.spread)
+        parallel = None if at_once is None else min(at_once * len(s.spread), total)
         some_wait = f", {parallel} at a time" if parallel is not None and parallel < total else ""
         what = f"{program_text(total)}{some_wait}; {{}} in CMD is the number of the copy"
         steps.add_job(what, work, copies=total, parallel=parallel, memory=memory)

@@ -649,7 +649,7 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     result_notes = list(result.notes)
     done = result.done
     # The undo of the recipe is shown, unless a line of it is known only after the change: then that of the plan is.
-    if all(line.command is not None for line in recipe.undo):
+    if result.data.steps and all(line.command is not None for line in recipe.undo):
         result_notes = [text for text in result_notes if not text.startswith("undo: ")]
         undo = "; ".join(line.command for line in recipe.undo if line.command)
         done = with_undo([text for text, _ in done], undo) if done else done

@@ -421,6 +421,21 @@ class MpsControl:
         self.ask(_set_priority_command(priority))
         self._check_limit_held("client priority", self.priority(), priority)
 
+    def holds(self, limits: Limits, servers: Sequence[int]) -> bool:
+        """Return whether the defaults and the limits of these servers are those that are given; None in them is not read."""
+        threads, memory = limits.threads_percent, limits.memory_limit_bytes
+        if limits.priority is not None and self.priority() is not limits.priority:
+            return False
+        for server in (None, *servers):
+            if threads is not None and self.threads(server) != round(threads, 1):
+                return False
+            held = self.memory(server)
+            if memory is not None and held not in {mps_memory_readback(memory), mps_memory(memory)}:
+                return False
+            if limits.no_memory_limit and parse_memory(held or "0") != 0:
+                return False
+        return True
+
     def limit_steps(self, limits: Limits, server: int | None = None) -> list[Step]:
         """Return the steps that set the defaults, or the limits of one server for its future clients.
 

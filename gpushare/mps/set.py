@@ -22,6 +22,8 @@ from gpushare.plan import Plan, Step
 def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     """Return the plan that changes the limits of a running daemon of gpushare, for clients that start from now on.
 
+    Without steps if the daemon and its servers hold them already.
+
     Raises:
         NotFound: there is none on this device.
         NoPermission: it belongs to another user.
@@ -36,6 +38,8 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         return Plan(title=title, steps=())
     control = MpsControl(host.programs, str(home.pipe))
     servers = {server: control.threads(server) for server in control.servers()}
+    if new.explicit == record.limits.explicit and control.holds(limits, list(servers)):
+        return Plan(title=title, steps=())
     steps = control.limit_steps(limits)
     for server in servers:
         steps += control.limit_steps(limits, server)

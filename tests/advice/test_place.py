@@ -47,6 +47,15 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             [{"role": "production", "users": "same"}, {"role": "opportunistic", "processes": 2, **FARM}],
             [([1], "mps", 2), ([0], "whole-gpu", 1)],
         ),
+        # There, opportunistic jobs that fill a GPU wait for each other, not next to production.
+        (
+            "2xh100",
+            [
+                {"role": "production", "users": "same", "memory": "20G", "latency": "50ms", "saturating": False},
+                {"role": "opportunistic", "processes": 2, "users": "same", "memory": "10G", "saturating": True},
+            ],
+            [([1], "whole-gpu", 2), ([0], "whole-gpu", 1)],
+        ),
         # Ranks of one job are on GPUs of one kind.
         ("8xh100", [{"processes": 4, "needs": "nccl", "users": "same"}], [([0, 1, 2, 3], "whole-gpu", 4)]),
         # What does not fit on its GPU leaves it there, also if another GPU has room for less.

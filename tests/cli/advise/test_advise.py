@@ -319,6 +319,14 @@ def test_the_line_that_measures_is_one(cli: Any, users: str) -> None:
 # -- --apply ---------------------------------------------------------------------------------------
 
 
+def test_a_farm_does_not_run_more_at_a_time_than_it_has(cli: Any) -> None:
+    words = ("--processes", "5", "--memory", "10G", "--users", "same", "--no-saturating", "-g", "0-3")
+    (farm,) = [
+        line for line in commands(cli("advise", *words, host="sim:4xh100", output="json").ok().data) if "farm" in line
+    ]
+    assert "--copies 5 --parallel 5 " in farm
+
+
 def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
     answer = cli("advise", *FARM, "--apply", host="sim:t4").ok()
     assert "gpushare farm -g 0 --copies 4 --parallel 4 --memory 3328M -- CMD" in answer.err
@@ -326,6 +334,11 @@ def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
     assert line.startswith("MPS on GPU 0: threads 50 %")
     assert line.endswith("; undo: gpushare mps stop -g 0")
     assert '"threads_percent": 50.0' in cli("mps", "status", host="sim:t4", output="json").ok().out
+    # Again, nothing changes.
+    again = cli("advise", *FARM, "--apply", host="sim:t4").ok()
+    assert again.out == "nothing to do: the host is as requested\n"
+    assert "undo" not in again.err
+    assert "gpushare farm -g 0 --copies 4 --parallel 4 --memory 3328M -- CMD" in again.err
 
 
 def test_apply_of_several_shells_is_refused(refused: Any) -> None:

@@ -227,3 +227,27 @@ def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:
     words = ("-g", f"{first},{second}", "--memory", f"{first}=4G,{second}=2G")
     cli("mps", "start", *words).ok()
     assert sorted(str(limit[1]) for limit in limits(cli)) == [str(2 * GIB), str(4 * GIB)]
+
+
+@pytest.mark.usefixtures("daemon")
+@pytest.mark.parametrize(
+    "words", [("--threads", "50"), ("--memory", "8G"), ("--threads", "50", "--memory", "8G", "--priority", "normal")]
+)
+def test_what_the_daemon_holds_already_is_not_set_again(cli: Cli, world: World, words: tuple[str, ...]) -> None:
+    world.client()
+    answer = cli("mps", "set", *words, output="json").ok()
+    assert (answer.data["steps"], answer.data["undo"]) == ([], None)
+    assert cli("mps", "set", *words).ok().out == "nothing to do: the host is as requested\n"
+
+
+@pytest.mark.usefixtures("daemon")
+def test_a_limit_that_was_changed_by_hand_is_set_again(cli: Cli, world: World) -> None:
+    world.client()
+    home = DaemonHome.at_pipe(
+        cli("mps", "status", output="json").ok().data["mps_daemons"][0]["pipe_directory"], world.host.run_directories
+    )
+    assert home is not None
+    control = MpsControl(world.host.programs, str(home.pipe))
+    control.set_threads(70, control.servers()[0])
+    assert cli("mps", "set", "--threads", "50", output="json").ok().data["steps"]
+    assert control.threads(control.servers()[0]) == 50.0
