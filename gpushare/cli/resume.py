@@ -84,4 +84,4 @@ class ResumeAnswer(PlanAnswer):
 
 
 def _resume_plan(job: PausedJob, step: Step) -> Plan:
-    return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=f"gpushare pause {job.selector}")
+    return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=step.undo)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
@@ -102,6 +103,10 @@ def hint_of_arguments(error: Any) -> str | None:
     context = getattr(error, "ctx", None)
     if context is None or "unexpected extra argument" not in error.format_message():
         return None
+    options = [parameter for parameter in context.command.params if parameter.metavar == "TIME"]
+    word = error.format_message().rpartition("(")[2].rstrip(").")
+    if len(options) == 1 and re.fullmatch(r"\d[\d.]*[smhd]", word, re.ASCII):
+        return f"give a time with its option: {options[0].opts[0]} {word}"
     names = [parameter.metavar or "" for parameter in context.command.params if parameter.param_type_name == "argument"]
     if not names:
         return "it takes no arguments, only options"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -317,7 +318,13 @@ def _set_slice_of_job(text: str, job_text: str) -> Any:
                 code="bad_weight",
             )
     else:
-        microseconds = check_slice(parse_slice(text))
+        try:
+            microseconds = check_slice(parse_slice(text))
+        except BadUsage as error:
+            if re.fullmatch(r"[\d.]*\d(us|ms|s|x)", job_text, re.ASCII) is None:
+                raise
+            swapped = shlex.join(["gpushare", "timeslice", "set", job_text, text])
+            raise error.restated(hint=f"the time comes before the job: {swapped}") from None
     return _change_slices(
         job_text,
         lambda host, control, job, processes, consent: plan_slice(

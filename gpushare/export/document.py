@@ -100,6 +100,9 @@ def apply_script(engine: str, export: Export) -> Document:
     commands = [_NODE.sub(r'node\1"$node"', command) for command in export.commands]
     if commands != list(export.commands):
         lines.append("node=${1:?give the name of the node: sh apply.sh NODE}")
+    if any("sudo " in command for command in commands):
+        # Root of a small host, or in a container, may have none.
+        lines.append('command -v sudo >/dev/null || sudo() { "$@"; }')
     lines += ["set -x", *commands]
     return Document(name="apply.sh", text="\n".join(lines) + "\n", kind="sh")
 

@@ -367,13 +367,20 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> fl
     return seconds
 
 
+def pause_command(host: Host, job: PausedJob) -> str:
+    """Return the command that pauses a job again; with -y where it asks, as root is asked for what belongs to others."""
+    processes = (host.processes.describe(pid) for pid in job.pids)
+    of_others = job.uid != host.uid or any(info is not None and info.uid != host.uid for info in processes)
+    return f"gpushare pause {job.selector}{' -y' if of_others else ''}"
+
+
 def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     """Return the step that resumes a job. The caller holds the lock when it acts."""
     count = sum(len(group.channels) for process in job.channels for group in process.compute)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
         command=None,
-        undo=f"gpushare pause {job.selector}",
+        undo=pause_command(host, job),
         do=lambda: _put_job_back(host, control, job),
     )
 

@@ -329,11 +329,13 @@ def plan_slice(
             act = partial(apply_slice, host, control, channels, microseconds, job)
             steps.append(_set_step(host, control, channels, f"to {wanted}", act))
     before = next(iter(earlier)) if len(earlier) == 1 else None
+    # The undo asks for another user's job, too, and for a slice that may stall the others.
+    agreed = " -y" if consent or (before or 0) > MOST_US else ""
     undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
     return Plan(
         title=f"time-slice {wanted} for {title}",
         steps=tuple(steps),
-        undo=undo,
+        undo=undo + agreed,
         consent=tuple(asked),
         notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
     )
@@ -406,10 +408,11 @@ def plan_restore(
         before |= {value for value in earlier if value is not None}
     (only,) = slices if len(slices) == 1 else (None,)
     back = ", ".join(format_slice(value) for value in sorted(before))
+    agreed = " -y" if consent or (only or 0) > MOST_US else ""
     return Plan(
         title=f"time-slice {back or 'as before'} for {title}",
         steps=tuple(steps),
-        undo=None if only is None else f"gpushare timeslice set {only}us {selector}",
+        undo=None if only is None else f"gpushare timeslice set {only}us {selector}{agreed}",
         consent=tuple(consent) if steps else (),
         notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
     )

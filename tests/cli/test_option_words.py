@@ -62,6 +62,10 @@ def test_a_number_is_no_program_whose_options_are_named(refused: Refused) -> Non
 
 def test_an_argument_too_many_is_answered(refused: Refused) -> None:
     assert "one job at a time; see: gpushare pause --help" in refused("pause", "a", "b", code="usage", exit_code=2)
+    assert "give a time with its option: --timeout 1h;" in refused("pause", "a", "1h", code="usage", exit_code=2)
+    assert "one job at a time; see: gpushare pause --help" in refused(
+        "pause", "a", "1h", "b", code="usage", exit_code=2
+    )
     assert "takes no arguments" in refused("jobs", "a", code="usage", exit_code=2)
     assert "hint: see: gpushare mig grant --help" in refused("mig", "grant", "a", "b", "c", code="usage", exit_code=2)
 

@@ -13,6 +13,7 @@ import pytest
 from gpushare.base.errors import BadUsage, ExitCode
 from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.base.units import MIB
+from gpushare.export.document import apply_script
 from gpushare.export.systemd import FILE, READY, units_export
 from gpushare.mps.home import LIMIT_FILE
 from tests.errors import fails
@@ -73,6 +74,25 @@ def test_the_script_stops_without_the_program_or_the_file_of_the_unit(tmp_path: 
     assert first() == ("", f"{file} is missing; first: {put}\n")
     file.touch()
     assert first() == ("further\n", "")
+
+
+def test_the_script_needs_no_sudo_as_root(tmp_path: Path) -> None:
+    file, program = tmp_path / "gpushare.yaml", tmp_path / "gpushare"
+    file.touch()
+    export = units_export(t4s(), file=str(file), program=str(program))
+    script = apply_script("systemd", replace(export, commands=(*export.commands[:2], "sudo echo further")))
+
+    def run() -> tuple[str, str]:
+        words = ["/bin/sh", "-c", script.text.replace("set -x\n", "")]
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env={"PATH": str(tmp_path)})
+        return done.stdout, done.stderr
+
+    # A path without any program: cd, test and echo are the shell's own.
+    (tmp_path / "dirname").write_text("#!/bin/sh\necho .\n")
+    (tmp_path / "dirname").chmod(0o755)
+    assert run() == ("", f"{program} is missing; name the path: gpushare export systemd --program PATH\n")
+    program.touch(0o755)
+    assert run() == ("further\n", "")
 
 
 def test_a_daemon_in_the_foreground() -> None:

@@ -216,7 +216,12 @@ def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: Wo
     )
     cli("pause", str(pid), "-y", asks=True).ok()
     assert off(world, pid) == OFF
-    cli("resume", str(pid)).ok()
+    planned = cli("resume", str(pid), "-n", output="json").ok().data["undo"]
+    undo = cli("resume", str(pid), output="json").ok().data["undo"]
+    assert undo == planned
+    # The undo has the consent that it needs.
+    cli(*undo.split()[1:], asks=True).ok()
+    assert off(world, pid) == OFF
 
 
 def test_a_plain_user_cannot_pause_others(refused: Refused, world: World, pid: int) -> None:

@@ -123,6 +123,12 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
     assert not stale.exists()
 
 
+def test_words_in_the_wrong_order_are_named_in_the_right_one(refused: Refused) -> None:
+    for time in ("200us", "3x"):
+        said = refused("timeslice", "set", "train", time, code="bad_slice", exit_code=2)
+        assert f"hint: the time comes before the job: gpushare timeslice set {time} train\n" in said
+
+
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
@@ -179,7 +185,12 @@ def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
     asked = world.asked("timeslice", "set", "500us", str(other))
     assert (asked.code, asked.error["code"]) == (19, "needs_consent")
     assert slice_of(world, other) == 2048
-    world.run("timeslice", "set", "500us", str(other), "-y").ok()
+    undo = world.run("timeslice", "set", "500us", str(other), "-y").ok().data["undo"]
+    assert slice_of(world, other) == 500
+    # The undo has the consent that it needs, and so has its own.
+    again = world.asked(*undo.split()[1:]).ok().data["undo"]
+    assert slice_of(world, other) == 2048
+    world.asked(*again.split()[1:]).ok()
     assert slice_of(world, other) == 500
     assert world.asked("timeslice", "reset", str(other)).code == 19
     world.fault("user", "4243")
@@ -193,6 +204,9 @@ def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
 def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     assert world.asked("timeslice", "set", "40ms", str(pid)).error["code"] == "needs_consent"
     world.run("timeslice", "set", "40ms", str(pid), "-y").ok()
+    assert slice_of(world, pid) == 40_000
+    undo = world.run("timeslice", "set", "1ms", str(pid)).ok().data["undo"]
+    world.asked(*undo.split()[1:]).ok()
     assert slice_of(world, pid) == 40_000
     world.alter(pid, uid=4242)
     world.fault("user", "4242")
