@@ -63,7 +63,7 @@ from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.keep import KEEPS, keep_record
 from gpushare.timeslice.policy import LENT, MODES, left_level
 from gpushare.timeslice.rules import KEEP_UNIT
-from gpushare.timeslice.slices import RECORDS
+from gpushare.timeslice.slices import RECORDS, slice_records
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
 BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})
@@ -701,8 +701,11 @@ def _rules(seen: Examination) -> Iterator[Check]:
     keep = keep_record(seen.host)
     rules = 0 if applied is None else len(applied.rules)
     runs = keep is not None and keep.runs
-    if keep is not None and not runs and keep.processes:
-        yield finding("timeslice.rules killed", number=counted(len(keep.processes), "process"), unit=KEEP_UNIT)
+    # `timeslice reset` of one has removed its record, and left that of keep as it is.
+    recorded = slice_records(seen.host)
+    unrestored = () if keep is None or runs else [process for process in keep.processes if process.pid in recorded]
+    if unrestored:
+        yield finding("timeslice.rules killed", number=counted(len(unrestored), "process"), unit=KEEP_UNIT)
     elif rules and not runs:
         yield finding("timeslice.rules", number=counted(rules, "rule"), file=applied_path(seen.host), unit=KEEP_UNIT)
     elif keep is not None and runs:

@@ -264,6 +264,10 @@ def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep
     assert check() == ("pass", f"gpushare timeslice keep runs (process {keeper.pid}), for 1 process")
     keeper.end(signal.SIGKILL)
     assert check() == ("warn", "gpushare timeslice keep was killed, and 1 process may still have its slices")
+    cli("timeslice", "reset", str(pid)).ok()
+    verdict, text = check()
+    assert verdict == "warn"
+    assert "1 rule for time-slices, but gpushare timeslice keep is not running" in text
 
 
 def test_the_unit_is_written_if_the_file_has_rules(cli: Cli, world: World, rules: Path) -> None:
