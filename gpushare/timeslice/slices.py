@@ -331,7 +331,12 @@ def plan_slice(
     before = next(iter(earlier)) if len(earlier) == 1 else None
     # The undo asks for another user's job, too, and for a slice that may stall the others.
     agreed = " -y" if consent or (before or 0) > MOST_US else ""
-    undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
+    earlier_text = format_slice(before)
+    undo = (
+        f"gpushare timeslice reset {selector}"
+        if before is None
+        else f"gpushare timeslice set {earlier_text} {selector}"
+    )
     return Plan(
         title=f"time-slice {wanted} for {title}",
         steps=tuple(steps),
@@ -412,7 +417,7 @@ def plan_restore(
     return Plan(
         title=f"time-slice {back or 'as before'} for {title}",
         steps=tuple(steps),
-        undo=None if only is None else f"gpushare timeslice set {only}us {selector}{agreed}",
+        undo=None if only is None else f"gpushare timeslice set {format_slice(only)} {selector}{agreed}",
         consent=tuple(consent) if steps else (),
         notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
     )

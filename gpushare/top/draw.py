@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 # One cell of a bar: not quite a whole block, so that the bars of two lines do not touch.
 _CELL: Final = "▇"
-# One that is promised and not held.
+# One that is promised and not held, and one that is free: a bar tells them apart without its colours, too.
 _THIN: Final = "▃"
+_FREE: Final = "·"
 # Eighths of a cell, from below.
 _UP: Final = " ▁▂▃▄▅▆▇█"
 
@@ -132,8 +133,6 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
         return []
     if not parts or parts[0][0] is None:
         return [("-".ljust(width), "dim")]
-    if theme.plain:
-        return [(_plain_bar(width, parts), "text")]
     # The right edge of each part, in cells.
     edges: list[tuple[float, str]] = []
     filled = 0.0
@@ -145,11 +144,9 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     pieces: list[Piece] = []
     for cell in range(width):
         shares = _cell_shares(cell, edges)
-        shape = _CELL
         colour = shares[0][0]
-        if colour == "reserved":
-            shape = _THIN
-        elif len(shares) > 1:
+        shape = {"reserved": _THIN, "track": _FREE}.get(colour, _CELL)
+        if shape == _CELL and len(shares) > 1 and not theme.plain:
             colour = mix_colours(shares, theme)
         if pieces and pieces[-1][1] == colour:
             pieces[-1] = (pieces[-1][0] + shape, colour)
@@ -180,16 +177,6 @@ def mix_colours(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
         total = sum(part * int(theme.colours[name][start : start + 2], 16) for name, part in shares)
         mixed += f"{min(255, round(total / whole)):02x}"
     return mixed
-
-
-def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
-    """Return a bar without colours: held and reserved are told apart by shapes."""
-    text = ""
-    filled = 0.0
-    for (share, _), mark in zip(parts, "█▒", strict=False):
-        filled = min(1.0, filled + (share or 0.0))
-        text = text.ljust(round(width * filled), mark)
-    return text.ljust(width, "·")
 
 
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:

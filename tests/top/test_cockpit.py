@@ -509,7 +509,7 @@ def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     add(world, 0, "train", 70)
 
     async def script(screen: Shown) -> None:
-        assert "█" in screen.line("H200")
+        assert "▇" in screen.line("H200")
         assert "·" in screen.line("H200")
         styles = [segment.style for line in screen.app.screen._compositor.render_strips() for segment in line]
         assert any(style is not None and style.reverse for style in styles)

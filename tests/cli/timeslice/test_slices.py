@@ -46,6 +46,8 @@ def test_a_slice_is_set_shown_and_restored(cli: Cli, world: World, pid: int) -> 
     assert (after["slice_us"], after["set_us"], after["before_us"], after["slices_us"]) == (500, 500, 2048, [500])
     # Set again: the undo is the earlier one, and the first value is still the one that a reset restores.
     assert world.run("timeslice", "set", "2ms", str(pid)).data["undo"] == f"gpushare timeslice set 500us {pid}"
+    # A slice has one form everywhere.
+    assert world.run("timeslice", "reset", str(pid), "-n").data["undo"] == f"gpushare timeslice set 2ms {pid}"
     assert "already has a time-slice of 2ms" in world.run("timeslice", "set", "2000us", str(pid)).ok().err
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
