@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -178,15 +179,13 @@ def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
     return None
 
 
-_HINT: Final = "start with the current layout: gpushare export mig-parted > mig.yaml"
-
-
 def read_config(path: str, name: str | None) -> Config:
     """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name.
 
     A second document has the placements that gpushare exports beside it.
     """
-    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), HINT)
+    start = f"start with the current layout: gpushare export mig-parted > {shlex.quote(path)}"
+    yaml_documents = documents(text_of(path, "mig-parted", start), shown_path(path), HINT)
     if len(yaml_documents) > 2:
         raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
     placements = yaml_documents[1] if len(yaml_documents) == 2 else None

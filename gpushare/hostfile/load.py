@@ -22,7 +22,7 @@ from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, kept_limits, unmatched_error, user_limits_in
-from gpushare.hostfile.parse import WRITE_HINT, parse
+from gpushare.hostfile.parse import parse, write_hint
 from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
 
@@ -37,7 +37,7 @@ def load(path: str) -> tuple[HostFile, str]:
         BadUsage: it is not valid; the message has line and column.
         NotFound, NoPermission: it cannot be read.
     """
-    text = text_of(path, "gpushare.yaml", WRITE_HINT)
+    text = text_of(path, "gpushare.yaml", write_hint(shown_path(path)))
     return parse(text, shown_path(path)), text
 
 

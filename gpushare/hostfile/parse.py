@@ -27,14 +27,12 @@ from gpushare.form import (
     yes_or_no,
 )
 from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
-from gpushare.inputs import documents
+from gpushare.inputs import documents, shown_path
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
 
 # Of a file that is there: it is corrected, never written over.
 HINT: Final = "its keys and values: gpushare schema gpushare.yaml; to see a valid file: gpushare capture"
-# Of a file that is not there, or has nothing in it.
-WRITE_HINT: Final = "write one from the current state: gpushare capture > gpushare.yaml"
 # `$(?!\n)`: Python's $ also matches before a final newline.
 _COMPUTE: Final = "|".join(f"{slices}c\\.[{slices}-9]" for slices in range(1, 9))
 _WISH: Final = text(
@@ -317,6 +315,12 @@ _FILE: Final = mapping(
 )
 
 
+def write_hint(shown: str) -> str:
+    """Return the hint of a file that is not there, or has nothing in it; ``shown`` as from `shown_path`."""
+    into = "" if shown == shown_path("-") else f" > {shlex.quote(shown)}"
+    return f"write one from the current state: gpushare capture{into}"
+
+
 def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file that a YAML text describes.
 
@@ -333,7 +337,7 @@ def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
     value = whole_document(raw, "the file", shown, HINT)
     if raw is None:
-        raise value.wrong("is empty", WRITE_HINT)
+        raise value.wrong("is empty", write_hint(shown))
     if isinstance(raw, dict) and "mig-configs" in raw:
         command = f"gpushare mig apply -f {shlex.quote(shown)}"
         names = list(raw["mig-configs"]) if isinstance(raw["mig-configs"], dict) else []

@@ -345,7 +345,7 @@ def check_several_users(host: Host) -> None:
     if version is None or version < _MULTIUSER_VERSION:
         raise NotSupported(
             "this driver has no MPS server for several users: nvidia-cuda-mps-control -M came with driver 580",
-            "without --users the programs of one user at a time run, and those of others wait; side by side, users need "
+            "without one the programs of one user at a time run, and those of others wait; side by side, users need "
             "MIG instances: gpushare mig create 1g --name USER",
             code="no_multiuser",
         )

@@ -520,7 +520,9 @@ def test_a_gpu_without_mig_is_refused(refused: Refused, write: Write) -> None:
 
 @pytest.mark.parametrize("command", ["apply", "diff"])
 def test_no_file(refused: Refused, command: str, tmp_path: Path) -> None:
-    refused(command, "-f", str(tmp_path / "none.yaml"), code="no_file", exit_code=6)
+    path = str(tmp_path / "none.yaml")
+    # Not into another file, which may be there.
+    assert f"gpushare capture > {path}\n" in refused(command, "-f", path, code="no_file", exit_code=6)
     assert "empty" in refused(command, "-f", "", code="bad_file", exit_code=2)
 
 
