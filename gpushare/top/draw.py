@@ -144,9 +144,13 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     pieces: list[Piece] = []
     for cell in range(width):
         shares = _cell_shares(cell, edges)
-        colour = shares[0][0]
-        shape = {"reserved": _THIN, "track": _FREE}.get(colour, _CELL)
-        if shape == _CELL and len(shares) > 1 and not theme.plain:
+        colour, shape = shares[0][0], _CELL
+        if colour == "track":
+            # A dot is thin: the colour of a track would hide it.
+            colour, shape = "dim", _FREE
+        elif colour == "reserved":
+            shape = _THIN
+        elif len(shares) > 1 and not theme.plain:
             colour = mix_colours(shares, theme)
         if pieces and pieces[-1][1] == colour:
             pieces[-1] = (pieces[-1][0] + shape, colour)

@@ -124,8 +124,10 @@ def test_a_bar_has_its_width_whatever_it_shows(share: float, cells: int) -> None
     assert sum(len(piece[0]) for piece in pieces) == 8
     assert sum(len(piece[0]) for piece in pieces if piece[1] == "util") == cells
     # Something is not nothing.
-    assert (pieces[0][1] == "track" or pieces[0][1] == "reserved") is (share == 0.0)
-    assert len("".join(piece[0] for piece in bar(8, [(share, "util")], PLAIN))) == 8
+    assert (pieces[0][1] == "dim" or pieces[0][1] == "reserved") is (share == 0.0)
+    # Without colours it has the same shapes.
+    plain = bar(8, [(share, "util"), (0.2, "reserved")], PLAIN)
+    assert "".join(piece[0] for piece in plain) == "".join(piece[0] for piece in pieces)
 
 
 def test_an_unknown_value_is_a_dash_in_a_bar_and_a_gap_in_the_past() -> None:
