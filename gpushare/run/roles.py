@@ -142,7 +142,8 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
             return record.devices[0]
     number = pid_of(target)
     if number is None:
-        if _named_production(host, target) is None and len(gpus) > 1:
+        # On a single GPU it is looked for later: there a job that leaves the GPU for it has a hint of its own.
+        if len(gpus) > 1 and _named_production(host, target) is None:
             raise gpu_not_named_error(len(gpus), f"'{target}' is not running: say where this job is to run")
     elif not host.processes.identity(number):
         raise no_process_error(target, code="no_process")
