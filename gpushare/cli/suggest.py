@@ -99,9 +99,14 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
 
 
 def hint_of_arguments(error: Any) -> str | None:
-    """Return what a command takes, if a parser's error is that too many arguments are given."""
+    """Return what a command takes, if a parser's error is about too many arguments, or a text that looks like an option."""
     context = getattr(error, "ctx", None)
-    if context is None or "unexpected extra argument" not in error.format_message():
+    if context is None:
+        return None
+    if type(error).__name__ == "NoSuchOption":
+        takes_text = any("TEXT" in (parameter.metavar or "") for parameter in context.command.params)
+        return f"for a text that begins with -: gpushare {path_of(context)} -- TEXT" if takes_text else None
+    if "unexpected extra argument" not in error.format_message():
         return None
     options = [parameter for parameter in context.command.params if parameter.metavar == "TIME"]
     word = error.format_message().rpartition("(")[2].rstrip(").")

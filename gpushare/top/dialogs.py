@@ -132,6 +132,13 @@ class Dialog(ModalScreen[object]):
         self._given = [*self._given, *lines][-_MOST_LINES:]
         self.lines.add(wrap_lines(lines[-_MOST_LINES:], self._width - 6))
 
+    def replace(self, lines: Sequence[Line]) -> None:
+        """Show other lines instead, unless the dialog is closed."""
+        self._given = list(lines)
+        if self.is_attached:
+            self.on_resize()
+            self.lines.move(0)
+
     def _break_lines(self, width: int) -> list[Line]:
         """Return the lines of the dialog, broken at this width."""
         return wrap_lines(self._given, width)

@@ -253,7 +253,9 @@ class Cockpit(App[None]):
         self.frame: Frame | None = None
         self.past = History()
         self.happened = Events()
+        # Of the doctor, None until it has answered; and their dialog, which may be closed.
         self._findings: list[dict[str, object]] | None = None
+        self._finding_pages: Dialog | None = None
         self._rows: list[jobs.Row] = []
         self._gpu_of_row: list[int] = []
         self._first_column = 1
@@ -299,7 +301,8 @@ class Cockpit(App[None]):
             self.take(message.frame)
 
     def on_resize(self) -> None:
-        self.redraw()
+        """Draw in the new size, which Textual notes only after this: a held screen has no next frame that would."""
+        self.call_later(self.redraw)
 
     def _tick(self) -> None:
         """Draw the clock again, and remove a message whose time is over."""
@@ -671,22 +674,25 @@ class Cockpit(App[None]):
         self.push_screen(Dialog("What has happened", lines or [("nothing since the start", "dim")], self.colours))
 
     def action_findings(self) -> None:
+        """Ask the doctor afresh; the dialog shows the old findings until it has answered."""
+        if self._refuse_in_replay("findings"):
+            return
+        old_findings = [("before:", "dim"), *self._finding_lines()] if self._findings else []
+        self._finding_pages = Dialog(
+            "Findings of gpushare doctor", [("gpushare doctor is at work ...", "dim"), *old_findings], self.colours
+        )
+        self.push_screen(self._finding_pages)
+        self._examine()
+
+    def _finding_lines(self) -> list[Line]:
+        """Return what the doctor has found, with remedies."""
         lines: list[Line] = []
         for finding in self._findings or ():
             lines += [(str(finding["seen"]), "bad" if finding["verdict"] == "fail" else "warn")]
             lines += [
                 (f"  {finding[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if finding[key]
             ]
-        if self.watch_host.reader.recorded:
-            no_findings = "a recording has no findings"
-        elif self._findings is None:
-            no_findings = "gpushare doctor is still at work"
-        else:
-            no_findings = "gpushare doctor has found nothing"
-            if self._examines:
-                # For the next time: these may be some minutes old.
-                self._examine()
-        self.push_screen(Dialog("Findings of gpushare doctor", lines or [(no_findings, "dim")], self.colours))
+        return lines or [("gpushare doctor has found nothing", "dim")]
 
     def _examine(self) -> None:
         self.run_worker(self._ask_doctor(), group="doctor", exclusive=True)
@@ -695,9 +701,15 @@ class Cockpit(App[None]):
         """Keep the findings of `gpushare doctor` for the title and the dialog."""
         document = await self._answer(["doctor"])
         checks = (document.get("data") or {}).get("checks")
-        if checks is not None:
+        if checks is None:
+            self._findings = None
+            lines = error_lines(document, ["doctor"])
+        else:
             self._findings = [check for check in checks if check["verdict"] in {"warn", "fail"}]
-            self._title.refresh()
+            lines = self._finding_lines()
+        self._title.refresh()
+        if self._finding_pages is not None:
+            self._finding_pages.replace(lines)
 
     def action_filter(self) -> None:
         def typed(text: object) -> None:
@@ -750,7 +762,11 @@ class Cockpit(App[None]):
 
     def _open_job_menu(self, job: ListedJob) -> None:
         """Show what can be done with a job, and do what is chosen."""
-        choices = [(action.key, action.title, partial(self._begin_action, action, job)) for action in ACTIONS]
+        choices = [
+            (action.key, action.title, partial(self._begin_action, action, job))
+            for action in ACTIONS
+            if action.fits(job)
+        ]
         choices += [
             (key.shown, key.text, partial(do, job)) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
         ]
@@ -806,6 +822,9 @@ class Cockpit(App[None]):
         reader = self.watch_host.reader
         if not isinstance(reader, Reader):
             self.say("a recording cannot be acted on", "warn")
+            return
+        if not action.fits(job):
+            self.say(f"{job_title(job)} is no client of an MPS daemon", "warn")
             return
         # While the user decides, the job may end and its PID go to another process.
         process = reader.identity(job.pid)
@@ -888,7 +907,7 @@ class Cockpit(App[None]):
         )
         if not text:
             return
-        document = await self._answer(["explain", *str(text).split()])
+        document = await self._answer(["explain", "--", *str(text).split()])
         if failed(document):
             await self._show_dialog("Explain", error_lines(document, ["explain", str(text)]))
             return

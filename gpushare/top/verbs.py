@@ -27,13 +27,21 @@ Answering = Callable[[Sequence[str]], Awaitable[Document]]
 
 
 class Action(NamedTuple):
-    """One action on a job. ``words`` makes the command line, from the job and what the user typed, if ``asks``."""
+    """One action on a job. ``words`` makes the command line, from the job and what the user typed, if ``asks``.
+
+    ``mps``: only a client of an MPS daemon has it; another job may be on a GPU with a neighbour's daemon.
+    """
 
     key: str
     title: str
     words: Callable[[ListedJob, str], Sequence[str]]
     asks: str | None = None
     example: str = ""
+    mps: bool = False
+
+    def fits(self, job: ListedJob) -> bool:
+        """Return whether a job can have this done to it."""
+        return not self.mps or (job.way is not None and job.way.endswith("mps"))
 
 
 def _job_word(job: ListedJob) -> str:
@@ -59,8 +67,10 @@ def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
             "give threads, memory or both", "for example: 50% 8G; memory none removes the limit", code="usage"
         )
     command = ["mps", "set"]
-    if job.gpu_indexes:
-        command += ["-g", ",".join(map(str, job.gpu_indexes))]
+    # An instance has a daemon of its own.
+    devices = job.device_uuids if job.mig_profile is not None else job.gpu_indexes
+    if devices:
+        command += ["-g", ",".join(map(str, devices))]
     if threads:
         command += ["--threads", threads[0].rstrip("%")]
     if memory:
@@ -75,9 +85,7 @@ ACTIONS: Final = (
     Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job_word(job)]),
     Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job_word(job)]),
     Action("n", "set its time-slice or weight", _slice_words, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
-    Action(
-        "m", "limits of its MPS daemon", _limit_words, "threads and memory of clients that start from now on", "50% 8G"
-    ),
+    Action("m", "limits of its MPS daemon", _limit_words, "threads and memory of clients that start from now on", "50% 8G", mps=True),
     Action("v", "move it to another GPU", _move_words, "to which GPU; empty: any of the same model", "1"),
 )  # fmt: skip
 

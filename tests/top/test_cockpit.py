@@ -200,10 +200,6 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show, world: World) 
         # What the verb refuses is said with its hint, and nothing happens.
         await screen.press("b")
         assert "not swapped out" in screen.text
-        await screen.press("escape", "m", *"50%", "enter")
-        assert "gpushare mps start" in screen.text
-        await screen.press("escape", "m", "enter")
-        assert "give threads, memory or both" in screen.text
         await screen.press("escape", "e", "enter")
         assert "Explain: time-slicing" in screen.text
         assert "next: gpushare" in screen.text
@@ -228,6 +224,106 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show, world: World) 
         assert "GPU" in screen.text
 
     show(world, script)
+
+
+def test_only_a_client_of_a_daemon_has_its_limits_set(show: Show) -> None:
+    """A job outside MPS, which may share its GPU with a daemon, is not offered to change it; an instance has its own."""
+    world = World("sim:2xh200")
+    world.run("mps", "start", "-g", "0")
+    world.mig("3g.71gb", "3g.71gb", gpu="1")
+    world.run("mps", "start", "-g", instance := world.devices()[0][1])
+    tenant = world.client(1, mig=instance, memory_bytes=GIB)
+    outside = add(world, 1, "web", 9, mig=world.devices()[1][1])
+
+    async def script(screen: Shown) -> None:
+        assert next(row.job.pid for row in screen.app._rows) == outside
+        await screen.press("home", "m")
+        assert "is no client of an MPS daemon" in screen.text
+        await screen.press("enter")
+        assert "resume it" in screen.text
+        assert "limits of its MPS daemon" not in screen.text
+        await screen.press("escape", "slash", *str(tenant), "enter", "enter")
+        assert "limits of its MPS daemon" in screen.text
+        await screen.press("m", *"50%", "enter")
+        assert screen.ran == [["mps", "set", "-g", instance, "--threads", "50", "-n"]]
+
+    show(world, script)
+
+
+def test_the_doctor_is_asked_afresh(show: Show) -> None:
+    """What it has found before stays on the page until it has answered; then the title and the page say the same."""
+    world = World("sim:2xh100")
+    world.fault("lost", gpu=1)
+
+    async def script(screen: Shown) -> None:
+        inner, go_on = screen.app._answer, asyncio.Event()
+        await screen.app._ask_doctor()
+        world.clear()
+        world.fault("persistence-off", gpu=0)
+        await screen.look()
+
+        async def slow(words: Sequence[str]) -> dict[str, Any]:
+            await go_on.wait()
+            return await inner(words)
+
+        screen.app._answer = slow  # type: ignore[method-assign]
+        await screen.press("D")
+        assert "gpushare doctor is at work ..." in screen.text
+        assert "fell off the bus" in screen.text
+        go_on.set()
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert "at work" not in screen.text
+        assert "fell off the bus" not in screen.text
+        assert "nvidia-persistenced" in screen.text
+        assert "1 finding: D" in screen.text
+        # It finds nothing, and cannot be asked.
+        world.clear()
+        await screen.press("escape", "D")
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert "gpushare doctor has found nothing" in screen.text
+        assert "finding: D" not in screen.text
+
+        async def silent(_words: Sequence[str]) -> dict[str, Any]:
+            error = {"code": "no_answer", "message": "it ended with exit code 9", "hint": "try it: gpushare doctor"}
+            return {"status": "error", "data": None, "errors": [error]}
+
+        screen.app._answer = silent  # type: ignore[method-assign]
+        await screen.press("escape", "D")
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert "it ended with exit code 9" in screen.text
+
+    show(world, script)
+
+
+def test_an_explained_text_may_begin_with_a_dash(show: Show, world: World) -> None:
+    async def script(screen: Shown) -> None:
+        await screen.press("e", *"--memory 4G exceeded", "enter")
+        assert "no such option" not in screen.text
+        assert "no explanation found" in screen.text
+
+    show(world, script)
+
+
+@pytest.mark.parametrize("key", ["space", "question_mark"])
+def test_a_new_size_is_drawn_at_once(show: Show, key: str, world: World) -> None:
+    """No next frame comes to a held screen; one below a dialog is drawn too."""
+    add(world, 0, "train", 9)
+
+    async def script(screen: Shown) -> None:
+        assert screen.pilot is not None
+        await screen.press(key)
+        await screen.pilot.resize_terminal(80, 24)
+        await screen.pilot.pause()
+        if key == "question_mark":
+            screen.app.screen.dismiss()
+            await screen.pilot.pause()
+        narrow = screen.text
+        screen.app.redraw()
+        await screen.pilot.pause()
+        assert screen.text == narrow
+        assert "COMMAND" not in narrow
+
+    show(world, script, size=(200, 40))
 
 
 def test_the_menu_of_a_job_with_a_long_command_does_what_is_chosen(show: Show, world: World) -> None:
@@ -288,7 +384,9 @@ def test_eight_gpus_of_which_one_is_lost_fit_a_small_terminal(show: Show) -> Non
         assert "serve" in screen.text
         await screen.press("escape")
         # A limit of its daemon, and its death.
-        await screen.press("tab", "m", *"25% 8G", "enter", "y")
+        await screen.press("tab", "m", "enter")
+        assert "give threads, memory or both" in screen.text
+        await screen.press("escape", "m", *"25% 8G", "enter", "y")
         assert screen.ran[-1] == ["mps", "set", "-g", "0", "--threads", "25", "--memory", "8G"]
         world.host.processes.send(world.state.daemons[0].servers[0].pid, 9)
         await screen.look()
