@@ -373,6 +373,7 @@ class LimitedJob:
     """A job whose processes share one memory limit (`gpushare run --memory`).
 
     gpushare adds up what the processes hold; ``above`` is what it does above the limit: ``end``, ``warn`` or ``pause``.
+    ``watched`` False: that gpushare was killed, so nobody does it.
     """
 
     pid: int
@@ -381,6 +382,7 @@ class LimitedJob:
     device_uuid: str
     limit_bytes: int
     above: str
+    watched: bool
 
 
 @dataclass(frozen=True, kw_only=True)

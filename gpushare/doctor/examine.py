@@ -48,6 +48,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
+from gpushare.memory.ledger import reservations
 from gpushare.memory.peaks import PROFILES
 from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, check_host, swaps
 from gpushare.mig.ledger import MADE, NAMES, names_of
@@ -117,7 +118,12 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     for gpu in changed:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
         yield finding("gpu.compute_mode", gpu.index, mode=mode)
-    if seen.gpus and not changed:
+    unknown = [gpu.index for gpu in seen.answering if gpu.compute_mode is None]
+    for index in unknown:
+        yield Check.skipped(
+            "gpu.compute_mode", gpu=index, seen=f"the driver does not report the compute mode of GPU {index}"
+        )
+    if seen.gpus and not changed and not unknown:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
 
@@ -556,6 +562,13 @@ def _pauses(seen: Examination) -> Iterator[Check]:
         )
 
 
+def _memory_limits(seen: Examination) -> Iterator[Check]:
+    """Check that the memory of each job with a limit is watched."""
+    for job in reservations(seen.host) or ():
+        if job.limit_bytes is not None and job.held and not job.claim.kept:
+            yield for_owner(seen, finding("memory.limit", job=job, limit=format_bytes(job.limit_bytes)), [job.pid])
+
+
 # A swapped-out job is mentioned after this time; an unfinished swap counts as interrupted after this.
 _LONG_OUT_SECONDS: Final = 86400.0
 _ON_ITS_WAY_SECONDS: Final = 600.0
@@ -634,7 +647,14 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
             remedy=remedy,
         )
         yield for_owner(seen, check, suspects) if suspects and not seen.host.root else check
-    if seen.answering and not held and all(gpu.unlisted_bytes is not None for gpu in seen.answering):
+    unknown = [gpu.index for gpu in seen.answering if gpu.unlisted_bytes is None]
+    for index in unknown:
+        yield Check.skipped(
+            "gpu.unlisted_memory",
+            gpu=index,
+            seen=f"the driver does not report the memory of GPU {index}, or that of its processes",
+        )
+    if seen.answering and not held and not unknown:
         yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
 
 
@@ -742,6 +762,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _pid_namespace,
     _records,
     _pauses,
+    _memory_limits,
     _swaps,
     _unlisted,
     _idle,

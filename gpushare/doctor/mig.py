@@ -66,7 +66,10 @@ def _mode_findings(seen: Examination, gpu: Gpu, *, half_changed: bool) -> Iterat
         return
     try:
         instances = MigReader(seen.host.nvml).layout(gpu).instances
-    except GpushareError:
+    except GpushareError as error:
+        yield Check.skipped(
+            "mig.state", gpu=gpu.index, seen=f"the instances of GPU {gpu.index} are unknown: {error.message}"
+        )
         return
     if not instances:
         yield finding("mig.empty", gpu.index)

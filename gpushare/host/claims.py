@@ -64,6 +64,8 @@ class Claim:
     uid: int
     # Its live processes, the creator first.
     processes: tuple[Identity, ...]
+    # Whether its creator is one of them: the gpushare that watches the program.
+    kept: bool
     ticket: int | None
     # What else it says, in order, and when its owner last touched it (seconds since the epoch).
     facts: tuple[str, ...] = ()
@@ -349,6 +351,7 @@ def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | N
         key=match["key"].decode(),
         uid=status.st_uid,
         processes=alive,
+        kept=processes[0] in alive,
         ticket=ticket,
         facts=facts,
         # Its owner can set mtime to any time, but not ctime.

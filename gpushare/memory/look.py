@@ -95,6 +95,7 @@ def _limited_jobs(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> It
                     device_uuid=key,
                     limit_bytes=job.limit_bytes,
                     above=job.above,
+                    watched=job.claim.kept,
                 )
 
 

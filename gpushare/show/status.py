@@ -381,13 +381,17 @@ def wanted_memory(value: int | None) -> str:
 _ABOVE: Final = {"end": "it is ended", "warn": "a warning", "pause": "it is stopped"}
 
 
+def _above_limit(job: LimitedJob) -> str:
+    return _ABOVE.get(job.above, "-") if job.watched else "nothing: its gpushare was killed"
+
+
 def _limited_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
         Column("name", "job", optional=True),
         _memory("limit_bytes", "limit"),
-        Column("above", "above it", format=lambda value: _ABOVE.get(value, "-")),
+        Column("above", "above it", of=_above_limit),
     )
     return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=snapshot.limited_jobs)
 

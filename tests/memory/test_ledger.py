@@ -630,7 +630,9 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
 
 
 def waiting_job(number: int, uid: int, role: str, keys: tuple[str, ...], *, waits: bool = True) -> Reservation:
-    claim = Claim(path=Path(f"/{number}"), key="memory", uid=uid, processes=(Identity(number + 2, 1),), ticket=number)
+    claim = Claim(
+        path=Path(f"/{number}"), key="memory", uid=uid, processes=(Identity(number + 2, 1),), kept=True, ticket=number
+    )
     return Reservation(
         claim=claim,
         name=role,

@@ -64,6 +64,7 @@ def test_what_decides_is_whole_at_80_columns(shown):
         device_uuid=uuid(0),
         limit_bytes=GIB,
         above="end",
+        watched=True,
     )
     host = Snapshot(host="node", gpus=(h100(0, processes=(job,)),), limited_jobs=(limited,))
     lines = shown(status_result(host), OutputFormat.TABLE, width=80)[0].splitlines()

@@ -676,6 +676,24 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("fault", "value", "identifier"),
+    [
+        ("refused", "compute-mode", "gpu.compute_mode"),
+        ("refused", "processes", "gpu.unlisted_memory"),
+        ("not-supported", "memory", "gpu.unlisted_memory"),
+        ("refused", "mig-instances", "mig.state"),
+    ],
+)
+def test_what_cannot_be_read_does_not_pass(cli: Cli, world: World, fault: str, value: str, identifier: str) -> None:
+    if identifier == "mig.state":
+        world.mig("1g.18gb")
+    cli("doctor").ok()
+    world.fault(fault, value)
+    (check,) = all_of(cli, identifier)
+    assert (check["verdict"], check["gpu"], "GPU 0" in check["seen"]) == ("skip", 0, True)
+
+
 def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: World) -> None:
     world.fault("unlisted-memory", str(3 << 30))
     daemon = admin.add_process(world.spec, holder=True, name="nvidia-persistenced")
