@@ -40,8 +40,8 @@ def explain(
     occupancy, streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch,
     time-slice, slice, time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
     CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
-    farm, turns, pause, swap, requeue, line, lease, grant, held, drift, consolidation, oversubscription, host memory,
-    unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm, Kubernetes, Karpenter,
+    farm, turns, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation, oversubscription,
+    host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm, Kubernetes, Karpenter,
     DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
     utilization; and each column of `status` and `jobs`.
     """
@@ -59,13 +59,17 @@ def explain(
 
 def _explain_words(text: str) -> facts.Log:
     """Return what the words of the command line mean. Raises NotFound (``not_explained``)."""
-    of_gpushare = (*_column_matches(text), *_check_matches(text))
+    columns = _column_matches(text)
+    of_gpushare = (*columns, *_check_matches(text))
     try:
         matches = (*facts.explain(text), *of_gpushare)
     except NotFound:
         if not of_gpushare:
             raise
         matches = of_gpushare
+    if columns:
+        # Such a word on the screen is the column; an error code of this name (reserved) is rarer.
+        matches = tuple(sorted(matches, key=lambda match: match.explanation.kind == "gpushare"))
     return facts.Log(matches=matches, lines=len(text.splitlines()))
 
 

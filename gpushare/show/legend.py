@@ -62,7 +62,7 @@ HEADS: Final = {
     "ran": "How long it ran.",
     "ended": "How long ago it ended.",
     "peak memory": "The most device memory that it had at a time; of a farm: that one copy had.",
-    "server": "The process of the MPS server that the client uses.",
+    "server": "The state of the servers of an MPS daemon: ACTIVE, FAULT; none yet: it starts with the first client.",
     "left": "How long the reservation still lasts.",
     "vGPU": "The number of a vGPU on a hypervisor.",
     "virtual machine": "The virtual machine that uses a vGPU.",

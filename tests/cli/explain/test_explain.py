@@ -453,7 +453,31 @@ def test_what_the_documents_of_sharing_name_is_explained() -> None:
 def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
     for head, meaning in HEADS.items():
         explained = cli("explain", head.lower(), output="json").ok().data["explanations"]
-        assert explained[-1]["meaning"] == meaning
+        # An error code of the same name (reserved) comes after the column.
+        assert [entry for entry in explained if entry["kind"] != "gpushare"][-1]["meaning"] == meaning
+        assert sorted(explained, key=lambda entry: entry["kind"] == "gpushare") == explained
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "plain",
+        "prod",
+        "opport",
+        "MPS+slicing",
+        "THR%",
+        "MEM",
+        "RAM",
+        "unlisted memory",
+        "underused",
+        "pattern",
+        "p95",
+        "busy %",
+        "fullest",
+    ],
+)
+def test_words_on_the_screens_of_top_observe_and_savings_are_explained(word: str) -> None:
+    assert [match.explanation.kind for match in explain(word)] == ["concept"]
 
 
 def test_every_check_of_doctor_is_explained_by_its_id(cli: Cli) -> None:
