@@ -50,7 +50,12 @@ from gpushare.snapshot import HostState
 
 _NODE: Final = r"(?a)[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 
+_USUAL_PROGRAM: Final = "/usr/bin/gpushare"
+
 FILE_OPTION: Final = option("-f --file", "FILE", "Take the sharing from this gpushare.yaml. [default: this host]")
+_EVERY_GPU: Final = option(
+    "-g --gpu", "GPU", "Every GPU of the node, as without -g: the device plugin cannot offer only some."
+)
 TO: Final = option("--to", "DIR", "Write the files there instead of printing them.")
 NODE: Final = option("--node", "NAME", "The node's name in the cluster.")
 REPLICAS: Final = option(
@@ -77,7 +82,7 @@ def dra(
 
 
 def karpenter(
-    gpu: str | None = WHOLE_GPU_OPTION,
+    gpu: str | None = _EVERY_GPU,
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,
@@ -204,7 +209,9 @@ def ecs(
 def systemd(
     gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
-    program: str | None = option("--program", "PATH", "Where gpushare is. [default: this one]"),
+    program: str | None = option(
+        "--program", "PATH", f"Where gpushare is. [default: this one; of a simulated host {_USUAL_PROGRAM}]"
+    ),
     at_boot: str | None = option("--at-boot", "FILE", "The file to apply at boot. [default: the last applied file]"),
     to: str | None = TO,
 ) -> Any:
@@ -220,9 +227,6 @@ def systemd(
     rules = _has_rules(at_boot) if file is None else "slices" in host.sections
     export = units_export(host, program=program or _own_program(), file=at_boot or FILE, rules=rules)
     return export_result("systemd", export, to)
-
-
-_USUAL_PROGRAM: Final = "/usr/bin/gpushare"
 
 
 def _own_program() -> str:
@@ -298,7 +302,7 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
     if settings.spec != "local":
         # No --host in the files: a unit or a prolog is of the machine on which it is installed.
         notes.append(f"{settings.spec} is simulated: the files are an example; for a real host, export there")
-    if to is None and len(export.documents) > 1:
+    if to is None and any(document.name in command for document in export.documents for command in export.commands):
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data = ExportAnswer(**vars(export), engine=engine, written=tuple(written))
     text = "\n".join(written) if written else joined_text(export.documents)
@@ -403,7 +407,7 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
 
 
 def k8s(
-    gpu: str | None = WHOLE_GPU_OPTION,
+    gpu: str | None = _EVERY_GPU,
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,

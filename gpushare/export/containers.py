@@ -17,7 +17,7 @@ from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
 from gpushare.base.selection import no_mig_error
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
-from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
+from gpushare.export.document import IMAGE, Document, Export, image_or_default, notes, yaml_document
 from gpushare.hostfile.file import MpsWish
 from gpushare.inputs import yaml_text
 from gpushare.mig.parted import PLACEMENTS, VERSION, parse_parted
@@ -25,6 +25,8 @@ from gpushare.mig.parted import PLACEMENTS, VERSION, parse_parted
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"
 COMPOSE_FILE: Final = "compose.yaml"
+# compose-spec.json: the keys of `services`.
+_SERVICE: Final = re.compile(r"[a-zA-Z0-9._-]{1,255}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +159,12 @@ def cdi_export(share: ExportedDevice) -> Export:
 
 def compose_export(share: ExportedDevice, *, image: str | None = None, service: str = "gpu") -> Export:
     """Return a compose file with one service on the device."""
+    if _SERVICE.fullmatch(service) is None:
+        raise BadUsage(
+            f"'{service[:70]}' is not the name of a service", "for example: --service train", code="bad_name"
+        )
     reserved = {"driver": "nvidia", "device_ids": [share.uuid], "capabilities": ["gpu"]}
-    body: dict[str, Any] = {"image": image or IMAGE}
+    body: dict[str, Any] = {"image": image_or_default(image)}
     if share.mps is not None:
         # Compose would expand a $ in a value.
         body["environment"] = {key: value.replace("$", "$$") for key, value in share.environment.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, Final
 
-from gpushare.base.errors import InUse, NoPermission
+from gpushare.base.errors import BadUsage, InUse, NoPermission
 from gpushare.base.package import package_rows, package_text
 from gpushare.base.values import dataclass
 from gpushare.host.written_file import create_file, directory_of
@@ -75,6 +75,24 @@ def cluster_object(api: str, kind: str, name: str, spec: Mapping[str, Any]) -> d
 
 # Runs a kernel and ends: listing GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
+
+
+# As in `docker pull`: a registry, lower-case names, a tag, a digest (github.com/distribution/reference, regexp.go).
+_IMAGE: Final = re.compile(
+    r"(?:[a-zA-Z0-9][a-zA-Z0-9.-]{0,254}(?::\d{1,5})?/)?[a-z0-9][a-z0-9._/-]{0,254}(?::\w[\w.-]{0,127})?(?:@[a-z0-9]+:[0-9a-f]{32,128})?",
+    re.ASCII,
+)
+
+
+def image_or_default(image: str | None) -> str:
+    """Return an image as it was given, or without one `IMAGE`. Raises BadUsage (``bad_name``)."""
+    if image is not None and _IMAGE.fullmatch(image) is None:
+        raise BadUsage(
+            f"'{image[:70]}' is not the name of an image",
+            "for example: --image nvcr.io/nvidia/pytorch:25.01-py3",
+            code="bad_name",
+        )
+    return image or IMAGE
 
 
 def joined_text(documents: Sequence[Document]) -> str:

@@ -14,7 +14,7 @@ from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.containers import ExportedDevice
-from gpushare.export.document import IMAGE, Document, Export, notes
+from gpushare.export.document import Document, Export, image_or_default, notes
 
 FILE: Final = "task-definition.json"
 # Host memory that ECS keeps for the container.
@@ -30,7 +30,7 @@ def ecs_export(share: ExportedDevice, *, family: str = "gpu-shared", image: str 
         )
     container = {
         "name": "gpu",
-        "image": image or IMAGE,
+        "image": image_or_default(image),
         "essential": True,
         "memoryReservation": _HOST_MEBIBYTES,
         "resourceRequirements": [{"type": "GPU", **_gpu_requirement(share)}],

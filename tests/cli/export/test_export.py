@@ -235,6 +235,39 @@ def test_files(cli: Cli, refused: Refused, tmp_path: Path, engine: str) -> None:
     assert (there / data["documents"][0]["name"]).read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    "image", ["web", "localhost:5000/a/b_c:V1", "nvcr.io/nvidia/pytorch:25.01-py3", f"repo/web@sha256:{'0f' * 32}"]
+)
+def test_an_image_is_written_as_it_is_given(cli: Cli, image: str) -> None:
+    service = yaml.safe_load(cli("export", "compose", "-g", "0", "--image", image, host=T4S).ok().out)["services"][
+        "gpu"
+    ]
+    assert service["image"] == image
+
+
+@pytest.mark.parametrize("engine", ["compose", "cdi", "docker", "mig-parted", "systemd", "karpenter"])
+def test_what_writes_the_files_that_a_command_names_is_said(cli: Cli, engine: str) -> None:
+    """Also where there is one file. The flags of Docker are no file."""
+    host = "sim:h100" if engine == "mig-parted" else T4S
+    if engine == "mig-parted":
+        World(host).mig("3g.40gb")
+    done = cli("export", engine, *(["-g", "0"] if engine in {"compose", "cdi", "docker"} else []), host=host).ok()
+    is_said = f"note: to write files: gpushare export {engine} --to DIR, with the same options" in done.err
+    assert is_said is (engine not in {"cdi", "docker"})
+
+
+def test_the_note_of_karpenter_names_only_options_that_k8s_has(cli: Cli) -> None:
+    done = cli("export", "karpenter", "--cluster", "prod", "--replicas", "3", "--mig-strategy", "single", host=T4S)
+    note = next(line for line in done.ok().lines("note") if "export k8s" in line)
+    assert re.findall(r"--?\w[-\w]*", note.partition("same")[2]) == [
+        "-f",
+        "--replicas",
+        "--mig-replicas",
+        "--mig-strategy",
+    ]
+    cli("export", "k8s", "--replicas", "3", "--mig-replicas", "2", "--mig-strategy", "single", host=T4S).ok()
+
+
 def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     to = str(tmp_path / "file" / "below")
@@ -261,6 +294,10 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
         (["systemd", "--program", "gpushare"], "bad_path", 2),
         (["docker"], "gpu_not_named", 2),
         (["compose", "-g", "all"], "one_gpu", 2),
+        (["compose", "-g", "0", "--image", "a b"], "bad_name", 2),
+        (["compose", "-g", "0", "--image", ""], "bad_name", 2),
+        (["compose", "-g", "0", "--service", "a b"], "bad_name", 2),
+        (["ecs", "-g", "0", "--image", "nvcr.io/NVIDIA/cuda"], "bad_name", 2),
         (["cdi", "-g", "9"], "unknown_gpu", 6),
     ],
 )
