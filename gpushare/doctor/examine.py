@@ -24,6 +24,7 @@ from gpushare.base.errors import (
     system_error,
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
+from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.doctor.check import (
     MOST_SHOWN,
@@ -54,7 +55,7 @@ from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swa
 from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import DAEMONS, home_of, homes_in
+from gpushare.mps.home import DAEMONS, home_of, homes_in, own_home
 from gpushare.pause.record import PAUSES, paused_jobs, paused_processes
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS
@@ -269,10 +270,24 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
             by_value.setdefault(pipe, []).append(pid)
     shown = _first_values(seen, by_value)
     for pipe in shown:
-        check = finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes_text(seen, by_value[pipe]))
+        check = finding(
+            "mps.environment",
+            value=cut(pipe, MOST_SHOWN),
+            processes=_processes_text(seen, by_value[pipe]),
+            start=_start_remedy(seen, pipe),
+        )
         yield for_owner(seen, check, by_value[pipe])
     if len(by_value) > len(shown):
         yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
+
+
+def _start_remedy(seen: Examination, pipe: str) -> str:
+    """Return how to start the daemon that listens at a pipe directory; empty: it is not one of this user's daemons."""
+    for gpu in seen.gpus:
+        for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)):
+            if str(own_home(seen.host, device.uuid).pipe) == pipe:
+                return f"start the daemon first: gpushare mps start -g {device.selector}; or "
+    return ""
 
 
 def _is_kept_empty(seen: Examination, pipe: str) -> bool:

@@ -33,7 +33,7 @@ from gpushare.host.records import read_tail
 from gpushare.hostfile.look import unit_device
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
-from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
+from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users, restart_command
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE, Limits
 from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
@@ -132,13 +132,14 @@ def needs(seen: Examination) -> Iterator[Check]:
     else:
         yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
     for item in seen.believed:
-        yield from _few_descriptors(seen, item.daemon)
+        yield from _few_descriptors(seen, item)
         yield from _directories(seen, item)
         yield from _large_log(item.daemon)
 
 
-def _few_descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
+def _few_descriptors(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     """Check that a daemon may open enough files for its clients."""
+    daemon = found.daemon
     limit = seen.host.machine.descriptor_limit(daemon.pid or 0)
     failed = re.search(r"failed to (?:create|open)[^\n]* SHM segment", log_tail(daemon, "server.log"))
     if failed or (limit is not None and limit < _FEW_DESCRIPTORS):
@@ -148,6 +149,8 @@ def _few_descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
             daemon=daemon,
             limit="unknown" if limit is None else limit,
             failed=", and its server could not open an SHM segment" if failed else "",
+            stop=found.stop_command,
+            start="start it again" if found.record is None else restart_command(found.record, None),
         )
 
 
@@ -282,7 +285,13 @@ def foreign(seen: Examination) -> Iterator[Check]:
         if not item.trusted:
             continue
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
-            yield finding("mps.default_path", daemon.gpu_index, daemon=daemon, quit=_quit_command(daemon))
+            yield finding(
+                "mps.default_path",
+                daemon.gpu_index,
+                daemon=daemon,
+                quit=_quit_command(daemon),
+                gpus="all" if daemon.gpu_index is None else daemon.gpu_index,
+            )
         elif not daemon.ours and unit_device(item, seen.answering) is None:
             yield finding(
                 "mps.foreign", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon), quit=_quit_command(daemon)

@@ -59,7 +59,11 @@ def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
     if code == NOT_SUPPORTED:
         return NotSupported(f"{where}the driver does not support it ({text})", doctor, gpu=gpu)
     if code == NO_PERMISSION:
-        return NoPermission(f"{where}the driver refuses: {text}", "run it as root: sudo gpushare ...", gpu=gpu)
+        return NoPermission(
+            f"{where}the driver refuses: {text}",
+            "run it as root: sudo gpushare ...; if you are root, see why: sudo dmesg | grep -i nvrm",
+            gpu=gpu,
+        )
     if code in {NOT_FOUND, GPU_NOT_FOUND}:
         return NotFound(f"{where}{text}", "see which GPUs are there: gpushare status", gpu=gpu)
     if code == DRIVER_NOT_LOADED:

@@ -272,7 +272,13 @@ class _Start:
             OperationFailed: it does not start, or does not answer (codes ``daemon_not_started``, ``daemon_silent``).
         """
         device, home = self._device, self._home
-        if self._control.answers():
+        try:
+            answers = self._control.answers()
+        except TimedOut:
+            # If the program itself hangs, this raises its error: there is no daemon to end.
+            probe_version(self._host.programs)
+            raise
+        if answers:
             raise _daemon_exists_error(device, self._daemon_pid())
         if self._daemon_pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.

@@ -29,7 +29,7 @@ from gpushare.host.smi import ComputePolicy
 from gpushare.hostfile.load import keep_applied
 from gpushare.memory.swap import SWAPS, swaps
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
-from gpushare.mps.home import DaemonHome
+from gpushare.mps.home import DaemonHome, own_home
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION
 from gpushare.run.plain import plain_environment
 from gpushare.sim import admin
@@ -520,6 +520,37 @@ def test_the_value_of_others_is_no_path_to_look_at(world: World, monkeypatch: py
     (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/home/bob/fuse/pipe"}})
     assert check.id == "mps.environment"
     assert "/home/bob/fuse/pipe" not in looked
+
+
+def test_the_daemon_to_start_is_named(cli: Cli, world: World) -> None:
+    cli("doctor").ok()
+    pipe = str(own_home(world.host, world.uuid()).pipe)
+    admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": pipe})
+    start = "gpushare mps start -g 0"
+    run = "let gpushare check it: gpushare run -- CMD"
+    assert finding(cli, "mps.environment")["remedy"] == f"start the daemon first: {start}; or {run}"
+    cli(*start.split()[1:]).ok()
+    assert "mps.environment" not in findings(cli)
+    (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}})
+    assert check.remedy == run
+
+
+def test_remedies_name_the_gpu(cli: Cli, world: World) -> None:
+    cli("mig", "enable", "-g", "0", "-y").ok()
+    assert finding(cli, "mig.empty")["remedy"].endswith("; or sudo gpushare mig disable -g 0")
+    cli("mig", "disable", "-g", "0", "-y").ok()
+    cli("mps", "start", "--threads", "50").ok()
+    world.fault("descriptors", "256")
+    uuid = world.uuid()
+    assert finding(cli, "mps.descriptors")["remedy"] == (
+        f"gpushare mps stop -g 0; ulimit -n 16384; gpushare mps start -g {uuid} --threads 50 "
+        "(in a unit: LimitNOFILE=16384)"
+    )
+
+
+def test_who_is_root_already_is_told_where_to_look(cli: Cli, world: World) -> None:
+    world.fault("no-permission")
+    assert finding(cli, "nvml.answers")["remedy"].endswith("if you are root, see why: sudo dmesg | grep -i nvrm")
 
 
 def test_a_program_that_run_keeps_outside_mps_is_no_finding(world: World) -> None:

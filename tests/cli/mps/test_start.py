@@ -168,8 +168,11 @@ def test_a_program_that_hangs(refused: Refused, world: World, monkeypatch: pytes
     monkeypatch.setattr(start, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     monkeypatch.setattr(MpsControl.answers, "__defaults__", (0.1,))
+    monkeypatch.setattr("gpushare.mps.control._TIMEOUT", 0.1)
     world.fault("hang", "nvidia-cuda-mps-control")
-    refused("mps", "start", code="daemon_hangs", exit_code=1)
+    # No daemon hangs, so there is none to be ended.
+    text = refused("mps", "start", code="program_hangs", exit_code=1)
+    assert ("'nvidia-cuda-mps-control -v' did not answer" in text, "mps stop" in text) == (True, False)
 
 
 @pytest.mark.parametrize(
