@@ -83,6 +83,11 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
     )
 
 
+def in_turn(commands: Sequence[str]) -> str | None:
+    """Return commands of which each needs those before it, as one line of the shell; None: there are none."""
+    return " && ".join(commands) or None
+
+
 def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:
     """Return the losses that nobody agreed to: others, or those with a further reason (a new holder)."""
     reasons = {(loss.action, loss.what): set(loss.why) for loss in agreed}

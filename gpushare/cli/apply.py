@@ -271,11 +271,8 @@ def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
     except GpushareError:
         # A full disk does not keep the host from being set up.
         return None
-    words = ["gpushare", "apply", "-f", str(path)]
-    if any(row.plan is not None and row.plan.change.names for row in rows):
-        # It takes away names that this change gives, and need not ask.
-        words.append("-y")
-    return shlex.join(words)
+    # Without -y: it takes all that is on these GPUs by then, also what others have made since.
+    return shlex.join(["gpushare", "apply", "-f", str(path)])
 
 
 def _joined_plan(rows: Sequence[_GpuRow]) -> Plan:

@@ -44,7 +44,16 @@ from gpushare.memory.swap import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
 from gpushare.mig.driver import MigReader, need_rights
-from gpushare.mig.grant import Naming, name_steps, name_taken_error, names_step, plan_grant, plan_names, plan_revoke
+from gpushare.mig.grant import (
+    Naming,
+    as_root,
+    name_steps,
+    name_taken_error,
+    names_step,
+    plan_grant,
+    plan_names,
+    plan_revoke,
+)
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, check_name, names_of
@@ -53,11 +62,11 @@ from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
-from gpushare.mig.recover import accept, as_commands, is_complete, not_restored, way_forward
+from gpushare.mig.recover import accept, as_commands, is_complete, not_restored, way_forward, wish_words
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
-from gpushare.plan import Loss, Plan
+from gpushare.plan import Loss, Plan, in_turn
 from gpushare.run.jobs import job_names
 from gpushare.show.mig import plan_text
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
@@ -216,7 +225,8 @@ def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance])
             for each in part.plan.destroyed:
                 parts = "" if each.whole else f"{counted(len(each.compute), 'compute instance')} of "
                 gone.append(f"{parts}{each.instance}")
-            yield f"{', '.join(gone)} on GPU {part.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
+            several = len(gone) > 1 or (not each.whole and len(each.compute) > 1)
+            yield f"{', '.join(gone)} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
         for row in made:
             if row.gpu == part.gpu.index:
                 name = names.get((part.gpu.uuid or "", row.profile, row.start), "")
@@ -275,21 +285,48 @@ def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
 
 
 def _undo_line(change: MigChange) -> str | None:
-    """Return the commands that undo a change, as one line; None: nothing undoes it."""
+    """Return the commands that undo a change, as one line; None: nothing undoes it.
+
+    It destroys by name or place what the change has created, and creates again what it has destroyed: what was made since
+    stays. A GPU whose mode has changed gets its layout of before as a whole, and so does one with a GPU instance that
+    stays and has other compute instances; this asks before it takes what is named, granted or in use. Only what the
+    change itself has named goes without a question.
+    """
     parts = [part for part in change.gpus if part.changes]
     # GPUs on which nothing but the mode has changed, from on to off.
     only_off = [
         part for part in parts if part.before.mig_enabled and part.enable is False and not part.before.instances
     ]
-    commands = [f"gpushare mig enable -g {_gpu_numbers(only_off)}"] if only_off else []
-    commands += as_commands(part.before for part in parts if part not in only_off)
-    if change.names:
-        # It takes back what this change has named, so it does not ask.
-        commands = [f"{command} -y" for command in commands]
+    exact = [
+        part
+        for part in parts
+        if part.enable is None and all(each.whole for each in (*part.plan.destroyed, *part.plan.created))
+    ]
+    created = {
+        (part.gpu.uuid or "", *new.instance.place): new.instance
+        for part in parts
+        for new in part.plan.created
+        if new.whole
+    }
+    names = [named.name for named in change.names if named.spot in created]
+    named_spots = {named.spot for named in change.names}
+    commands = [f"gpushare mig destroy {' '.join(names)} -y"] if names else []
     # Names that have moved are free again before their instances of before get them.
     commands += filter(None, [change.plan.undo])
+    for part in exact:
+        unnamed = [new.instance for new in part.plan.created if (part.gpu.uuid, *new.instance.place) not in named_spots]
+        if unnamed:
+            commands.append(f"gpushare mig destroy {' '.join(map(str, unnamed))} -g {part.gpu.index}")
+    if only_off:
+        commands.append(f"gpushare mig enable -g {_gpu_numbers(only_off)}")
+    commands += as_commands(part.before for part in parts if part not in only_off and part not in exact)
+    for part in exact:
+        staying = [new.instance for new in part.plan.created] + list(part.plan.kept)
+        wish = wish_words(part.before.without(staying))
+        if wish:
+            commands.append(f"gpushare mig create {wish} -g {part.gpu.index}")
     commands += [command for part in parts for command in _naming_commands(part)]
-    return "; ".join(commands) or None
+    return in_turn(commands)
 
 
 def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
@@ -632,8 +669,8 @@ def change_of(
     if switched_on:
         notes += _swapped_out_notes(host, switched_on)
     consent = (*change.plan.consent, *naming.losses)
-    plan_with_names = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=tuple(notes))
-    return replace(change, plan=plan_with_names, names=tuple(named.name for named in naming.bound))
+    plan_with_names = replace(change.plan, consent=consent, undo=in_turn(naming.undo), notes=tuple(notes))
+    return replace(change, plan=plan_with_names, names=naming.bound)
 
 
 def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
@@ -771,11 +808,11 @@ def _plan_forget(name: str) -> Plan:
     lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(named.users)}",))
     place = f"{named.profile}:{named.start}"
     undo = [f"gpushare mig name {name} {place} -g {named.gpu_uuid}"]
-    undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in named.users]
+    undo += [f"{as_root(host)}gpushare mig grant {name} {shlex.quote(user)}" for user in named.users]
     return Plan(
         title=f"{place} has no name",
         steps=(names_step(host, (), [named]),),
-        undo="; ".join(undo),
+        undo=in_turn(undo),
         consent=(lost,) if named.users else (),
     )
 

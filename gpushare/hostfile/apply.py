@@ -209,10 +209,10 @@ class _GpuWork:
         return self.entry.sharing is Way.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
 
     @property
-    def new_names(self) -> tuple[str, ...]:
+    def new_names(self) -> tuple[NamedInstance, ...]:
         """Return the names that the GPU does not have yet, or has for another instance."""
         present = {(named.name, named.spot) for named in self.live.names}
-        return tuple(named.name for named in self.names if (named.name, named.spot) not in present)
+        return tuple(named for named in self.names if (named.name, named.spot) not in present)
 
     @property
     def _made(self) -> set[tuple[str, int]]:
@@ -222,7 +222,7 @@ class _GpuWork:
     @property
     def names_to_come(self) -> list[NamedInstance]:
         """Return the new names whose instances the change creates."""
-        return [named for named in self.names if named.name in self.new_names and named.place in self._made]
+        return [named for named in self.new_names if named.place in self._made]
 
     def stop_steps(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -28,7 +29,7 @@ from gpushare.mig.daemons import (
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy
-from gpushare.mig.ledger import MigLedger
+from gpushare.mig.ledger import MigLedger, NamedInstance
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout, on_or_off
 from gpushare.mig.recover import creation_begun, creation_made, perform, restore, shape_now
@@ -393,7 +394,7 @@ class MigChange:
     plan: Plan
     notes: tuple[str, ...] = field(default=())
     # The names that the change gives.
-    names: tuple[str, ...] = field(default=())
+    names: tuple[NamedInstance, ...] = field(default=())
     # The daemons that it stops, for the journal.
     daemons: tuple[DaemonRecord, ...] = field(default=())
     instances: tuple[_InstanceWork, ...] = field(default=(), repr=False, compare=False)
@@ -501,7 +502,8 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
     """Yield what a change destroys that is named, granted, busy, or not made by gpushare."""
     for removed in change.plan.destroyed:
         instance = removed.instance
-        parts = [f"{part.profile.name}.{instance}" for part in removed.compute]
+        sizes = Counter(part.profile.name for part in removed.compute)
+        parts = [f"{size}.{instance}" + (f"*{count}" if count > 1 else "") for size, count in sizes.items()]
         lost = f"{instance if removed.whole else ', '.join(parts)} on GPU {change.gpu.index}"
         reasons = []
         if instance.name:
@@ -610,7 +612,7 @@ def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Calla
     touched = [gpu for gpu in change.gpus if gpu.changes]
     before = [part.before for part in touched]
     after = [part.after for part in touched]
-    ledger.begin(change.plan.title, before, after, names=change.names, daemons=change.daemons)
+    ledger.begin(change.plan.title, before, after, names=[named.name for named in change.names], daemons=change.daemons)
     last: Step | None = None
 
     def begin(step: Step) -> None:

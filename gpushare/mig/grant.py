@@ -49,9 +49,14 @@ class _Node:
         return f"{self.name} (GPU instance {instance}{part})"
 
 
+def as_root(host: Host) -> str:
+    """Return what stands before a command that needs root. sudo would drop GPUSHARE_HOST, but a simulated host needs none."""
+    return "" if host.root else "sudo "
+
+
 def plan_grant(host: Host, name: str, user: str) -> Plan:
     """Return the plan that grants a named instance to one more user; only users with a grant may use it."""
-    named = _named_instance(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
+    named = _named_instance(host, need_name(name, f"{as_root(host)}gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     steps = access_steps(host, named, users)
@@ -61,7 +66,7 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
         title=f"{name} is granted to {', '.join(users)} only",
         steps=steps,
         # With -y: it only revokes what this command granted.
-        undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
+        undo=f"{as_root(host)}gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
     )
 
@@ -77,7 +82,7 @@ def _no_instance_error(named: NamedInstance) -> NotFound:
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants all users may use the instance."""
-    named = _named_instance(host, need_name(name, "sudo gpushare mig revoke NAME"))
+    named = _named_instance(host, need_name(name, f"{as_root(host)}gpushare mig revoke NAME"))
     revoked_users = named.users
     if user is not None:
         # A user removed from the machine is only known by name.
@@ -97,7 +102,9 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
         steps=steps,
-        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users)
+        undo="; ".join(
+            f"{as_root(host)}gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users
+        )
         or None,
         notes=tuple(notes),
         consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),

@@ -6,6 +6,7 @@ Only what a change itself created, by its journal, is destroyed again; what othe
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -138,11 +139,16 @@ def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
         return "disable", " --destroy"
     if not shape.instances:
         return "destroy all", ""
+    return "apply", f" {wish_words(shape)}"
+
+
+def wish_words(shape: GpuShape) -> str:
+    """Return the instances of a shape as a wish for the shell, each at its place."""
     wish = (
         placed_request(instance.profile, instance.start, [part.slices for part in instance.compute])
         for instance in shape.instances
     )
-    return "apply", f" {' '.join(map(str, wish))}"
+    return shlex.join(word for request in wish for word in str(request).split())
 
 
 # -- what changes left -----------------------------------------------------------------------------

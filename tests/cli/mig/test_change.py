@@ -42,7 +42,7 @@ def test_create_adds_and_says_what_it_made(cli: Cli) -> None:
     (line,) = shown.out.splitlines()
     assert line.startswith("1g.10gb:")
     assert "'more' on GPU 0: MIG-" in line
-    assert "; undo: gpushare mig apply -g 0 " in line
+    assert line.endswith("; undo: gpushare mig destroy more -y")
     assert not shown.err
     # What was there stayed: exactly one more.
     assert len(instances(world)) == len(made) + 1
@@ -73,7 +73,7 @@ def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
     answer = cli("-o", "json", "mig", "create", "1c.3g.40gb", host=H100).ok()
     (new,) = {instance.uuid for instance in world.state.gpus[0].mig} - before
     assert [change["uuids"] for change in answer.data["created"]] == [[new]]
-    assert answer.data["undo"] == "gpushare mig apply -g 0 1c.3g.40gb:4*2"
+    assert answer.data["undo"] == "gpushare mig apply -g 0 '1c.3g.40gb:4*2'"
     # A name is one of a GPU instance: what gets one is not put among others.
     cli("mig", "destroy", new, host=H100).ok()
     cli("mig", "create", "1c.3g.40gb", "--name", "mine", host=H100).ok()
@@ -210,7 +210,7 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
     answer = host.run("mig", *words)
     assert answer.code == 0, answer
     assert host.look() != before
-    for command in answer.json["data"]["undo"].split("; "):
+    for command in answer.json["data"]["undo"].split(" && "):
         program, *rest = shlex.split(command)
         assert program == "gpushare"
         again = host.run(*rest)
@@ -316,17 +316,31 @@ def test_instances_that_keep_mig_on_are_named_with_their_gpu(cli: Cli, refused: 
     ("before", "words", "undo"),
     [
         ((), ("apply", "-g", "0-2", "3g.40gb"), "gpushare mig disable -g 0-2 --destroy"),
-        ((("0-2",),), ("apply", "-g", "0-2", "3g.40gb"), "gpushare mig destroy all -g 0-2"),
+        (
+            (("0,1",),),
+            ("apply", "-g", "0,1", "3g.40gb"),
+            "gpushare mig destroy 3g.40gb:4 -g 0 && gpushare mig destroy 3g.40gb:4 -g 1",
+        ),
+        ((("0,1",),), ("apply", "-g", "0,1", "3g.40gb", "--name", "a"), "gpushare mig destroy a-1 a-2 -y"),
         ((("0-2",),), ("disable", "-g", "0-2"), "gpushare mig enable -g 0-2"),
-        ((("0,2", "7g.80gb"),), ("apply", "-g", "0,2", "3g.40gb"), "gpushare mig apply -g 0,2 7g.80gb:0"),
+        (
+            (("0", "7g.80gb"),),
+            ("apply", "-g", "0", "1c.3g.40gb*2"),
+            "gpushare mig destroy 3g.40gb:4 -g 0 && gpushare mig create 7g.80gb:0 -g 0",
+        ),
         (
             (("0,2", "7g.80gb"), ("1", "1g.10gb:6")),
+            ("disable", "-g", "0-2", "--destroy"),
+            "gpushare mig apply -g 0,2 7g.80gb:0 && gpushare mig apply -g 1 1g.10gb:6",
+        ),
+        (
+            (("0", "1c.3g.40gb:4*2"), ("1", "1g.10gb:6")),
             ("destroy", "-g", "0-2", "all"),
-            "gpushare mig apply -g 0,2 7g.80gb:0; gpushare mig apply -g 1 1g.10gb:6",
+            "gpushare mig create '1c.3g.40gb:4*2' -g 0 && gpushare mig create 1g.10gb:6 -g 1",
         ),
     ],
 )
-def test_one_command_undoes_the_same_on_several_gpus(
+def test_the_undo_on_several_gpus(
     cli: Cli, before: tuple[tuple[str, ...], ...], words: tuple[str, ...], undo: str
 ) -> None:
     cli("mig", "status", host=EIGHT).ok()
@@ -337,9 +351,42 @@ def test_one_command_undoes_the_same_on_several_gpus(
     assert answer.data["undo"] == undo
     notes = answer.lines("note")
     assert len(notes) == len({re.sub("GPU [-0-9, ]+", "", note) for note in notes})
-    for command in undo.split("; "):
-        cli(*command.split()[1:], host=EIGHT).ok()
+    for command in undo.split(" && "):
+        cli(*shlex.split(command)[1:], host=EIGHT).ok()
     assert [seen.places for seen in World(EIGHT).look()] == places
+
+
+def test_an_undo_leaves_what_was_made_since(cli: Cli) -> None:
+    cli("mig", "enable", host=A100).ok()
+    undo = {
+        name: cli("mig", "create", "1g.10gb", *words, host=A100, output="json").ok().data["undo"]
+        for name, words in (("a", ("--name", "a")), ("plain", ()), ("b", ("--name", "b")))
+    }
+    cli("mig", "grant", "b", "nobody", host=A100).ok()
+    places = [place for seen in World(A100).look() for place in seen.places]
+    for name in ("a", "plain"):
+        assert " && " not in undo[name]
+        cli(*undo[name].split()[1:], host=A100, asks=True).ok()
+    assert set(World(A100).names()) == {"b"}
+    (left,) = (place for seen in World(A100).look() for place in seen.places)
+    assert left in places
+    # Where only the whole layout can come back, it asks.
+    line = cli("mig", "disable", "--destroy", "-y", host=A100, output="json").ok().data["undo"]
+    first, *naming = line.split(" && ")
+    assert first.startswith("gpushare mig apply -g 0 1g.10gb:")
+    assert naming == [f"gpushare mig name b {first.split()[-1]} -g 0", "gpushare mig grant b nobody"]
+    cli("mig", "apply", "7g.80gb", "--name", "late", host=A100).ok()
+    again = cli(*first.split()[1:], host=A100, output="json", asks=True)
+    assert again.error["code"] == "needs_consent"
+
+
+def test_compute_instances_that_go_are_counted(cli: Cli) -> None:
+    cli("mig", "apply", "1c.3g.40gb*2", "--name", "a", host=A100).ok()
+    asked = cli("mig", "apply", "3g.40gb:4", host=A100, asks=True)
+    assert "this destroys 1c.3g.40gb:4*2 on GPU 0 (named 'a')" in asked.err
+    done = cli("mig", "apply", "3g.40gb:4", "-y", host=A100).ok().out
+    assert "2 compute instances of 3g.40gb:4 on GPU 0 are gone" in done
+    assert "undo: gpushare mig apply -g 0 '1c.3g.40gb:4*2'" in done
 
 
 def test_an_id_that_several_gpus_have_is_ambiguous(cli: Cli, refused: Refused) -> None:

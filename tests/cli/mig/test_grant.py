@@ -56,7 +56,7 @@ def nodes(instance: int = 1) -> list[tuple[bool, NodeAccess | None]]:
 
 def test_a_grant_closes_both_nodes_to_everybody_else(cli: Cli) -> None:
     answer = cli("mig", "grant", "train", "nobody", host=A100).ok()
-    assert answer.out == "train is granted to nobody only; undo: sudo gpushare mig revoke train nobody -y\n"
+    assert answer.out == "train is granted to nobody only; undo: gpushare mig revoke train nobody -y\n"
     assert nodes() == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
     assert nodes(11) == [(True, OPEN)] * 2
     assert granted() == ("nobody",)
@@ -87,7 +87,7 @@ def test_revoke_without_a_user_takes_all_grants(cli: Cli) -> None:
     for user in ("nobody", "daemon"):
         cli("mig", "grant", "train", user, host=A100).ok()
     answer = cli("mig", "revoke", "train", host=A100).ok()
-    assert "mig grant train nobody; sudo gpushare mig grant train daemon" in answer.out
+    assert "mig grant train nobody; gpushare mig grant train daemon" in answer.out
     assert (nodes(), granted()) == ([(True, OPEN)] * 2, ())
 
 

@@ -222,7 +222,7 @@ def test_the_undo_of_a_change_gives_grants_again(cli: Cli) -> None:
     cli("--host", "sim:h100", "mig", "name", "train", "0/2")
     cli("--host", "sim:h100", "mig", "grant", "train", "root")
     done = cli("--host", "sim:h100", "-o", "json", "mig", "apply", "1g:0", "-y")
-    assert done.json["data"]["undo"].endswith("gpushare mig name train 3g.40gb:4 -g 0; gpushare mig grant train root")
+    assert done.json["data"]["undo"].endswith("gpushare mig name train 3g.40gb:4 -g 0 && gpushare mig grant train root")
 
 
 @pytest.mark.parametrize("wish", ["3g*3", "3g*2"])

@@ -32,8 +32,8 @@ def test_three_colleagues_in_one_command(host: World) -> None:
     # Again there is nothing to do.
     assert host.asked("mig", "apply", "2g*3", *words).ok().data["steps"] == []
     undo = done.data["undo"]
-    for command in undo.split("; "):
-        host.asked(*command.split()[1:]).ok()
+    for command in undo.split(" && "):
+        host.asked(*shlex.split(command)[1:]).ok()
     assert (host.look()[0].mode, host.names()) == (0, {})
 
 
@@ -74,8 +74,8 @@ def test_an_existing_name_goes_only_with_consent(host: World) -> None:
     assert (lost["action"], lost["why"]) == ("forgets", ["the grants of daemon end"])
     undo = host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok().data["undo"]
     assert users(host) == {"x": (), "b": (), "c": ()}
-    for command in undo.split("; "):
-        host.asked(*command.split()[1:]).ok()
+    for command in undo.split(" && "):
+        host.asked(*shlex.split(command)[1:]).ok()
     assert users(host) == {"a": ("daemon",), "b": (), "c": ()}
     host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok()
     # A name that moves takes no grant along.
@@ -105,7 +105,7 @@ def test_the_undo_brings_back_names_and_grants_whatever_moves(host: World, words
     host.asked("mig", "apply", "2g*3", "--name", "a,b,c", "--grant", "a=daemon+nobody", "--grant", "c=bin").ok()
     before = host.look()[0].places, host.names(), users(host)
     undo = host.asked("mig", "apply", *words, "-y").ok().data["undo"]
-    for command in undo.split("; "):
+    for command in undo.split(" && "):
         host.asked(*shlex.split(command)[1:]).ok()
     assert (host.look()[0].places, host.names(), users(host)) == before
 
@@ -120,7 +120,7 @@ def test_a_name_of_another_gpu_is_refused(cli: Cli, refused: Refused) -> None:
         assert f"the name '{name}' belongs to 3g.40gb:{0 if name == 'a' else 4} of GPU 1" in text
     # Within the GPUs of one command it moves.
     undo = cli("mig", "apply", "-g", "0,1", "3g*2", "--name", "a,c,b,d", host=two, output="json").ok().data["undo"]
-    for command in undo.split("; "):
+    for command in undo.split(" && "):
         cli(*shlex.split(command)[1:], host=two).ok()
     assert users(World(two)) == {"a": ("daemon",), "b": ()}
 
