@@ -273,7 +273,12 @@ class Stop:
         # Others may have changed them since. A daemon that does not answer has no percentage.
         (now,) = with_answers(self._host, [self._found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
-        return restart_command(replace(record, limits=limits), self._device)
+        mode_before = record.previous_compute_mode
+        gpu = self._found.daemon.gpu_index
+        if gpu is not None and self._host.nvml.compute_mode(gpu) is not ComputeMode.EXCLUSIVE_PROCESS:
+            # `timeslice set --beside-mps` has changed it since the start.
+            mode_before = None
+        return restart_command(replace(record, limits=limits, previous_compute_mode=mode_before), self._device)
 
     @property
     def steps(self) -> tuple[Step, ...]:

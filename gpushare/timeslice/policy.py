@@ -18,7 +18,7 @@ from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
 from gpushare.host.smi import parse_level, set_argv
 from gpushare.host.store import Kept, RecordStore, any_lives
-from gpushare.mps.daemons import find_daemons
+from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out, one_plan, roll_back, setting_step
 
 NO_MILLISECONDS: Final = (
@@ -58,8 +58,8 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     for device in devices:
         before = levels.get(device.gpu.index)
         change = "reset"
-        if before not in {None, TimeSlice.DEFAULT} and _mode_before_set(host, device) is None:
-            change = f"set {before.title}"
+        if before not in {None, TimeSlice.DEFAULT} and _mode_to_restore(host, device) is None:
+            change = f"set {before.title}{' --beside-mps' if beside_mps else ''}"
         back.setdefault(change, []).append(device.selector)
     return Plan(
         title=f"time-slice level {level.title} on {', '.join(device.title for device in devices)}",
@@ -80,8 +80,9 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         undo = None
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
-            undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}"
-        mode = _mode_before_set(host, device)
+            beside = " --beside-mps" if _daemons_on(host, [device]) else ""
+            undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
+        mode = _mode_to_restore(host, device)
         if mode is not None:
             steps.append(_mode_step(host, device, mode, keep=False))
         restored = "" if mode is None else f", compute mode {mode.title}"
@@ -152,7 +153,9 @@ def _level_steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=True))
+        # The stop of an exclusive daemon restores the mode before it: a record of its mode would outlive it.
+        keep = not _has_exclusive_daemon(host, device)
+        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=keep))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -242,15 +245,22 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
 
 def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
     """Raise InUse if an MPS daemon of gpushare serves one of the GPUs."""
-    for entry in find_daemons(host, [device.gpu for device in devices], deep=False):
-        daemon = entry.daemon
-        if daemon.ours and daemon.error is None and daemon.gpu_index is not None:
-            raise InUse(
-                f"GPU {daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
-                f"stop it first: gpushare mps stop -g {daemon.gpu_index}; or set the level anyway: --beside-mps",
-                gpu=daemon.gpu_index,
-                code="mps_in_force",
-            )
+    for found in _daemons_on(host, devices):
+        raise InUse(
+            f"GPU {found.daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
+            f"stop it first: gpushare mps stop -g {found.daemon.gpu_index}; or set the level anyway: --beside-mps",
+            gpu=found.daemon.gpu_index,
+            code="mps_in_force",
+        )
+
+
+def _daemons_on(host: Host, devices: Sequence[Device]) -> list[FoundDaemon]:
+    """Return the live MPS daemons of gpushare on GPUs and on their instances."""
+    return [
+        found
+        for found in find_daemons(host, [device.gpu for device in devices], deep=False)
+        if found.daemon.ours and found.daemon.error is None and found.daemon.gpu_index is not None
+    ]
 
 
 def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> TimeSlice | None:
@@ -269,3 +279,21 @@ def _mode_before_set(host: Host, device: Device) -> ComputeMode | None:
     """Return the compute mode that was there before `timeslice set`; None: it was not changed."""
     record = MODES.read(MODES.path(host, device.uuid))
     return None if record is None else record.mode
+
+
+def _mode_to_restore(host: Host, device: Device) -> ComputeMode | None:
+    """Return the compute mode that a reset restores; None: it was not changed."""
+    recorded = _mode_before_set(host, device)
+    exclusive = ComputeMode.EXCLUSIVE_PROCESS
+    if recorded is None and host.nvml.compute_mode(device.gpu.index) is not exclusive:
+        return exclusive if _has_exclusive_daemon(host, device) else None
+    return recorded
+
+
+def _has_exclusive_daemon(host: Host, device: Device) -> bool:
+    """Return whether an MPS daemon of gpushare serves a GPU that its start made exclusive."""
+    records = [found.record for found in _daemons_on(host, [device])]
+    return any(
+        record is not None and record.device_uuid == device.uuid and record.previous_compute_mode is not None
+        for record in records
+    )

@@ -191,6 +191,32 @@ def test_show_of_each_output(cli: Cli) -> None:
         assert "default" in cli("timeslice", "show", host=TWO, output=form).ok().out
 
 
+@pytest.mark.parametrize("stops_first", [True, False])
+def test_the_mode_of_an_exclusive_daemon_ends_with_it(cli: Cli, world: World, *, stops_first: bool) -> None:
+    def mode() -> ComputeMode | None:
+        return world.host.nvml.compute_mode(0)
+
+    cli("mps", "start", "--exclusive").ok()
+    cli("timeslice", "set", "short", "--beside-mps").ok()
+    assert mode() is ComputeMode.DEFAULT
+    if stops_first:
+        # Exclusive is not what was in force.
+        assert cli("mps", "stop", output="json").ok().data["undo"] == "gpushare mps start -g 0"
+        cli("timeslice", "reset").ok()
+    else:
+        reset = cli("timeslice", "reset", output="json").ok()
+        assert mode() is ComputeMode.EXCLUSIVE_PROCESS
+        cli(*reset.data["undo"].split()[1:]).ok()
+        assert mode() is ComputeMode.DEFAULT
+        again = cli("timeslice", "set", "long", "--beside-mps", output="json").ok().data["undo"]
+        assert again == "gpushare timeslice reset -g 0"
+        assert "compute mode exclusive-process" in cli(*again.split()[1:]).ok().out
+        assert mode() is ComputeMode.EXCLUSIVE_PROCESS
+        assert "nothing to do" in cli("timeslice", "reset").ok().err
+        assert cli("mps", "stop", output="json").ok().data["undo"] == "gpushare mps start -g 0 --exclusive"
+    assert mode() is ComputeMode.DEFAULT
+
+
 def test_show_warns_of_an_exclusive_gpu(cli: Cli, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     assert "is not time-sliced" in cli("timeslice", "show").ok().lines("note")[0]
