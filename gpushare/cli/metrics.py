@@ -220,6 +220,7 @@ def _write_textfile(path: Path, text: str) -> None:
 
 _REQUEST_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
+_PATHS: Final = frozenset({"/", "/metrics"})
 # Connections whose request is not complete, and those that are answered at the same time.
 _MOST_INCOMPLETE: Final = 8
 _MOST_ANSWERED: Final = 32
@@ -239,6 +240,9 @@ class _Handler(WSGIRequestHandler):
         # From now on it is complete, and no longer gives way to new connections.
         if self.server.incomplete.pop(self.connection, None) is None:
             # It has given way already: the end of the connection looks like the end of a request.
+            return False
+        if is_valid and self.path.partition("?")[0] not in _PATHS:
+            self.send_error(404)
             return False
         if is_valid and not self.server.answers.acquire(blocking=False):
             self.send_error(503)

@@ -32,6 +32,7 @@ from gpushare.measure.observe import observe as record
 from gpushare.measure.recording import Recording, RecordingFile, Underuse, underused
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
+from gpushare.show.text import wrapped
 
 
 @verb(Command)
@@ -115,7 +116,7 @@ def _recording_notes(recording: Recording, path: Path) -> list[str]:
     if recording.reason is None:
         notes.append("the recording has no end: it is still being written, or its program died")
     if recording.damaged_lines:
-        notes.append(f"{recording.damaged_lines} unreadable lines were skipped")
+        notes.append(f"{counted(recording.damaged_lines, 'unreadable line')} skipped")
     if recording.missed:
         notes.append(f"{counted(recording.missed, 'sample')} not taken in time; give a longer --interval")
     if recording.dropped_processes:
@@ -169,10 +170,21 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
                 columns=_UNDERUSED_COLUMNS,
                 rows=data.underused,
                 empty="no GPU is underused",
+                draw=(lambda width: _underuse_lines(data.underused, width)) if data.underused else None,
             ),
         ),
         notes=tuple(notes),
     )
+
+
+def _underuse_lines(rows: Sequence[Underuse], width: int) -> list[Any]:
+    """Return what is underused as wrapped lines, which are never cut: they end with what to do."""
+    from rich.text import Text
+
+    lines = []
+    for row in rows:
+        lines += wrapped(row.why, width, f"GPU {row.gpu}  ", " " * len(f"GPU {row.gpu}  "))
+    return [Text(line) for line in lines]
 
 
 def _header_text(data: ObserveAnswer) -> str:
@@ -231,6 +243,7 @@ _GPU_COLUMNS: Final = (
 _PROCESS_COLUMNS: Final = (
     Column("gpu", "GPU", right=True, of=lambda use: use.process.gpu),
     Column("pid", "PID", right=True, of=lambda use: use.process.pid),
+    Column("job", "job", rank=2, least=8, optional=True, of=lambda use: use.process.job),
     Column("name", "name", least=8, of=lambda use: use.process.name),
     Column("user", "user", rank=1, of=lambda use: use.process.user),
     Column("container", "container", rank=4, optional=True, of=lambda use: use.process.container),

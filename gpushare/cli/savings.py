@@ -212,12 +212,14 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
             "places",
             "together",
             rank=3,
-            least=12,
+            whole=True,
             format=lambda places: "; ".join(" + ".join(place) for place in places if place),
         ),
     )
     table = Table(name="options", columns=columns, rows=data.options, empty="no smaller number of GPUs fits")
-    return Result(data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))
+    # A terminal shows these lines wrapped between words.
+    estimate = Table(name="estimate", columns=(), rows=(), lines=tuple((line, None) for line in lines))
+    return Result(data=data, tables=(estimate, table), csv=table, notes=tuple(notes))
 
 
 def money(value: Decimal | None) -> str:

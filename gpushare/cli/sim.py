@@ -127,11 +127,14 @@ def fault(
     """Make something fail on a simulated host.
 
     Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays
-    pending), xid N, slowed N (nvmlClocksEventReasons), power-cap WATTS, unlisted-memory BYTES. Of the host: no-driver,
+    pending), xid N, slowed N (nvmlClocksEventReasons), power-cap WATTS, unlisted-memory SIZE. Of the host: no-driver,
     no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION,
-    mps-version N, mismatch (library and kernel module differ), shm BYTES, host-memory BYTES, descriptors N, collide N
+    mps-version N, mismatch (library and kernel module differ), shm SIZE, host-memory SIZE, descriptors N, collide N
     (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying NVML call from now on fails),
     crash-step N (gpushare is killed right after the Nth modifying NVML call).
+
+    FIELD: utilization, processes, memory, mig, mig-instances, mig-placements, compute-mode, time-slice, or an entry
+    point: nvml...
     """
     spec = simulated_spec(None)
     if clear == (kind is not None):

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
-from gpushare.base.units import GIB, MIB, quoted
+from gpushare.base.units import parse_memory_limit, quoted
 from gpushare.host.capabilities import SIMULATED_USERS, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
@@ -51,22 +51,25 @@ _HOST_FLAGS: Final = {
 _GPU_COUNTED: Final = {
     "slowed": ("slowed", "the sum of nvmlClocksEventReasons", 4),
     "power-cap": ("power_cap_watts", "the watts that it may draw", 300),
-    "unlisted-memory": ("unlisted_bytes", "how many bytes no process has", 3 * GIB),
 }
 _COUNTED: Final = {
     "collide": ("collisions", "how many conversations", 3),
     "fail-step": ("fail_step", "which changing NVML call from now on", 3),
     "crash-step": ("crash_step", "which changing NVML call from now on", 3),
-    "shm": ("shared_memory_bytes", "how many bytes /dev/shm has", 64 * MIB),
     "descriptors": ("descriptor_limit", "how many files a process may have open", 1024),
-    "host-memory": ("host_memory_bytes", "how many bytes of host memory are available", 8 * GIB),
     "mps-version": ("mps_binary", "the binary version of the MPS programs", 13020),
+}
+# Those that take a size: the field that has it, and what the size is.
+_GPU_SIZED: Final = {"unlisted-memory": ("unlisted_bytes", "how much memory no process has", "3G")}
+_SIZED: Final = {
+    "shm": ("shared_memory_bytes", "how large /dev/shm is", "64M"),
+    "host-memory": ("host_memory_bytes", "how much host memory is available", "8G"),
 }
 # Those that take an entry point, or a program: the field with their list.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_COUNTED)
-KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_COUNTED, "busy")
+_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_COUNTED, *_GPU_SIZED)
+KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_COUNTED, *_SIZED, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
     {"spec", "gpus", "processes", "daemons", "users", "next_pid", "created_at", "driver", "toolkit_installed"}
@@ -86,6 +89,8 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
         setattr(state, *_HOST_FLAGS[kind])
     elif kind in _COUNTED:
         _set_number(state, kind, value, _COUNTED[kind])
+    elif kind in _SIZED:
+        _set_size(state, kind, value, _SIZED[kind])
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
@@ -124,6 +129,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         gpu.xids.append(_parse_number("xid", value, "its number", 79))
     elif kind in _GPU_COUNTED:
         _set_number(gpu, kind, value, _GPU_COUNTED[kind])
+    elif kind in _GPU_SIZED:
+        _set_size(gpu, kind, value, _GPU_SIZED[kind])
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         raise _bad_fault_error(
             f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
@@ -145,6 +152,13 @@ def _bad_fault_error(problem: str, hint: str) -> BadUsage:
 def _set_number(owner: object, kind: str, value: str | None, fault: tuple[str, str, int]) -> None:
     name, meaning, example = fault
     setattr(owner, name, _parse_number(kind, value, meaning, example))
+
+
+def _set_size(owner: object, kind: str, value: str | None, fault: tuple[str, str, str]) -> None:
+    name, meaning, example = fault
+    if value is None:
+        raise _bad_fault_error(f"{kind} needs a size", f"give {meaning}: {kind} {example}")
+    setattr(owner, name, parse_memory_limit(value, kind))
 
 
 def _parse_number(kind: str, value: str | None, meaning: str, example: int) -> int:

@@ -235,7 +235,7 @@ def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> N
     """An idle GPU shows a few MiB, an idle MIG instance 15 MiB: a job of unknown size would wait forever."""
     for gpu in ("0", "1"):
         if own == "the driver":
-            set_fault(SPEC, "unlisted-memory", gpu, str(15 * MIB))
+            set_fault(SPEC, "unlisted-memory", gpu, "15M")
         elif own == "a display":
             add_process(SPEC, gpu, memory_bytes=90 * MIB, graphics=True, name="Xorg")
         else:
@@ -251,7 +251,7 @@ def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> N
 def test_work_of_others_keeps_a_job_out_that_wants_all(host: Host, work: str) -> None:
     for gpu in ("0", "1"):
         if work == "memory of the dead":
-            set_fault(SPEC, "unlisted-memory", gpu, str(2 * GIB))
+            set_fault(SPEC, "unlisted-memory", gpu, "2G")
         else:
             size = 15 * MIB if work == "a job" else 2 * GIB
             name = SERVER_PROGRAM if work == "the name of a server" else "python3"

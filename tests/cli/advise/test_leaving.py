@@ -112,7 +112,7 @@ def test_other_words_for_them() -> None:
     ("prepare", "more", "rule"),
     [
         (("fault", "driver", "565.57.01"), (), "leaving-driver"),
-        (("fault", "host-memory", str(20 << 30)), (), "leaving-host-memory"),
+        (("fault", "host-memory", "20G"), (), "leaving-host-memory"),
         ((), ("--needs", "nccl"), "leaving-peers"),
         ((), ("--needs", "managed-memory"), "leaving-managed"),
         ((), ("--latency", "50ms"), "leaving-latency"),

@@ -226,7 +226,7 @@ FAULTS: dict[str, tuple[Any, ...]] = {
     ),
     "many connections": ({"mps.connections"}, "mps start", client(CUDA_DEVICE_MAX_CONNECTIONS="8")),
     "thread percentage ignored": ({"mps.foreign", "mps.threads_ignored"}, ignored_percentage),
-    "little shared memory": ({"mps.shm"}, f"sim fault shm {64 << 20}"),
+    "little shared memory": ({"mps.shm"}, "sim fault shm 64M"),
     "few descriptors": ({"mps.descriptors"}, "mps start", "sim fault descriptors 256"),
     "no SHM segment": ({"mps.descriptors"}, "mps start", no_segment),
     "open pipe directory": ({"mps.directory"}, "mps start", open_directory),
@@ -695,9 +695,9 @@ def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPa
 
 def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert finding(cli, "gpu.unlisted_memory")["verdict"] == "pass"
-    world.fault("unlisted-memory", str(900 << 20))
+    world.fault("unlisted-memory", "900M")
     assert finding(cli, "gpu.unlisted_memory")["verdict"] == "pass"
-    world.fault("unlisted-memory", str(3 << 30))
+    world.fault("unlisted-memory", "3G")
     check = finding(cli, "gpu.unlisted_memory")
     assert check["verdict"] == "warn"
     assert "3.0 GiB of GPU 0" in check["seen"]
@@ -726,7 +726,7 @@ def test_what_cannot_be_read_does_not_pass(cli: Cli, world: World, fault: str, v
 
 
 def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: World) -> None:
-    world.fault("unlisted-memory", str(3 << 30))
+    world.fault("unlisted-memory", "3G")
     daemon = admin.add_process(world.spec, holder=True, name="nvidia-persistenced")
     check = finding(cli, "gpu.unlisted_memory")
     assert f"open in {daemon} (nvidia-persistenced" in check["seen"]

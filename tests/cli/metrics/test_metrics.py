@@ -343,7 +343,7 @@ def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) 
     pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
     places = [Place(world.host, Request(memory_bytes=6 << 30, keys=(world.uuid(),), client=False)) for _ in range(2)]
     places[0].take(world.uuid())
-    world.fault("unlisted-memory", str(2 << 30))
+    world.fault("unlisted-memory", "2G")
     found = samples(cli)
     assert value(found, "gpu_memory_jobs_reserved_bytes", gpu="0") == 6 << 30
     assert value(found, "gpu_jobs_waiting", gpu="0") == 1

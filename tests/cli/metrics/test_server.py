@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from http.client import HTTPConnection
 
 import pytest
 
@@ -129,6 +130,20 @@ def test_what_is_no_request_is_answered_or_dropped(server: tuple[str, int, int],
         one.sendall(said)
         while one.recv(4096):
             pass
+    assert "gpushare_host_up" in scraped(host, port)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("", 200), ("/metrics?a=b", 200), ("/foo", 404), ("/metrics/x", 404), ("/favicon.ico", 404)],
+)
+def test_only_the_metrics_have_a_path(server: tuple[str, int, int], path: str, status: int) -> None:
+    host, port, _ = server
+    connection = HTTPConnection(host, port, timeout=60)
+    connection.request("GET", path or "/")
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert (b"gpushare_host_up" in answer.read()) is (status == 200)
     assert "gpushare_host_up" in scraped(host, port)
 
 

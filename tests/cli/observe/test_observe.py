@@ -45,6 +45,25 @@ def test_the_tables_name_what_is_underused(cli: Cli, world: World, tmp_path: Pat
     assert f"gpushare savings --from {tmp_path / 'r.jsonl'}" in answer.err
 
 
+def test_a_narrow_terminal_cuts_no_finding_and_shows_the_job(
+    cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=20)
+    path = tmp_path / "r.jsonl"
+    cli(*QUICK, "--to", str(path)).ok()
+    path.write_text(path.read_text().replace('"job":null', '"job":"train"') + "no line\n")
+    monkeypatch.setenv("COLUMNS", "80")
+    answer = cli("observe", "--from", str(path), output="table").ok()
+    assert "…" not in answer.out
+    shown = " ".join(answer.out.split())
+    assert "GPU 0 low all the time: SM activity mean 20 %, 95th percentile 20 %; a candidate for sharing" in shown
+    assert "PID job name" in shown
+    assert " train " in shown
+    assert "1 unreadable line skipped" in answer.err
+    # Programs read the columns.
+    assert "GPU  finding  why" in cli("observe", "--from", str(path)).ok().out
+
+
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_tables_fit(cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))

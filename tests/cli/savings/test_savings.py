@@ -40,6 +40,16 @@ def test_the_example_as_data(cli: Cli) -> None:
     assert "no headroom" in data["warnings"][0]
 
 
+def test_a_narrow_terminal_breaks_no_word_and_names_what_it_drops(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("savings", "--gpus", "16", "--load", "20%", "--price", "2.50", "--memory", "5G", "--gpu-memory", "80G")
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = cli(*words, output="table").ok().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in "".join(lines)
+    assert "saving $21,600.00 (75 %); fullest 80 %, fits  <- recommended" in " ".join(lines)
+    assert lines[-1] == "not shown at this width: together"
+
+
 def test_csv_is_the_options(cli: Cli) -> None:
     lines = cli(*EXAMPLE, output="csv").ok().out.splitlines()
     assert lines[0].startswith("gpus,cost,saving,saving_percent")

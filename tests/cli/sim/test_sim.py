@@ -10,8 +10,9 @@ import pytest
 
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import GIB
+from gpushare.cli.sim import fault
 from gpushare.host import capabilities
-from gpushare.sim.faults import KINDS
+from gpushare.sim.faults import ENTRY_POINTS, KINDS
 from tests.cli.drive import H200, Cli, Real, Refused, World, until
 
 TWO = "sim:2xt4,a30"
@@ -196,7 +197,7 @@ def test_a_vgpu_type_as_nvidia_writes_it(cli: Cli, kind: str) -> None:
 
 def test_the_example_of_a_fault_is_a_plausible_value(refused: Refused) -> None:
     assert refused("sim", "fault", "power-cap", code="bad_fault", exit_code=2).endswith("power-cap 300\n")
-    assert refused("sim", "fault", "shm", code="bad_fault", exit_code=2).endswith("shm 67108864\n")
+    assert refused("sim", "fault", "shm", code="bad_fault", exit_code=2).endswith("shm 64M\n")
 
 
 def test_mig(cli: Cli, world: World) -> None:
@@ -246,11 +247,11 @@ FAULTS = {
     "fail-step": ("2", lambda world: world.state.fail_step == 2),
     "crash-step": ("2", lambda world: world.state.crash_step == 2),
     "mismatch": (None, lambda world: world.state.library_mismatch),
-    "shm": ("67108864", lambda world: world.state.shared_memory_bytes == 64 << 20),
+    "shm": ("64M", lambda world: world.state.shared_memory_bytes == 64 << 20),
     "descriptors": ("256", lambda world: world.state.descriptor_limit == 256),
-    "host-memory": ("1073741824", lambda world: world.state.host_memory_bytes == 1 << 30),
+    "host-memory": ("1G", lambda world: world.state.host_memory_bytes == 1 << 30),
     "mps-version": ("13020", lambda world: world.state.mps_binary == 13020),
-    "unlisted-memory": ("2147483648", lambda world: world.state.gpus[0].unlisted_bytes == 2 << 30),
+    "unlisted-memory": ("2GiB", lambda world: world.state.gpus[0].unlisted_bytes == 2 << 30),
     "slowed": ("8", lambda world: world.state.gpus[0].slowed == 8),
     "power-cap": ("300", lambda world: world.state.gpus[0].power_cap_watts == 300),
     "xid": ("79", lambda world: world.state.gpus[0].xids == [79]),
@@ -299,6 +300,17 @@ def test_wrong_fault(refused: Refused, world: World, words: tuple[str, ...]) -> 
     world.host.nvml.identities()
     code, exit_code = ("not_found", 6) if "-g" in words else ("bad_fault", 2)
     refused("sim", "fault", *words, code=code, exit_code=exit_code)
+
+
+@pytest.mark.parametrize("kind", ["unlisted-memory", "shm", "host-memory"])
+def test_a_fault_takes_a_size_with_its_unit(refused: Refused, world: World, kind: str) -> None:
+    world.host.nvml.identities()
+    assert f"for example {kind} 4G" in refused("sim", "fault", kind, "20000000", code="bad_size", exit_code=2)
+
+
+def test_the_help_of_a_fault_lists_the_fields() -> None:
+    text = " ".join((fault.__doc__ or "").split())
+    assert f"FIELD: {', '.join(ENTRY_POINTS)}, or an entry point: nvml..." in text
 
 
 def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
