@@ -918,7 +918,7 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
         except Refused as error:
             _undo_calls(
                 [
-                    functools.partial(file.set_slice, group.client, group.handle, microseconds)
+                    functools.partial(_restore_group, file, group, microseconds)
                     for (file, group), microseconds in list(zip(groups, before, strict=True))[:tried]
                 ],
                 error,
@@ -927,17 +927,26 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
         return {}
 
 
+def _restore_group(file: _File, group: _GroupHandles, microseconds: int) -> None:
+    """Give a group the slice back that it had. Raises Refused: it has another one now."""
+    read = file.set_slice(group.client, group.handle, microseconds)
+    if read != microseconds:
+        raise Refused("not_taken", f"{format_slice(microseconds)}, read {format_slice(read)}")
+
+
 def _undo_calls(undos: Sequence[Callable[[], object]], error: Refused) -> None:
     """Undo some calls, of which the last was refused with ``error``: it may have done a part all the same.
 
-    Raises Refused (``half_done``): one that had succeeded could not be undone.
+    Raises Refused (``half_done``): one that had changed something could not be undone. What has gone meanwhile needs no undo.
     """
+    # The driver took another value than the one that was set: this call has changed something, too.
+    changing = len(undos) if error.code == "not_taken" else len(undos) - 1
     not_undone = 0
     for number, undo in enumerate(undos, start=1):
         try:
             undo()
-        except Refused:
-            not_undone += number < len(undos)
+        except Refused as refusal:
+            not_undone += number <= changing and refusal.code not in {"stale", "gone"}
     if not_undone:
         raise Refused("half_done", error.text, error.status) from error
 

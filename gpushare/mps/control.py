@@ -422,7 +422,10 @@ class MpsControl:
         self._check_limit_held("client priority", self.priority(), priority)
 
     def holds(self, limits: Limits, servers: Sequence[int]) -> bool:
-        """Return whether the defaults and the limits of these servers are those that are given; None in them is not read."""
+        """Return whether the defaults and the limits of these servers are those that are given; None in them is not read.
+
+        A memory limit from 1 GiB up is compared in whole GiB: the daemon prints no more.
+        """
         threads, memory = limits.threads_percent, limits.memory_limit_bytes
         if limits.priority is not None and self.priority() is not limits.priority:
             return False
@@ -432,7 +435,7 @@ class MpsControl:
             held = self.memory(server)
             if memory is not None and held not in {mps_memory_readback(memory), mps_memory(memory)}:
                 return False
-            if limits.no_memory_limit and parse_memory(held or "0") != 0:
+            if limits.no_memory_limit and parse_memory(held or "0M") != 0:
                 return False
         return True
 

@@ -228,6 +228,14 @@ def test_a_slice_that_cannot_be_put_back_is_told(control: ChannelControl, state_
     assert answer(files, request("set", found, microseconds=700))["refused"] == "failed"
 
 
+def test_another_slice_than_the_one_set_that_cannot_be_put_back_is_told(
+    control: ChannelControl, state_file: StateFile, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = control.find(pid)
+    monkeypatch.setattr(room._File, "set_slice", lambda *_: 250)
+    assert answer(SimulatedFiles(state_file), request("set", found, microseconds=500))["refused"] == "half_done"
+
+
 # -- off and on --------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +291,13 @@ def test_what_is_off_and_cannot_be_put_back_is_told(control: ChannelControl, sta
     files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40, on=True)
     assert answer(files, request("off", found))["refused"] == "half_done"
     assert process_of(state_file, pid).channels_off == list(CHANNELS[:4])
+
+
+@pytest.mark.usefixtures("four_per_call")
+def test_what_has_gone_meanwhile_needs_no_undo(control: ChannelControl, state_file: StateFile, pid: int) -> None:
+    found = control.find(pid)
+    files = Failing(state_file, room.DISABLE_CHANNELS, 2, room.OBJECT_NOT_FOUND, on=True)
+    assert answer(files, request("off", found))["refused"] == "stale"
 
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:

@@ -240,6 +240,11 @@ def test_what_the_daemon_holds_already_is_not_set_again(cli: Cli, world: World, 
     assert cli("mps", "set", *words).ok().out == "nothing to do: the host is as requested\n"
 
 
+def test_a_daemon_without_a_memory_limit_needs_none_taken_away(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "30").ok()
+    assert cli("mps", "set", "--memory", "none").ok().out == "nothing to do: the host is as requested\n"
+
+
 @pytest.mark.usefixtures("daemon")
 def test_a_limit_that_was_changed_by_hand_is_set_again(cli: Cli, world: World) -> None:
     world.client()
