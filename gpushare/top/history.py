@@ -115,6 +115,12 @@ _STATE_TEXTS: Final = {
 }
 
 
+def _may_be_unseen(job: ListedJob, frame: Frame) -> bool:
+    """Return whether a process may be on its GPU and not in a frame: what runs on a GPU that does not answer is unknown."""
+    silent_gpus = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
+    return job.name is None and not silent_gpus.isdisjoint(job.gpu_indexes)
+
+
 # The name of a job, or its PID, and whether it waits.
 _Key = tuple[str | None, int | None, bool]
 
@@ -156,7 +162,6 @@ class Events:
         named_jobs = [job for job in jobs_of_both if job.name is not None]
         self._pids_of_named_jobs &= {job.pid for job in jobs_of_both}
         self._pids_of_named_jobs |= {pid for job in named_jobs for pid in (job.pid, *job.processes)}
-        silent_gpus = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
 
         def jobs_by_key(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
             """Return jobs by their keys, without those that have ended and the processes of named jobs."""
@@ -164,12 +169,7 @@ class Events:
             # The end of an MPS server is an event of its daemon.
             return {_job_key(job): job for job in listed if job.state != ENDED and program_of(job) != MPS_SERVER}
 
-        earlier = {
-            key: job
-            for key, job in jobs_by_key(before.jobs).items()
-            # The processes on a GPU that does not answer are unknown: they have not ended.
-            if job.name or silent_gpus.isdisjoint(job.gpu_indexes)
-        }
+        earlier = jobs_by_key(before.jobs)
         present = jobs_by_key(frame.jobs)
         ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
         new_exit_codes = {
@@ -178,17 +178,18 @@ class Events:
             if job.state == ENDED and (job.name, job.ran_seconds) not in ended_before
         }
         for key, job in present.items():
-            if job.line is None:
+            # A process on a GPU that answers again has not started.
+            if job.line is None and (key in earlier or not _may_be_unseen(job, before)):
                 yield from _job_changes(earlier.get(key), job, frame.at)
             # Seen twice: a job that has room is in the line for a moment, too.
-            elif key in earlier and key not in self._waiting:
+            elif job.line is not None and key in earlier and key not in self._waiting:
                 self._waiting.add(key)
                 yield Event(frame.at, f"{job_title(job)} waits for room, place {job.line.place}", "warn")
         self._waiting &= present.keys()
         running = {job.name for job in present.values()} - {None}
         for key, job in earlier.items():
             # What has left the line to start tells that itself.
-            if key in present or (job.line is not None and job.name in running):
+            if key in present or _may_be_unseen(job, frame) or (job.line is not None and job.name in running):
                 continue
             if job.name in new_exit_codes:
                 yield _end_event(job_title(job), new_exit_codes.pop(job.name), frame.at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -114,6 +115,15 @@ def waiting_reason(job: ListedJob) -> str:
     return "; ".join(parts)
 
 
+def _gpus_of(job: ListedJob) -> tuple[int, ...]:
+    """Return the indexes of the GPUs of a job; of one that has ended from what is left of it, the text of its device."""
+    if job.gpu_indexes or job.device is None:
+        return job.gpu_indexes
+    numbers = re.search(r"\bGPUs (.*)", job.device)
+    indexes = re.findall(r"\d+", numbers[1]) if numbers else re.findall(r"\bGPU (\d+)", job.device)
+    return tuple(sorted({int(index) for index in indexes}))
+
+
 def _name_cell(row: Row) -> tuple[str, str]:
     if row.member is not None:
         return row.branch + visible(row.member.name or "-"), "dim"
@@ -166,7 +176,7 @@ COLUMNS: Final = (
     _of_job("state", "STATE", 9, lambda job: _state_cell(job)[0], cell=_state_cell),
     _of_job("user", "USER", 7, lambda job: job.user),
     _of_job("role", "ROLE", 6, lambda job: job.role, cell=lambda job: _ROLE_CELLS.get(job.role or "", ("-", "dim"))),
-    _of_job("gpu", "GPU", 3, lambda job: job.gpu_indexes or None, ranges, right=True),
+    _of_job("gpu", "GPU", 3, lambda job: _gpus_of(job) or None, ranges, right=True),
     _of_job("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
     _of_job("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
     _of_job("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
@@ -227,7 +237,7 @@ def _is_shown(job: ListedJob, view: View) -> bool:
         return False
     if view.user is not None and job.user != view.user:
         return False
-    if view.gpu is not None and view.gpu not in job.gpu_indexes:
+    if view.gpu is not None and view.gpu not in _gpus_of(job):
         return False
     words = " ".join(filter(None, [job.name, job.user, job.role, job.command, job.container, job.state, str(job.pid)]))
     return view.text.lower() in words.lower()

@@ -49,7 +49,7 @@ from gpushare.top.gpus import (
     sharing_text,
 )
 from gpushare.top.history import Events, History
-from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
+from gpushare.top.jobs import BY_KEY, COLUMNS, View, rows_of, visible_columns
 from gpushare.top.verbs import follow_output, plan_lines
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
@@ -218,6 +218,10 @@ def test_events_of_jobs() -> None:
     # A GPU that does not answer tells nothing of what it runs.
     lost = frame(gpu=Gpu(index=0, error="GPU 0 is lost"))
     assert told(frame(jobs=(job(9),)), lost) == ["GPU 0 is lost"]
+    # Nor did that start when it answers again; what runs on another GPU too is seen all the time.
+    assert told(frame(jobs=(job(9),)), lost, frame(jobs=(job(9),))) == ["GPU 0 is lost", "GPU 0 answers again"]
+    both = job(9, gpu_indexes=(0, 1))
+    assert told(frame(jobs=(both,)), replace(lost, jobs=(replace(both, gpu_indexes=(1,)),))) == ["GPU 0 is lost"]
     # Nothing can be read: nothing has ended.
     assert told(frame(jobs=(runs,)), frame(error="the driver is gone"), frame(jobs=(runs,))) == []
 
@@ -351,6 +355,24 @@ def test_unknown_values_are_last_in_every_order() -> None:
     for width in range(20, 300, 7):
         columns = visible_columns(width, 1, rows_of(shown, View()))
         assert sum(cells + 1 for _, cells in columns) - 1 <= max(width, COLUMNS[0].width)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus"),
+    [
+        ("GPU 1", "1"),
+        ("GPUs 0, 1, 5", "0-1, 5"),
+        ("MIG 3g.40gb of GPU 1, GPU 2", "1-2"),
+        ("MIG 1g.5gb of GPU 0, MIG 1g.5gb of GPU 0", "0"),
+        (None, "-"),
+    ],
+)
+def test_a_job_that_has_ended_has_the_gpus_that_it_had(device: str | None, gpus: str) -> None:
+    ended = job(name="x", pid=None, state="ended", device=device, gpu_indexes=())
+    [row] = rows_of(frame(jobs=(ended,)), View(ended=True))
+    assert BY_KEY["gpu"].cell(row)[0] == gpus
+    shown = rows_of(frame(jobs=(ended,)), View(ended=True, gpu=1))
+    assert bool(shown) is ("1" in gpus)
 
 
 def test_names_are_sorted_by_the_numbers_in_them() -> None:
