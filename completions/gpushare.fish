@@ -829,7 +829,7 @@ complete -c gpushare -n '__gpushare_at move' -s h -l help -d 'Show the help and 
 complete -c gpushare -n '__gpushare_at move' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at reserve' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, range (0-3), UUID or its prefix, PCI bus id, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at reserve' -l for -x -d 'Reserve the GPU for this long: 4h, 90m.'
-complete -c gpushare -n '__gpushare_at reserve' -l end -d 'End a lease of yours; root ends any.'
+complete -c gpushare -n '__gpushare_at reserve' -l end -d 'End your leases on these GPUs; root ends any.'
 complete -c gpushare -n '__gpushare_at reserve' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at reserve' -s y -l yes -d 'Answer yes to the question that the command may ask; --dry-run shows it.'
 complete -c gpushare -n '__gpushare_at reserve' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

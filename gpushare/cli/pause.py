@@ -60,8 +60,9 @@ def pause(
             driver_seconds=round(work.seconds, 6),
             job=paused_row(work.job, host),
         )
-        if settings.dry_run and work.already:
-            return replace(result, text=text, tables=())
+        if work.already:
+            # Nothing has changed, so there is nothing to undo.
+            return replace(result, tables=(), done=((text, None),))
         if settings.dry_run:
             return result
         return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))

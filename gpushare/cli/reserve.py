@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.base.model import GpuLease
-from gpushare.base.selection import Device, select_for_change
+from gpushare.base.selection import Device, select_for_change, titles
 from gpushare.base.units import counted, duration_option, format_duration
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -50,7 +50,7 @@ _REFUSED: Final = (
 def reserve(
     gpu: str | None = WHOLE_GPU_OPTION,
     time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m."),
-    end: bool = flag("--end", "End a lease of yours; root ends any."),
+    end: bool = flag("--end", "End your leases on these GPUs; root ends any."),
 ) -> Any:
     """Reserve a GPU for some hours, end a lease, or list the leases.
 
@@ -152,16 +152,25 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
 
 
 def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
-    """Return the plan that ends the leases of devices; root is asked before it ends those of others."""
+    """Return the plan that ends the leases that devices have; root is asked before it ends those of others.
+
+    Raises:
+        NotFound: none of them is reserved (code ``no_lease``).
+        NoPermission: another user has reserved one (code ``reserved``).
+    """
     limits = kept_limits(host)
     lease_by_gpu = leases(host, limits)
+    reserved = [device for device in devices if device.uuid in lease_by_gpu]
+    if not reserved:
+        verb_word = "is" if len(devices) == 1 else "are"
+        raise NotFound(
+            f"{titles(devices)} {verb_word} not reserved", "see all leases: gpushare reserve", code="no_lease"
+        )
     steps: list[Step] = []
     losses: list[Loss] = []
     undo: list[str] = []
-    for device in devices:
-        lease = lease_by_gpu.get(device.uuid)
-        if lease is None:
-            raise NotFound(f"{device.title} is not reserved", "see all leases: gpushare reserve", code="no_lease")
+    for device in reserved:
+        lease = lease_by_gpu[device.uuid]
         if lease.uid != host.uid:
             if not host.root:
                 raise NoPermission(f"{device.title} {reserved_words(lease)}", "ask its user, or root", code="reserved")
@@ -178,7 +187,7 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
             )
         )
     return Plan(
-        title=f"{', '.join(device.title for device in devices)}: not reserved",
+        title=f"{', '.join(device.title for device in reserved)}: not reserved",
         steps=tuple(steps),
         undo="; ".join(undo) or None,
         consent=tuple(losses),

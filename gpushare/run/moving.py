@@ -277,11 +277,10 @@ class Mover:
         return consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
 
     def _undo_command(self, wish: _Move) -> str:
-        """Return the command that takes a job back to where it was."""
+        """Return the command that takes a job back to where it was; if it was swapped out, from there out again."""
         agreed = " -y" if self._losses(wish) else ""
-        if wish.swap.state == OUT:
-            return f"gpushare swap out {wish.job.selector}{agreed}"
-        return f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
+        back = f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
+        return f"{back}; gpushare swap out {wish.job.selector}{agreed}" if wish.swap.state == OUT else back
 
     def _step(self, wish: _Move) -> Step:
         """Return the step that moves a job."""

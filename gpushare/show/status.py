@@ -410,7 +410,7 @@ def _swapped_table(snapshot: Snapshot) -> Table:
 
 
 def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
-    """Return the table of the GPUs that users have reserved."""
+    """Return the table of the GPUs that users have reserved, those that are lost at its end."""
     index = {gpu.uuid: gpu.index for gpu in gpus}
     columns = (
         _gpu_column(of=lambda lease: index.get(lease.gpu_uuid)),
@@ -422,7 +422,7 @@ def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
         name="leases",
         title="reserved GPUs",
         columns=columns,
-        rows=tuple(leases),
+        rows=tuple(sorted(leases, key=lambda lease: index.get(lease.gpu_uuid, len(gpus)))),
         empty="no GPU is reserved; reserve one: gpushare reserve -g 0 --for 4h",
     )
 

@@ -108,8 +108,12 @@ def test_all_processes_of_a_job_move_together(cli: Cli, world: World) -> None:
 def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> None:
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
-    assert cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok().data["undo"] == f"gpushare swap out {pid}"
+    undo = cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok().data["undo"]
     assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)
+    assert undo == f"gpushare move {pid} -g 0; gpushare swap out {pid}"
+    for command in undo.split("; "):
+        cli(*command.split()[1:], host=SPEC).ok()
+    assert cli("swap", "list", output="json", host=SPEC).ok().data["jobs"][0]["gpu"] == 0
 
 
 def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, cli: Cli, world: World) -> None:

@@ -60,8 +60,10 @@ def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid:
     answer = cli("pause", str(pid)).ok()
     assert f"process {pid} is already paused, since " in answer.out
     assert ", until " in answer.out
+    assert "undo" not in answer.out
     assert record(world, pid).read_text() == before
-    assert cli("pause", str(pid), output="json").ok().data["already_paused"]
+    data = cli("pause", str(pid), output="json").ok().data
+    assert (data["already_paused"], data["undo"]) == (True, None)
     cli("resume", "--all").ok()
 
 

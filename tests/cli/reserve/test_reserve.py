@@ -68,6 +68,25 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert leases(two.host, UserLimits()) == {}
 
 
+def test_the_list_is_by_gpu_and_the_end_of_all_leaves_out_what_is_not_reserved(
+    cli: Cli, refused: Refused, two: World
+) -> None:
+    three = "sim:3xh100"
+    for gpu in ("2", "0"):
+        cli("reserve", "-g", gpu, "--for", "1h", host=three).ok()
+    lines = cli("reserve", host=three, output="table").ok().out.splitlines()
+    assert [line.split()[0] for line in lines if "GPU-" in line] == ["0", "2"]
+    refused("reserve", "-g", "1", "--end", host=three, code="no_lease", exit_code=6)
+    answer = cli("reserve", "-g", "all", "--end", host=three, output="json").ok().data
+    assert [step["command"] for step in answer["steps"]] == [
+        "gpushare reserve -g 0 --end",
+        "gpushare reserve -g 2 --end",
+    ]
+    assert cli("reserve", host=three, output="json").ok().data["leases"] == []
+    words = refused("reserve", "-g", "all", "--end", host=three, code="no_lease", exit_code=6)
+    assert "GPUs 0, 1, 2 are not reserved" in words
+
+
 def test_run_does_not_start_where_another_user_has_a_lease(cli: Cli, refused: Refused, of_alice: World) -> None:
     said = refused("run", "-g", "0", "--", "true", code="reserved", exit_code=19, host=TWO)
     assert "GPU 0 is reserved by alice for 2 h" in said
