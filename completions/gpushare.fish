@@ -405,7 +405,7 @@ complete -c gpushare -n '__gpushare_at run' -l metric -x -d 'Regex of the speed 
 complete -c gpushare -n '__gpushare_at run' -l lower-is-better -l lower -l higher-is-better -d 'Whether the number is a time or a rate.'
 complete -c gpushare -n '__gpushare_at run' -l opportunistic -d 'Run beside a production job and yield to it.'
 complete -c gpushare -n '__gpushare_at run' -l for -x -a '(__gpushare_asked @jobs)' -d 'The production job to yield to, by name or PID.'
-complete -c gpushare -n '__gpushare_at run' -l yield -x -d 'How it yields: slices[=200us], caps[=60], pause, swap, requeue.'
+complete -c gpushare -n '__gpushare_at run' -l yield -x -d 'How it yields: slices[=200us], caps[=60], swap; pause and requeue need a production job that runs.'
 complete -c gpushare -n '__gpushare_at run' -l keep -x -d 'Adapt the slice so that production keeps PCT of its speed: 97%.'
 complete -c gpushare -n '__gpushare_at run' -l name -x -d 'Name the job, for commands that take a JOB.'
 complete -c gpushare -n '__gpushare_at run' -s d -l detach -d 'Run it in the background; print its name.'

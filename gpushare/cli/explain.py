@@ -40,8 +40,9 @@ def explain(
     occupancy, streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch,
     time-slice, slice, time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
     CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
-    farm, turns, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation, oversubscription,
-    host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm, Kubernetes, Karpenter,
+    farm, turns, undo, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation,
+    oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard,
+    Slurm, Kubernetes, Karpenter,
     DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
     utilization; and each column of `status` and `jobs`.
     """

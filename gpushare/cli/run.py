@@ -75,7 +75,11 @@ def run(
     lower: bool = LOWER_IS_BETTER,
     opportunistic: bool = flag("--opportunistic", "Run beside a production job and yield to it."),
     target: str | None = option("--for", "JOB", "The production job to yield to, by name or PID."),
-    how: str | None = option("--yield", "HOW", "How it yields: slices[=200us], caps[=60], pause, swap, requeue."),
+    how: str | None = option(
+        "--yield",
+        "HOW",
+        "How it yields: slices[=200us], caps[=60], swap; pause and requeue need a production job that runs.",
+    ),
     keep: str | None = option("--keep", "PCT", "Adapt the slice so that production keeps PCT of its speed: 97%."),
     name: str | None = option("--name", "NAME", "Name the job, for commands that take a JOB."),
     detach: bool = flag("-d --detach", "Run it in the background; print its name."),
@@ -94,7 +98,7 @@ def run(
     swaps = _swap_wish(swap, movable=movable)
     # --gpus 1 is as without it.
     given = settings.given - {"--gpus"} if gpus == 1 else settings.given
-    refuse(REFUSED, _with_values(given, yields, swaps, over))
+    refuse(REFUSED, _with_values(given, yields, swaps, over, priority))
 
     # The share of the GPU, and the name.
     limits = Limits.typed(threads, None, priority)
@@ -243,8 +247,9 @@ REFUSED: Final = (
     Refused("--lower-is-better", "--metric", "it is about that number", "--production NAME --metric 'ms=([0-9.]+)' --lower-is-better -- CMD", True),
     Refused("--name", "--production", "--production already names the job", "--production NAME -- CMD"),
     Refused("--production", "--opportunistic", "a job has one role", "--production NAME -- CMD"),
+    Refused("--priority:low", "--production", "opportunistic jobs yield to production", "--production NAME --priority normal -- CMD"),
     Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g -- CMD"),
-    Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g -- CMD"),
+    Refused("--mig", "--slice --weight", "the job has that instance alone, with none to take turns with", "-g NAME --slice 2ms -- CMD"),
     Refused("--mig", "--swap --movable", "a checkpoint needs a GPU without MIG", "--swap request -- CMD"),
     Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait -- CMD"),
     Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create -- CMD", True),
@@ -322,9 +327,11 @@ def parse_swap(text: str) -> SwapWish:
     return wish
 
 
-def _with_values(given: AbstractSet[str], yields: str | None, swap: SwapWish | None, over: str | None) -> set[str]:
+def _with_values(
+    given: AbstractSet[str], yields: str | None, swap: SwapWish | None, over: str | None, priority: str | None
+) -> set[str]:
     """Return the options that are given, with those of their values that `REFUSED` names."""
-    with_values = {*given, f"--yield:{yields}", f"--over:{over}"}
+    with_values = {*given, f"--yield:{yields}", f"--over:{over}", f"--priority:{priority}"}
     if swap is not None and swap.idle_seconds is not None:
         with_values.add("--swap:idle")
     if swap is not None and swap.turns:
@@ -337,7 +344,7 @@ def slice_of(text: str) -> int:
     slice_us = check_slice(parse_slice(text))
     if slice_us > MOST_US:
         raise BadUsage(
-            f"a slice of {format_slice(slice_us)} is above {format_slice(MOST_US)}: other programs would stall for up to that "
+            f"a slice of {text.strip()} is above {format_slice(MOST_US)}: other programs would stall for up to that "
             "long per turn",
             "give 16ms; or set a longer one as root while it runs: gpushare timeslice set 50ms JOB",
             code="slice_too_long",

@@ -170,7 +170,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
         NotSupported: no GPU has MIG, or no GPU has such a profile.
     """
     request = one_request(text)
-    gpus = _selected_gpus(host, gpu)
+    gpus = selected_gpus(host, gpu)
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
         raise no_mig_error(gpus, "see: gpushare status; run in a share: --threads")
@@ -203,16 +203,16 @@ def one_request(text: str) -> Request:
     return requests[0]
 
 
-def _selected_gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
+def selected_gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
     """Return the GPUs that ``-g`` names, by default all that answer. Raises BadUsage if it names an instance."""
     gpus = host.nvml.sweep()
     if gpu is None:
         return [gpu for gpu in gpus if gpu.error is None]
-    devices = select_for_change(gpu, gpus)
+    devices = select_for_change(gpu, with_names(host, gpus))
     if any(device.mig is not None for device in devices):
         raise BadUsage(
-            "both an instance (-g) and a kind of instance (--mig) are named",
-            "give -g a GPU, or drop --mig",
+            "both -g and --mig name an instance",
+            "give -g a GPU, or drop one of them",
             code="two_names",
         )
     return [device.gpu for device in devices]

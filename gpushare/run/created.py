@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
-from gpushare.base.model import Gpu, MigInstance
-from gpushare.base.selection import Device, select
+from gpushare.base.model import MigInstance
+from gpushare.base.selection import Device
 from gpushare.base.units import quoted
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_left
-from gpushare.mig.places import means_profile, one_request
+from gpushare.mig.places import means_profile, one_request, selected_gpus
 from gpushare.mig.plan import MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
 from gpushare.plan import Plan
@@ -37,10 +37,8 @@ class Creator:
                 code="bad_mig",
             )
         self._host, self._text, self._say = host, text, say
-        candidates: Sequence[Gpu] = host.nvml.sweep()
-        if gpu is not None:
-            candidates = [device.gpu for device in select(gpu, candidates) if device.mig is None]
-        self.gpus = [each for each in candidates if each.mig_enabled and each.error is None]
+        candidates = selected_gpus(host, gpu)
+        self.gpus = [each for each in candidates if each.mig_enabled]
         if not self.gpus:
             first_capable = next((each.index for each in candidates if each.mig_capable), 0)
             raise NotFound(

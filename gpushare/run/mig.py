@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, or_none
 from gpushare.base.model import Holder, MigInstance
-from gpushare.base.selection import Device, select
+from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.claims import EXCLUSIVE, Claim, HeldClaim, claim_directory, take_claim, why_unreadable
 from gpushare.memory.ledger import PATIENCE_SECONDS, Place, Request, Reservation, jobs_before, reservations
 from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.holders import claim_holder, claimed_instances
-from gpushare.mig.places import InstancePlace, check_granted, means_profile, named_places, places_on, profile_places
+from gpushare.mig.places import (
+    InstancePlace,
+    check_granted,
+    means_profile,
+    named_places,
+    places_on,
+    profile_places,
+    selected_gpus,
+)
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.waiting import waiting_line
 
@@ -67,8 +75,8 @@ class InstanceWish:
         places = named_places(host, self.text)
         check_granted(host, self.text)
         if self.gpu is not None:
-            devices = select(self.gpu, host.nvml.sweep())
-            if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
+            indexes = {gpu.index for gpu in selected_gpus(host, self.gpu)}
+            if places[0].gpu.index not in indexes:
                 raise BadUsage(
                     f"{places[0].title} is not on {quoted(self.gpu)}",
                     "drop -g: the name already says where",
@@ -420,9 +428,35 @@ def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     hint = "wait until it ends: --wait; see: gpushare mig status"
     if place.name is None:
         hint = f"wait for one: --wait; or make another: gpushare mig create {place.instance.profile.name} -g {place.gpu.index}"
+        idle_name = _idle_name(host, [place for place, _ in held])
+        if idle_name is not None:
+            hint = f"run in one that is idle and has a name: --mig {idle_name}; or {hint}"
     if all(holders is None for _, holders in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
     return InUse(in_use_text(held), hint, gpu=place.gpu.index, code="instance_in_use")
+
+
+def _idle_name(host: Host, places: Sequence[InstancePlace]) -> str | None:
+    """Return the name of an idle instance that this user may use, of the size and on the GPUs of ``places``; None: there is none."""
+    sizes = {(place.instance.profile.name, place.compute.profile.slices) for place in places}
+    gpus = {place.gpu.index: place.gpu for place in places}.values()
+    of_size = [
+        other
+        for gpu in gpus
+        for other in places_on(host, gpu)
+        if (other.instance.profile.name, other.compute.profile.slices) in sizes
+    ]
+    free, _ = _free_and_held(host, [other for other in of_size if _may_name(host, other)])
+    return free[0].name if free else None
+
+
+def _may_name(host: Host, place: InstancePlace) -> bool:
+    """Return whether an instance has a name, and is not granted to other users only."""
+    try:
+        check_granted(host, place.name or "")
+    except NoPermission:
+        return False
+    return place.name is not None
 
 
 def _holders_text(holders: Holders) -> str:

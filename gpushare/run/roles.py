@@ -136,10 +136,9 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
         BadUsage: it was tuned and does not run, and there are several GPUs (code ``gpu_not_named``).
     """
     uuids = {gpu.uuid for gpu in gpus} | {mig.uuid for gpu in gpus for mig in gpu.mig_instances}
-    for record in records(host):
-        is_meant = target in {record.name, str(record.pid)}
-        if is_meant and record.devices and uuids.issuperset(record.devices) and is_running(host, record):
-            return record.devices[0]
+    in_use = _uuids_of_job(host, target)
+    if in_use and uuids.issuperset(in_use):
+        return in_use[0]
     number = pid_of(target)
     if number is None:
         # On a single GPU it is looked for later: there a job that leaves the GPU for it has a hint of its own.
@@ -148,6 +147,20 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     elif not host.processes.identity(number):
         raise no_process_error(target, code="no_process")
     return None
+
+
+def _uuids_of_job(host: Host, target: str) -> Sequence[str]:
+    """Return the UUIDs of the devices of the running job of this name or PID; none: gpushare runs no such job now."""
+    jobs = (record for record in records(host) if target in {record.name, str(record.pid)} and record.devices)
+    return next((record.devices for record in jobs if is_running(host, record)), ())
+
+
+def devices_beside(host: Host, devices: Sequence[Device], target: str) -> Sequence[Device]:
+    """Return those of some devices on which the job, or any process, of this name or PID is; all of them if it is on none."""
+    uuids = _uuids_of_job(host, target)
+    pid = pid_of(target)
+    indexes = _gpus_in_use_by(host, pid) if pid and not uuids else None
+    return [each for each in devices if each.uuid in uuids or each.gpu.index in (indexes or ())] or devices
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:

@@ -59,6 +59,7 @@ from gpushare.run.roles import (
     PauseForProduction,
     daemon_cap,
     device_of_job,
+    devices_beside,
     limits_beside,
     spared_process,
     tuned_next_to,
@@ -135,7 +136,8 @@ class JobStart:
         if self.role.rate is not None and not self.dry_run:
             begin_log(Path(self.role.rate.log))
         if mig is not None:
-            return self._run_in_instance(mig, gpu, options)
+            # Any GPU is all of them, as without -g.
+            return self._run_in_instance(mig, None if is_any(gpu) else gpu, options)
         if gpu is None and self.role.target is not None:
             gpu = device_of_job(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
@@ -307,17 +309,14 @@ class JobStart:
         # A job of several GPUs that names none may have any.
         if gpu is None and self.count > 1:
             gpu = "any"
-        devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
         if queue.swappable:
             check_host(self.host)
-        if is_any(gpu):
-            devices = usable(devices, instances=not needs_whole_gpus)
-        devices = self._without_granted_to_others(devices)
+        devices = self._without_granted_to_others(self._candidates(gpu, whole=needs_whole_gpus))
         if not queue.wait:
             # A job that waits may have those when the lease is over.
             devices = self._without_leased(devices)
         check_not_mig(devices, whole=needs_whole_gpus)
-        check_enough(devices, self.count, most=len(self.gpus))
+        check_enough(devices, self.count, "" if is_any(gpu) else self._more_gpus_hint(devices))
         check_program(options.container or self.command[0])
         spared = self._title_of_spared(devices) if queue.for_production else None
         if self.count == 1:
@@ -349,6 +348,27 @@ class JobStart:
         )
         metered = replace(options, rate=self.role.rate)
         return self._run_in_ledger(devices, request, metered, queue, run_on_chosen, spared)
+
+    def _candidates(self, gpu: str | None, *, whole: bool) -> Sequence[Device]:
+        """Return the devices of ``-g``, of ``any`` without instances if ``whole``; beside the job of ``--for``, those that it has."""
+        devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
+        if is_any(gpu):
+            devices = usable(devices, instances=not whole)
+        if self.role.target is not None and self.count == 1 and not self.queue.for_production:
+            return devices_beside(self.host, devices, self.role.target)
+        return devices
+
+    def _more_gpus_hint(self, devices: Sequence[Device]) -> str:
+        """Return the hint that gives the job more GPUs than these; empty: the host has too few."""
+        more = {gpu.index for gpu in self.gpus if gpu.error is None and not gpu.mig_enabled}
+        indexes = [device.gpu.index for device in devices]
+        indexes += sorted(more.difference(indexes))
+        if len(indexes) < self.count:
+            return ""
+        if self.role.target is None:
+            return "or let it use any GPUs: -g any"
+        # Any GPUs need not be those of the job that it yields to.
+        return f"or name more: -g {','.join(map(str, sorted(indexes[: self.count])))}"
 
     def _run_in_ledger(
         self,
@@ -444,9 +464,6 @@ class JobStart:
         from gpushare.run.created import Creator
         from gpushare.run.mig import InstanceWish
 
-        if is_any(gpu):
-            # Any GPU is all of them, as without -g.
-            gpu = None
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
@@ -474,9 +491,6 @@ class JobStart:
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
-        # Of a job that waits, any GPU is all of them, as without -g.
-        if self.queue.wait and is_any(gpu):
-            gpu = None
         wish = InstanceWish(host=self.host, text=text, gpu=gpu, check=check, creator=creator)
         place, claim, room = self._place_for(wish, options)
         if room is not None:
@@ -662,7 +676,7 @@ class JobStart:
         parts = self._group_parts(device, process, slice_us, production_title)
         for text in spared.notes:
             self.say(text)
-        self._say_group(device, spared.limits, slice_us, production_title)
+        self._say_group(device, spared.limits, slice_us, process)
         share = MpsShare(self.host, device, spared.limits)
         return self._carry_out(share, replace(options, limits=spared.limits), *parts, slice_us=slice_us)
 
@@ -679,15 +693,16 @@ class JobStart:
             return (group,)
         return group, AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep)
 
-    def _say_group(self, device: Device, limits: Limits, slice_us: int, production_title: str) -> None:
+    def _say_group(self, device: Device, limits: Limits, slice_us: int, process: ProductionJob | None) -> None:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
         shared_slice = f"a time-slice of {format_slice(slice_us)}"
-        if self.role.keep is not None:
-            shared_slice = f"a time-slice by which {production_title} keeps {100 * self.role.keep:g} % of its speed"
-        self.say(
-            f"opportunistic next to {production_title}: all opportunistic jobs of {device.title} share {shared_slice}; "
-            f"{_limits_text(limits)}"
-        )
+        if process is None:
+            role_text = f"opportunistic, and {_not_one_production_error(self.host, [device]).message} now"
+        else:
+            role_text = f"opportunistic next to {process.title}"
+            if self.role.keep is not None:
+                shared_slice = f"a time-slice by which {process.title} keeps {100 * self.role.keep:g} % of its speed"
+        self.say(f"{role_text}: all opportunistic jobs of {device.title} share {shared_slice}; {_limits_text(limits)}")
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
 
     def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
@@ -757,14 +772,13 @@ def _asks_for_mps(options: RunOptions) -> bool:
     return options.limits.threads_percent is not None or options.limits.priority is not None
 
 
-def check_enough(devices: Sequence[Device], count: int, *, most: int = 0) -> None:
-    """Raise if a job of ``count`` GPUs may have fewer; ``most``: how many the host has."""
+def check_enough(devices: Sequence[Device], count: int, more: str = "") -> None:
+    """Raise if a job of ``count`` GPUs may have fewer; ``more``: the hint that gives it more."""
     if len(devices) < count:
-        hint = f"give it fewer: --gpus {len(devices)}"
-        if most >= count:
-            hint += "; or let it use any GPUs: -g any"
         raise BadUsage(
-            f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only", hint, code="too_few_gpus"
+            f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only",
+            "; ".join(filter(None, (f"give it fewer: --gpus {len(devices)}", more))),
+            code="too_few_gpus",
         )
 
 

@@ -427,7 +427,33 @@ def test_an_instance_and_a_kind_of_instance(refused: Refused, world: World) -> N
     (uuid,) = world.mig("1g.18gb:4")
     bind(world, "train", "1g.18gb", 4)
     for mig in ("1g", "train"):
-        refused("run", "--mig", mig, "-g", uuid, "--", "true", code="two_names", exit_code=2)
+        for gpu in (uuid, "train"):
+            words = ("run", "--mig", mig, "-g", gpu)
+            assert "-g and --mig" in refused(*words, "--", "true", code="two_names", exit_code=2)
+    refused("run", "--mig", "1g", "--create", "-g", "train", "--", "true", code="two_names", exit_code=2)
+
+
+def test_any_gpu_is_all_of_them(cli: Cli) -> None:
+    two = World("sim:2xh200")
+    (uuid,) = two.mig("1g.18gb:2", gpu="1")
+    for more in ((), ("--wait",), ("--create",)):
+        plan = cli("run", "-n", "--mig", "1g", "-g", "any", *more, "--", "true", host=two.spec).ok()
+        assert uuid in plan.out
+    bind(two, "train", "1g.18gb", 2, gpu=1)
+    assert uuid in cli("run", "-n", "--mig", "train", "-g", "any", "--", "true", host=two.spec).ok().out
+
+
+def test_where_all_others_are_busy_an_idle_one_with_a_name_is_named(real: Real, cli: Cli, world: World) -> None:
+    world.mig("1g.18gb:0", "1g.18gb:1", "3g.71gb:4")
+    bind(world, "small", "1g.18gb", 1)
+    bind(world, "large", "3g.71gb", 4)
+    jobs = [waiting(real, "--mig", "1g")]
+    until(lambda: len(records(world.host)) == len(world.pids()) == 1, "the first runs")
+    assert "--mig small" in cli("run", "--mig", "1g", "--", "true").lines("hint")[0]
+    jobs.append(waiting(real, "--mig", "small"))
+    until(lambda: len(records(world.host)) == len(world.pids()) == 2, "both run")
+    assert "has a name" not in cli("run", "--mig", "1g", "--", "true").lines("hint")[0]
+    assert [ended(job) for job in jobs] == [0, 0]
 
 
 @pytest.mark.parametrize(("host", "code", "exit_code"), [(H200, "mig_off", 6), ("sim:t4", "no_mig", 3)])

@@ -135,6 +135,29 @@ def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, runni
         assert world.uuid(0) not in planned.out
 
 
+def test_of_any_gpu_a_job_takes_that_of_the_job_that_it_yields_to(cli: Cli, running: int) -> None:
+    world = World("sim:3xh200")
+    recorded(world, running, index=1)
+    foreign = str(admin.add_process(world.spec, gpu="2"))
+    for gpus in ("any", "0-2"):
+        for beside, index in (("web", 1), (foreign, 2)):
+            words = ("run", "-n", "--opportunistic", "--memory", "4G", "-g", gpus, "--for", beside)
+            assert world.uuid(index) in cli(*words, "--", "true", host=world.spec).ok().out
+    assert (
+        "another device"
+        in cli("run", "--opportunistic", "--for", "web", "-g", "0,2", "--", "true", host=world.spec).err
+    )
+
+
+def test_it_is_said_whether_production_runs(cli: Cli, world: World, running: int) -> None:
+    words = ("run", "-n", "--opportunistic", "--yield", "slices", "--", "true")
+    assert "opportunistic, and no production job runs on GPU 0 now: " in cli(*words).ok().err
+    recorded(world, running)
+    assert "opportunistic next to 'web': " in cli(*words).ok().err
+    world.record("api", os.getpid(), PRODUCTION)
+    assert "opportunistic, and 2 production jobs run on GPU 0: " in cli(*words).ok().err
+
+
 def test_given_limits_win(cli: Cli, world: World) -> None:
     keep_tuned(world.host, TUNED)
     answer = cli(
