@@ -66,6 +66,7 @@ from gpushare.mig.recover import accept, as_commands, is_complete, not_restored,
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
+from gpushare.mps.home import start_command
 from gpushare.plan import Loss, Plan, in_turn
 from gpushare.run.jobs import job_names
 from gpushare.show.mig import plan_text
@@ -217,6 +218,9 @@ class MigChangeAnswer(PlanAnswer):
 def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
     names = {(named.gpu_uuid, named.profile, named.start): f" '{named.name}'" for named in names_of(host).values()}
+    yield from (text for text, _ in _stopped_daemons(change))
+    # Those of other users.
+    yield from (f"{loss.what} is gone" for loss in change.plan.consent if loss.action == "stops")
     for part in change.gpus:
         if part.enable is not None and part.enable is not part.before.mig_enabled:
             yield f"GPU {part.gpu.index}: MIG is {'on' if part.enable else 'off'}"
@@ -326,7 +330,32 @@ def _undo_line(change: MigChange) -> str | None:
         if wish:
             commands.append(f"gpushare mig create {wish} -g {part.gpu.index}")
     commands += [command for part in parts for command in _naming_commands(part)]
+    # Their instances have their names again by then.
+    commands += [command for _, command in _stopped_daemons(change) if command]
     return in_turn(commands)
+
+
+def _stopped_daemons(change: MigChange) -> Iterator[tuple[str, str | None]]:
+    """Yield in words each MPS daemon that a change stops, and the command that starts it after the undo.
+
+    None: its instance has no name that would find it again, and may get another UUID.
+    """
+    for part in change.gpus:
+        titles: dict[str | None, tuple[str, str | None]] = {
+            part.gpu.uuid: (f"GPU {part.gpu.index}", str(part.gpu.index))
+        }
+        for instance in part.layout.instances:
+            selector = instance.name if len(instance.compute) == 1 else None
+            title = f"'{instance.name}'" if instance.name else f"{instance} on GPU {part.gpu.index}"
+            titles |= {each.uuid: (title, selector) for each in instance.compute}
+        for record in change.daemons:
+            if record.device_uuid not in titles:
+                continue
+            title, selector = titles[record.device_uuid]
+            exclusive = record.profile is None and record.previous_compute_mode is not None
+            start = start_command(selector or "UUID", record.limits, exclusive=exclusive, users=record.users)
+            text = f"the MPS daemon of {title} is gone"
+            yield (text, start) if selector else (f"{text}; to start it on another instance: {start}", None)
 
 
 def _gpu_numbers(parts: Sequence[GpuChange]) -> str:

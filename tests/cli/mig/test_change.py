@@ -380,6 +380,30 @@ def test_an_undo_leaves_what_was_made_since(cli: Cli) -> None:
     assert again.error["code"] == "needs_consent"
 
 
+def test_an_mps_daemon_that_a_change_stops_is_told_and_comes_back(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "30", host=A100).ok()
+    done = cli("mig", "apply", "3g.40gb", "2g.20gb", "--name", "big,small", host=A100).ok()
+    assert done.out.startswith("the MPS daemon of GPU 0 is gone\nGPU 0: MIG is on\n")
+    assert done.out.endswith("mig disable -g 0 --destroy && gpushare mps start -g 0 --threads 30\n")
+    cli("mps", "start", "-g", "big", "--threads", "50", host=A100).ok()
+    shown = cli("mig", "destroy", "big", "-n", host=A100, output="json").ok().data["undo"]
+    done = cli("mig", "destroy", "big", host=A100).ok()
+    assert done.out.startswith("the MPS daemon of 'big' is gone\n3g.40gb:4 on GPU 0 is gone\n")
+    assert shown.endswith(" && gpushare mps start -g big --threads 50")
+    for command in shown.split(" && "):
+        cli(*shlex.split(command)[1:], host=A100, asks=True).ok()
+    (daemon,) = World(A100).state.daemons
+    assert daemon.visible == [next(each.uuid for each in World(A100).state.gpus[0].mig if each.profile == "3g.40gb")]
+    # An instance without a name may get another UUID.
+    cli("mig", "name", "--forget", "big", host=A100).ok()
+    done = cli("mig", "destroy", "3g.40gb:4", "-g", "0", host=A100).ok()
+    assert done.out == (
+        "the MPS daemon of 3g.40gb:4 on GPU 0 is gone; to start it on another instance: "
+        "gpushare mps start -g UUID --threads 50\n"
+        "3g.40gb:4 on GPU 0 is gone\nundo: gpushare mig create 3g.40gb:4 -g 0\n"
+    )
+
+
 def test_compute_instances_that_go_are_counted(cli: Cli) -> None:
     cli("mig", "apply", "1c.3g.40gb*2", "--name", "a", host=A100).ok()
     asked = cli("mig", "apply", "3g.40gb:4", host=A100, asks=True)
