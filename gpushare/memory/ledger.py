@@ -137,6 +137,11 @@ class Line:
         return max(0, self.room.memory_bytes - sum(holder.memory_bytes for holder in self.running))
 
     @property
+    def fits(self) -> bool:
+        """Return whether there is room for all that is reserved and held."""
+        return sum(holder.memory_bytes for holder in self.running) <= self.room.memory_bytes
+
+    @property
     def held_by(self) -> list[tuple[Reservation, int]]:
         """Return the jobs there, each with the bytes that count for it."""
         return [(job, size.memory_bytes) for job, size in zip(self.holders, self.running, strict=False)]
@@ -737,7 +742,7 @@ def _have_room(own: Reservation, jobs: Sequence[Reservation], keys: Sequence[str
     lines = read_lines(sorted(jobs, key=lambda job: not job.sure))
     return lines.keys() >= set(keys) and all(
         own.id not in line.beyond
-        and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes
+        and line.fits
         and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
         for line in map(lines.__getitem__, keys)
     )

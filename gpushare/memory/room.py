@@ -7,7 +7,7 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -265,6 +265,22 @@ def back_bytes(host: Host, device: Device, memory_bytes: int, reserved_bytes: in
     return None if line is not None and need > line.room.whole_bytes else need
 
 
+def has_place(host: Host, jobs: Iterable[Reservation], swap: Swap, key: str, need: int | None) -> bool:
+    """Return whether one of these reservations is the job's own, on this device, and enough; ``need`` None: all of it."""
+    family = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
+    return any(
+        key in job.held
+        and (job.memory_bytes is None or (need is not None and job.memory_bytes >= need))
+        and not family.isdisjoint(process.pid for process in job.claim.processes)
+        for job in jobs
+    )
+
+
+def keeps_place(host: Host, line: Line, swap: Swap, need: int | None) -> bool:
+    """Return whether a job that comes back still has a place on a device, and others have not taken more than the rest."""
+    return line.fits and has_place(host, line.holders, swap, line.device.uuid, need)
+
+
 @contextlib.contextmanager
 def room_reserved(
     host: Host,
@@ -277,8 +293,14 @@ def room_reserved(
     """Yield the GPU, of some of one model, on which a job that comes back has room, which is reserved meanwhile.
 
     Waits for it as `wait_for_room`; ``waiting`` shows that. A limit of its user that was lowered meanwhile keeps no job out.
+    A place that the job still has on one of them is enough: a second one might not fit beside it.
     """
     need = back_bytes(host, devices[0], swap.memory_bytes, swap.reserved_bytes)
+    usable, _ = usable_now(host, devices, limits, client=False)
+    kept = next((line.device for line in read_lines(host, usable, limits) if keeps_place(host, line, swap, need)), None)
+    if kept is not None:
+        yield kept
+        return
     keys = tuple(device.uuid for device in devices)
     place = Place(host, Request(memory_bytes=need, keys=keys, client=False, name=swap.name))
     try:
@@ -328,12 +350,8 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
         jobs = reservations(host)
         if not is_free or jobs is None or not devices:
             return is_free
-        family = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
-        for job in jobs:
-            is_own = not family.isdisjoint(process.pid for process in job.claim.processes)
-            is_enough = job.memory_bytes is None or job.memory_bytes >= size
-            if is_own and is_enough and swap.gpu_uuid in job.held:
-                return True
+        if has_place(host, jobs, swap, swap.gpu_uuid, size):
+            return True
         need = back_bytes(host, devices[0], size)
         places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
         return places[-1].try_to_take(devices, {}, {})

@@ -17,7 +17,7 @@ from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import reservations
-from gpushare.memory.room import Draw, back_bytes, read_lines, reserved_by, room_kept, room_reserved
+from gpushare.memory.room import Draw, back_bytes, keeps_place, read_lines, reserved_by, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
     LEAVING,
@@ -244,16 +244,24 @@ class Mover:
         return gpu
 
     def _assign_gpus(self, moves: Sequence[_Move], gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return the index of the GPU with room now for each job, by its PID; none that another user has reserved."""
+        """Return the index of the GPU with room now for each job, by its PID; none that another user has reserved.
+
+        A job goes first to one where it still has a place.
+        """
         usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
         needs = {}
+        index_of = {}
         for wish in moves if lines else ():
             memory_bytes, reserved_bytes = wish.swap.memory_bytes, wish.swap.reserved_bytes
-            needs[wish.job.pid] = min(
-                line.room.bytes_of(back_bytes(self._host, line.device, memory_bytes, reserved_bytes)) for line in lines
-            )
-        return move.assign_gpus(needs, {line.device.gpu.index: line.free_bytes for line in lines})
+            sizes = [back_bytes(self._host, line.device, memory_bytes, reserved_bytes) for line in lines]
+            for line, size in zip(lines, sizes, strict=True):
+                if keeps_place(self._host, line, wish.swap, size):
+                    index_of[wish.job.pid] = line.device.gpu.index
+            if wish.job.pid not in index_of:
+                needs[wish.job.pid] = min(line.room.bytes_of(size) for line, size in zip(lines, sizes, strict=True))
+        free = {line.device.gpu.index: line.free_bytes for line in lines}
+        return {**move.assign_gpus(needs, free), **index_of}
 
     def _with_target(self, wish: _Move) -> _Move:
         """Return the move to the one GPU that has room now; without room as it is: it waits, or says why it cannot."""

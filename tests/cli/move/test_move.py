@@ -9,13 +9,17 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.errors import OperationFailed
+from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
+from gpushare.run.moving import Mover
+from gpushare.show.waiting import waiting_line
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from tests.cli.drive import Cli, Refused, World
@@ -76,6 +80,40 @@ def test_a_job_needs_room_for_all_that_it_has_reserved(cli: Cli, refused: Refuse
     assert "with 80.0 GiB" in text
     cli("move", "train", "-g", "1,2", host=SPEC).ok()
     assert gpu_of(world, *world.pids()) == 2
+    cli("stop", "train", host=SPEC).ok()
+
+
+@pytest.mark.parametrize("words", [("--slice", "2ms"), ("--swap", "request")])
+def test_its_own_place_does_not_keep_a_job_from_moving_back(
+    cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
+) -> None:
+    cli("run", "-d", "-g", "0", *words, "--memory", "90G", "--name", "train", "--", "sleep", "300", host=SPEC).ok()
+    mover = Mover(world.host, UserLimits(), 0.0, print, lambda: waiting_line(print, quiet=True))
+    (target,) = select("1", world.host.nvml.sweep())
+    (source,) = select("0", world.host.nvml.sweep())
+    (step,) = mover.plan_all_off(source, [target]).plan.steps
+    step.do()
+    assert gpu_of(world, *world.pids()) == 1
+    assert step.revert is not None
+    step.revert()
+    assert gpu_of(world, *world.pids()) == 0
+    undo = cli("move", "train", "-g", "1", output="json", host=SPEC).ok().data["undo"]
+    cli(*undo.split()[1:], host=SPEC).ok()
+    assert gpu_of(world, *world.pids()) == 0
+    cli("stop", "train", host=SPEC).ok()
+
+
+def test_its_own_place_is_not_enough_where_others_have_taken_more_than_the_rest(
+    cli: Cli, refused: Refused, world: World
+) -> None:
+    words = ("--slice", "2ms", "--memory", "90G", "--name", "train")
+    cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
+    cli("move", "train", "-g", "1", host=SPEC).ok()
+    other = Place(world.host, Request(memory_bytes=90 * GIB, keys=(world.uuid(),), client=False))
+    other.take(*other.request.keys)
+    refused("move", "train", "-g", "0", code="no_room", exit_code=19, host=SPEC)
+    other.leave()
+    cli("move", "train", "-g", "0", host=SPEC).ok()
     cli("stop", "train", host=SPEC).ok()
 
 
