@@ -42,9 +42,8 @@ def explain(
     CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
     farm, turns, undo, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation,
     oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard,
-    Slurm, Kubernetes, Karpenter,
-    DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
-    utilization; and each column of `status` and `jobs`.
+    Slurm, Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
+    partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
     """
     path = _log_path(words)
     log = _explain_words(" ".join(words or ())) if path is None else _explain_log(path)

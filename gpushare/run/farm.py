@@ -488,6 +488,12 @@ class _CopiesOnGpu:
             if each.gpu is self and not each.copy.attached:
                 each.copy.attached = not clients.isdisjoint(self.host.processes.descendants(each.program.pid))
 
+    def has_accepted(self, pid: int) -> bool | None:
+        """Return whether a program that has ended was a client, by the daemon's log; None: it ran outside MPS."""
+        if not isinstance(self.share, MpsShare):
+            return None
+        return bool(self.share.watch(os.getpid()).accepted({pid}))
+
 
 @dataclass
 class _RunningCopy:
@@ -1312,6 +1318,8 @@ class Farm:
         copy.exit_code = program.status
         if program.status is not None and program.status < 0:
             copy.exit_code = 128 - program.status
+        # One that ended between two looks, or while the daemon was asked.
+        copy.attached = copy.attached or running.gpu.has_accepted(program.pid)
         copy.failure = failure
         if program.no_space:
             where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()

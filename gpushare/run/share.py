@@ -130,14 +130,16 @@ class Attachment(Watch):
 
     def settle(self) -> None:
         """Note the clients of a program that ended between two looks, by the daemon's log."""
-        if self.attached:
-            return
-        in_log = self._clients_in_log(_ACCEPTED) & self.seen
-        accepted = in_log - self.pending - self.outside
-        # Any user may write into the log, but a daemon that has accepted a client has a server.
-        if accepted and bool(or_none(self.control.servers)):
+        if not self.attached:
             # Their servers are unknown.
-            self.attached.update(dict.fromkeys(accepted, None))
+            self.attached.update(dict.fromkeys(self.accepted(self.seen - self.pending - self.outside), None))
+
+    def accepted(self, pids: Collection[int]) -> set[int]:
+        """Return which of these processes, which may have ended, the daemon has accepted as clients, by its log."""
+        in_log = self._clients_in_log(_ACCEPTED).intersection(pids)
+        # Any user may write into the log, but a daemon that has accepted a client has a server.
+        has_server = bool(in_log) and bool(or_none(self.control.servers))
+        return in_log if has_server else set()
 
     def _clients_in_log(self, pattern: re.Pattern[str]) -> set[int]:
         """Return the clients of this user named in the log, into which any user who may connect can write."""

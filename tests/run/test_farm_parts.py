@@ -95,6 +95,7 @@ class Step:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at, sleep=lambda _: None))
         monkeypatch.setattr(module, "client_limit", lambda *_: None)
         monkeypatch.setattr(module._CopiesOnGpu, "environment", lambda *_: {})
+        monkeypatch.setattr(module._CopiesOnGpu, "has_accepted", lambda *_: None)
         self.places: list[Place] = []
         host: Any = SimpleNamespace(
             programs=None,
