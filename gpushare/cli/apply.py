@@ -225,7 +225,8 @@ def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, fi
 
 def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
     """Return the plan that makes a GPU match its entry; it may get names from the other GPUs that have entries."""
-    others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.uuid}
+    answering = (gpu for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.error is None)
+    others = {gpu.uuid for gpu in answering if gpu.uuid}
     return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 
 

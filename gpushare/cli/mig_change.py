@@ -808,7 +808,7 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     )
     bound = names_of(host)
     if name in bound and (bound[name].gpu_uuid, bound[name].place) != (named.gpu_uuid, named.place):
-        raise name_taken_error(bound[name], {layout.uuid: layout.gpu for layout in layouts})
+        raise name_taken_error(host, bound[name])
     if gpu_instance.name not in {None, name}:
         raise BadUsage(
             f"{gpu_instance} on GPU {layout.gpu} is already named '{gpu_instance.name}'",

@@ -31,7 +31,7 @@ from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
-from gpushare.mig.grant import binding_commands, name_taken_error, revocation_loss
+from gpushare.mig.grant import binding_commands, refuse_name_elsewhere, revocation_loss
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
@@ -157,12 +157,9 @@ class _GpuWork:
         ``others`` are the UUIDs of the other GPUs in the file. The names of GPUs that are no longer in the host are free.
         """
         names = names_of(self.host)
-        indexes = {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for named in self.names:
-            holder = names.get(named.name)
-            if holder is None or holder.gpu_uuid in {self.live.gpu.uuid, *others} or holder.gpu_uuid not in indexes:
-                continue
-            raise name_taken_error(holder, indexes)
+            if named.name in names:
+                refuse_name_elsewhere(self.host, names[named.name], {self.live.gpu.uuid or "", *others})
 
     def check_daemons(self) -> None:
         """Raise if a device can never have the daemon that the entry wants for it. Raises as `check_daemon`."""

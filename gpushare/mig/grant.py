@@ -385,14 +385,13 @@ def plan_names(
     plans = plans or [plan for plan, _ in instances]
     index = {plan.uuid or "": plan.gpu for plan in plans}
     kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
-    indexes = {gpu.uuid: gpu.index for gpu in host.nvml.identities()}
     # Names that these instances take from others.
-    moving = [names_now[named.name] for named in bound if named.name in names_now]
-    for named in moving:
-        is_elsewhere = named.gpu_uuid not in index and named.gpu_uuid in indexes
-        if is_elsewhere or (not may_move and named.spot in kept_spots):
-            raise name_taken_error(named, indexes)
-    moving = [named for named in moving if may_move and named.gpu_uuid in index]
+    taken = [names_now[named.name] for named in bound if named.name in names_now]
+    for named in taken:
+        refuse_name_elsewhere(host, named, index)
+        if not may_move and named.spot in kept_spots:
+            raise name_taken_error(host, named)
+    moving = [named for named in taken if may_move and named.gpu_uuid in index]
     # Names that the instances have now, and lose.
     spots = {named.spot for named in places.values()}
     replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
@@ -425,8 +424,8 @@ def plan_names(
         for user in users[name]
         if known_user(user) not in names_now[name].users
     ]
-    for named in losing:
-        # If its instance was destroyed earlier, a name without a grant is no loss, and cannot be restored.
+    for named in (*losing, *(named for named in taken if named not in moving)):
+        # If its instance or GPU was gone before, a name without a grant is no loss, and cannot be restored.
         if named.spot in kept_spots or named.users:
             action = "forgets" if named in replaced else "moves"
             reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
@@ -526,10 +525,22 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
     )
 
 
-def name_taken_error(named: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
-    """Return the error for a name in use; ``indices`` are those of the known GPUs, by UUID."""
-    index = indices.get(named.gpu_uuid)
-    where = named.gpu_uuid if index is None else f"GPU {index}"
+def refuse_name_elsewhere(host: Host, named: NamedInstance, uuids: Collection[str]) -> None:
+    """Raise BadUsage if a name belongs to a GPU of this host that is not one of these.
+
+    The name of a GPU that is gone is free, but only if all GPUs answer: the UUID of one that does not may be unknown.
+    """
+    if named.gpu_uuid in uuids:
+        return
+    gpus = host.nvml.identities()
+    if any(gpu.uuid in {None, named.gpu_uuid} or gpu.error is not None for gpu in gpus):
+        raise name_taken_error(host, named)
+
+
+def name_taken_error(host: Host, named: NamedInstance) -> BadUsage:
+    """Return the error for a name in use."""
+    gpus = (f"GPU {gpu.index}" for gpu in host.nvml.identities() if gpu.uuid == named.gpu_uuid)
+    where = next(gpus, named.gpu_uuid)
     return BadUsage(
         f"the name '{named.name}' belongs to {named} of {where}",
         f"choose another, or forget it: gpushare mig name --forget {named.name}",

@@ -546,6 +546,9 @@ def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, refused: 
     path = write(one("mig: [{wish: 1g.10gb, name: test}]", index=1))
     text = refused("apply", "-f", path, code="name_taken", exit_code=2, host=TWO)
     assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in text
+    # A GPU that does not answer keeps its names.
+    World(TWO).fault("lost", gpu="0")
+    refused("apply", "-f", path, code="name_taken", exit_code=2, host=TWO)
 
 
 def test_only_root_may(cli: Cli, refused: Refused, write: Write) -> None:

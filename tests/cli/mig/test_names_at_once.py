@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from gpushare.mig.ledger import names_of
+from gpushare.mig.ledger import NamedInstance, names_changed, names_of
 from tests.cli.drive import Cli, Refused, World
 
 A100 = "sim:a100-80gb"
@@ -158,3 +158,32 @@ def test_the_steps_of_names_that_move_have_their_undo(host: World) -> None:
             *(f"gpushare mig name {name} 2g.20gb:{start} -g 0" for name, start in (("b", 2), ("a", 0))),
         ],
     ]
+
+
+@pytest.mark.parametrize("verb", ["apply", "create"])
+def test_a_name_of_a_gpu_that_does_not_answer_is_refused(cli: Cli, refused: Refused, verb: str) -> None:
+    two = "sim:2xh100"
+    world = World(two)
+    cli("mig", "enable", "-g", "0", host=two).ok()
+    cli("mig", "apply", "-g", "1", "3g", "--name", "a", "--grant", "a=nobody", host=two).ok()
+    world.fault("lost", gpu="1")
+    text = refused("mig", verb, "-g", "0", "3g", "--name", "a", code="name_taken", exit_code=2, host=two)
+    assert "gpushare mig name --forget a" in text
+    world.clear()
+    assert users(world) == {"a": ("nobody",)}
+    assert world.look()[0].instances == ()
+
+
+@pytest.mark.parametrize("verb", ["apply", "create"])
+def test_a_name_of_a_gpu_that_is_gone_is_taken_with_its_grants_only_with_consent(host: World, verb: str) -> None:
+    host.asked("mig", "enable").ok()
+    with names_changed(host.host) as names:
+        for name, granted in (("a", ("nobody",)), ("b", ())):
+            names[name] = NamedInstance(name=name, gpu_uuid="GPU-gone", profile="3g.40gb", start=0, users=granted)
+    assert host.asked("mig", verb, "2g", "--name", "b", "-n").ok().data["consent"] == []
+    answer = host.asked("mig", verb, "2g", "--name", "a")
+    assert answer.error["code"] == "needs_consent"
+    assert [lost["why"] for lost in answer.data["consent"]] == [["the grants of nobody end"]]
+    assert users(host) == {"a": ("nobody",), "b": ()}
+    host.asked("mig", verb, "2g", "--name", "a", "-y").ok()
+    assert users(host) == {"a": (), "b": ()}
