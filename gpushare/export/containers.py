@@ -213,11 +213,11 @@ _PLACES_BELOW: Final = "---\n# For gpushare: exact placements. mig-parted reads 
 def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     """Return mig-parted's file with one configuration: equal GPUs share an entry, ``all`` if it covers every GPU.
 
-    GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number. On a host with several
-    models with MIG each entry has a ``device-filter``.
+    On GPUs without MIG it is off: mig-parted asserts something of every GPU of the host, and never that MIG is on there
+    (cmd/nvidia-mig-parted/assert, mode.go and config.go). On a host with several models each entry has a ``device-filter``.
     """
-    gpus = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
-    if not gpus:
+    gpus = host.gpus
+    if all(gpu.mig_capable is False for gpu in gpus):
         raise no_mig_error([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
     alike: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
     for gpu in gpus:

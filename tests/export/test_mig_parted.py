@@ -43,13 +43,13 @@ def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> Non
     assert name != layout_name(host(more, *described.gpus[1:]))
 
 
-def test_a_gpu_without_mig_is_never_named() -> None:
-    """By number mig-parted refuses it, under all it skips it."""
-    (entry,) = yaml.safe_load(text(mig_parted_export(host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
-        "mig-configs"
-    ]["x"]
-    assert entry["devices"] == "all"
-    assert entry["mig-enabled"] is True
+def test_on_a_gpu_without_mig_it_is_off() -> None:
+    """mig-parted refuses to assert MIG there, and refuses a configuration that leaves out a GPU."""
+    described = host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1))
+    assert yaml.safe_load(text(mig_parted_export(described, name="x"), FILE))["mig-configs"]["x"] == [
+        {"devices": [0], "mig-enabled": True, "mig-devices": {"1g.10gb": 1}},
+        {"devices": [1], "mig-enabled": False},
+    ]
     with fails(NotSupported, "no_mig"):
         mig_parted_export(t4s(), name="x")
 
