@@ -99,9 +99,9 @@ def test_a_shortened_output_stays_short() -> None:
     text = (
         "```console\n$ gpushare --host sim:t4 mps start\nold\n...\n$ gpushare --host sim:t4 sim fault lost -g 0\n```\n"
     )
-    assert refreshed(text) == text.replace("old", "MPS on GPU 0: no limits; undo: gpushare mps stop -g 0").replace(
-        "-g 0\n`", "-g 0\nsim:t4, GPU 0: lost\n`"
-    )
+    assert refreshed(text) == text.replace(
+        "old", "MPS on GPU 0: no limits; undo: gpushare --host sim:t4 mps stop -g 0"
+    ).replace("-g 0\n`", "-g 0\nsim:t4, GPU 0: lost\n`")
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code. All errors are handled here."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
-    common.settings.words = tuple(words)
+    common.settings.words, common.settings.verbs = tuple(words), VERBS
     common.open_closed_streams()
     common.let_streams_outlive_terminal()
     common.keep_exit_codes_of_children()

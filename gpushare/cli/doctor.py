@@ -11,7 +11,7 @@ from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
 from gpushare.show.result import Column, Result, Table, plain_value, records
-from gpushare.show.text import for_sudo, wrapped
+from gpushare.show.text import to_type, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,7 +54,7 @@ def doctor(
         Column("verdict", ""),
         Column("id", "check"),
         Column("seen", "seen"),
-        Column("remedy", "remedy", format=lambda remedy: for_sudo(plain_value(remedy))),
+        Column("remedy", "remedy", format=lambda remedy: to_type(plain_value(remedy))),
     )
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))

@@ -57,6 +57,7 @@ class Settings:
     command: str = ""
     # All words of the command line.
     words: tuple[str, ...] = ()
+    verbs: Collection[str] = ()
     # The options and arguments that are given, by their long names: ``--gpu``, ``JOB``.
     given: frozenset[str] = frozenset()
     connected: Host | None = None
@@ -70,7 +71,9 @@ class Settings:
             from gpushare.connect import connect
 
             self.connected = connect(self.spec)
-            set_host(simulated=self.connected.is_simulated)
+            # The user's shell still has GPUSHARE_HOST.
+            is_usual = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
+            set_host(None if is_usual else self.spec, self.verbs, simulated=self.connected.is_simulated)
             if self.changes and not self.dry_run:
                 from gpushare.host.records import sweep_leftovers
 
@@ -97,6 +100,7 @@ def reset() -> None:
     """Reset all settings, for several runs in one process (tests)."""
     for name, value in vars(Settings()).items():
         setattr(settings, name, value)
+    set_host(None, (), simulated=False)
 
 
 class _Terminal(io.FileIO):

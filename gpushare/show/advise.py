@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Column, Table, records
-from gpushare.show.text import for_sudo, wrapped
+from gpushare.show.text import to_type, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -25,7 +25,7 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
     Without ``whole``, a terminal shows only the first of the changes.
     """
     rows = tuple({"item": item, "text": text} for item, text in _answer_items(data))
-    columns = (Column("item", "item"), Column("text", "text", format=for_sudo))
+    columns = (Column("item", "item"), Column("text", "text", format=to_type))
     return Table(
         name="answer",
         columns=columns,

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
-from gpushare.show.text import for_sudo, in_json, one_line, paragraphs, put, visible, wrapped
+from gpushare.show.text import in_json, one_line, paragraphs, put, to_type, visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -164,7 +164,7 @@ def _plain_table(table: Table) -> str:
 
     lines = [f"# {table.title}"] if table.title else []
     if table.lines is not None:
-        return "\n".join([*lines, *(visible(for_sudo(text)) for text, _ in table.lines)])
+        return "\n".join([*lines, *(visible(to_type(text)) for text, _ in table.lines)])
     if not table.rows and table.empty:
         lines.append(f"# {table.empty}")
     rows = [[cell(column, column.value(row)) for column in table.columns] for row in table.rows]
@@ -425,7 +425,7 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
 
 def _plan_lines(text: str, width: int, *, command: bool) -> list[str]:
     """Return a line of a plan, wrapped to a width and indented below its first word."""
-    line = visible(for_sudo(text))
+    line = visible(to_type(text))
     if len(line) <= width:
         return [line]
     lead = re.match(r" *(?:\d+\. |\$ |undo: )?", line)

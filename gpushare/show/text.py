@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 import textwrap
+from collections.abc import Collection
 from typing import IO, Final
 
 # Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
@@ -43,25 +44,34 @@ def in_json(text: str) -> str:
     return re.sub(_UNSAFE_IN_JSON, lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
+# Where a command begins in a text.
+_COMMAND_BEGINS: Final = r"(?:^|(?<=[:;,$] )|(?<=\()|(?<=\bor )|(?<=\bthen ))"
 # Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
 _SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # Who types on a simulated host is who the simulation says.
 _simulated = False
+# ``--host SPEC`` for the commands of gpushare in the text, if the user gave it, and what finds these commands.
+_host_option = ""
+_own_command = ""
 
 
-def set_host(*, simulated: bool) -> None:
-    """Say whether the text from now on is of a simulated host."""
-    global _simulated  # noqa: PLW0603
-    _simulated = simulated
+def set_host(spec: str | None, verbs: Collection[str], *, simulated: bool) -> None:
+    """Say which ``--host`` the commands (of these verbs) need in the text from now on, and whether that host is simulated."""
+    global _simulated, _host_option, _own_command  # noqa: PLW0603
+    _simulated, _host_option = simulated, "" if spec is None else f"--host {shlex.quote(spec)}"
+    _own_command = rf"{_COMMAND_BEGINS}(?:sudo )?gpushare (?=(?:{'|'.join(verbs)})(?![\w-]))"
 
 
-def for_sudo(text: str) -> str:
-    """Return a text with ``sudo gpushare`` as this user has to type it: root without sudo, others with a path if they need it.
+def to_type(text: str) -> str:
+    """Return a text with the commands of gpushare as this user has to type them.
 
-    pipx puts gpushare in ~/.local/bin, and a virtual environment is not on root's path at all: there sudo would find none,
-    or another one. The text of a simulated host stays as it is.
+    They have the ``--host`` that the user gave. After sudo, root needs no sudo, and others may need a path: pipx puts
+    gpushare in ~/.local/bin, and a virtual environment is not on root's path at all: there sudo would find none, or another
+    one. On a simulated host sudo stays as it is.
     """
+    if _host_option and "gpushare" in text:
+        text = re.sub(_own_command, lambda match: f"{match.group()}{_host_option} ", text)
     this_program = os.path.abspath(sys.argv[0])
     if _simulated or "sudo gpushare" not in text or os.path.basename(this_program) != "gpushare":
         return text
@@ -77,7 +87,7 @@ def for_sudo(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return a message as one line: a line break with the blanks around it becomes one space."""
-    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", for_sudo(text).strip()))
+    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", to_type(text).strip()))
 
 
 def paragraphs(text: str) -> str:
@@ -87,7 +97,7 @@ def paragraphs(text: str) -> str:
 
 # A command in a text: it begins a part of a sentence, and ends with it. Quotes may contain what would end it.
 _COMMAND: Final = (
-    r"""(?:^|(?<=[:;,$] )|(?<=\()|(?<=\bor )|(?<=\bthen ))(?:sudo [a-z][\w-]*|gpushare|nvidia-smi|docker|kubectl) """
+    _COMMAND_BEGINS + r"""(?:sudo [a-z][\w-]*|gpushare|nvidia-smi|docker|kubectl) """
     r"""(?:'[^']*'|"[^"]*"|(?!, | \()[^;)'"])*"""
 )
 _QUOTED: Final = r"""'[^']*'|"[^"]*\""""
@@ -116,7 +126,7 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: 
             return line
         return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _filled(line, room - len(" \\")))
 
-    line = re.sub(r".+" if command else _COMMAND, keep_together, visible(for_sudo(text)))
+    line = re.sub(r".+" if command else _COMMAND, keep_together, visible(to_type(text)))
     lines = [part for filled in _filled(line, room) for part in filled.split(_BREAK)]
     return [f"{rest if number else first}{part}".replace(_BLANK, " ") for number, part in enumerate(lines)]
 

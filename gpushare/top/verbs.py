@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, ExitCode
-from gpushare.show.text import for_sudo
+from gpushare.show.text import to_type
 
 if TYPE_CHECKING:
     from gpushare.base.model import ListedJob
@@ -139,7 +139,7 @@ def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]
         reasons = f" ({', '.join(loss['why'])})" if loss["why"] else ""
         lines.append((f"this {loss['action']} {loss['what']}{reasons}", "warn"))
     if data.get("undo"):
-        lines.append((for_sudo(f"undo: {data['undo']}"), "dim"))
+        lines.append((to_type(f"undo: {data['undo']}"), "dim"))
     return lines
 
 
@@ -147,9 +147,9 @@ def error_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str
     """Return the errors of a document for people; where root is missing, the command with sudo."""
     lines: list[tuple[str, str]] = []
     for error in document.get("errors") or ():
-        lines += [(str(error["message"]), "bad"), (for_sudo(error["hint"] or ""), "text")]
+        lines += [(str(error["message"]), "bad"), (to_type(error["hint"] or ""), "text")]
     if document.get("exit_code") == ExitCode.NO_PERMISSION:
-        lines.append((for_sudo(f"as root: sudo {command_of(words)}"), "warn"))
+        lines.append((to_type(f"as root: sudo {command_of(words)}"), "warn"))
     return lines
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -96,7 +98,9 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
         # A common option counts once: words that name the host are not given another.
         host = None if "--host" in words else host
         words = words if asks else as_script(words)
-        code = main([*(["--host", host] if host else []), *words, *(["-o", output] if output else [])])
+        # By the variable: with the option, every command that is printed has it too.
+        with mock.patch.dict(os.environ, {"GPUSHARE_HOST": host} if host else {}):
+            code = main([*words, *(["-o", output] if output else [])])
         out, err = capsys.readouterr()
         return Answer(code, out, err)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jsonschema
 
@@ -204,8 +205,9 @@ class World:
     def asked(self, *words: str) -> Answer:
         """Run a command in this process as it is, without a terminal, and return its document."""
         out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(["--host", self.spec, "-o", "json", *words])
+        by_host = mock.patch.dict(os.environ, GPUSHARE_HOST=self.spec)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), by_host:
+            code = main(["-o", "json", *words])
         answer = Answer(code, out.getvalue(), err.getvalue())
         assert "Traceback" not in answer.err, answer.err
         assert all(error["code"] != "bug" for error in answer.json["errors"]), answer
@@ -513,14 +515,15 @@ def start_real(*words: str, host: str | None = H200, env: Mapping[str, str] | No
 
     It is forked where nothing of its start is asked for: no streams, no ``preexec_fn``, no ``program`` of its own.
     """
-    first = [] if host is None else ["--host", host]
+    # By the variable: with the option, every command that is printed has it too.
+    by_host = {} if host is None else {"GPUSHARE_HOST": host}
     own = named.keys() - {"stdin", "start_new_session", "cwd"} or any("PYTHON" in name for name in env or ())
     process = (subprocess.Popen if own else Forked)(
-        [sys.executable, *named.pop("program", ("-m", "gpushare")), *first, *words],
+        [sys.executable, *named.pop("program", ("-m", "gpushare")), *words],
         stdin=named.pop("stdin", subprocess.DEVNULL),
         stdout=named.pop("stdout", subprocess.PIPE),
         stderr=named.pop("stderr", subprocess.PIPE),
-        env=environment(**(env or {})),
+        env=environment(**by_host, **(env or {})),
         text=True,
         **named,
     )

@@ -124,7 +124,25 @@ def test_group_options_between(cli: Cli) -> None:
 def test_host_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_HOST", "sim:l4")
     assert cli("status", host=None, output="json").ok().data["host"] == "sim:l4"
-    assert cli("status", host="sim:a30", output="json").ok().data["host"] == "sim:a30"
+    assert cli("status", "--host", "sim:a30", output="json").ok().data["host"] == "sim:a30"
+
+
+def test_a_command_that_is_printed_is_for_the_same_host(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("timeslice", "set", "long", "-g", "0", "-y")
+    option = ("--host", "sim:2xt4,a30")
+    undo = "gpushare --host sim:2xt4,a30 timeslice reset -g 0"
+    assert f"; undo: {undo}\n" in cli(*words, *option).ok().out
+    cli(*undo.split()[1:], "-y").ok()
+    assert f"note: undo: {undo}\n" in cli(*words, "-n", *option).ok().err
+    assert cli(*words, *option, output="json").ok().data["undo"] == "gpushare timeslice reset -g 0"
+    hint = "see all: gpushare --host sim:2xt4,a30 jobs -a"
+    assert cli("stop", "nobody", *option).lines("hint") == [f"hint: {hint}"]
+    cli("sim", "fault", "xid", "79", "-g", "0", *option).ok()
+    assert "remedy: gpushare --host sim:2xt4,a30 explain 'Xid 79'" in cli("doctor", *option, output="table").ok().out
+    # The user's shell still has the variable.
+    monkeypatch.setenv("GPUSHARE_HOST", "sim:2xt4,a30")
+    cli(*undo.split()[1:], "-y").ok()
+    assert "; undo: gpushare timeslice reset -g 0\n" in cli(*words, *option).ok().out
 
 
 @pytest.mark.parametrize("words", [("-o", "xml", "status"), ("status", "-o", "xml"), ("status", "--output=")])

@@ -64,8 +64,10 @@ def test_it_is_read_also_if_new_files_of_the_user_may_be_written_by_a_group(worl
 def test_on_a_terminal_the_last_200_lines(world: World, written: Path) -> None:
     written.write_text("".join(f"line {number}\n" for number in range(500)))
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "gpushare", "--host", world.spec, "logs", "train"]
-    process = subprocess.Popen(command, stdout=theirs, stderr=subprocess.PIPE, env=environment())
+    command = [sys.executable, "-m", "gpushare", "logs", "train"]
+    process = subprocess.Popen(
+        command, stdout=theirs, stderr=subprocess.PIPE, env=environment(GPUSHARE_HOST=world.spec)
+    )
     os.close(theirs)
     text = b""
     with os.fdopen(ours, "rb", buffering=0) as screen:

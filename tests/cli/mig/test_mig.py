@@ -230,7 +230,10 @@ def test_a_gpu_whose_mode_is_off_is_the_hint_when_the_others_have_no_room(cli: C
     cli("--host", "sim:2xh100", "mig", "apply", "-g", "0", "3g:0")
     done = cli("--host", "sim:2xh100", "mig", "create", wish, "-g", "all")
     assert done.code in {3, 19}
-    assert done.err.splitlines()[1] == "hint: MIG is off on GPU 1, so it is left out: gpushare mig enable -g 1"
+    assert (
+        done.err.splitlines()[1]
+        == "hint: MIG is off on GPU 1, so it is left out: gpushare --host sim:2xh100 mig enable -g 1"
+    )
 
 
 def test_equal_gpus_are_shown_once(cli: Cli) -> None:

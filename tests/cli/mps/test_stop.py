@@ -161,7 +161,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
         text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
         assert f"--pipe-directory {sim_dir}/p --yes" in text
     text = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
-    assert f"to do it: gpushare --host {world.spec} mps stop -y --pipe-directory {sim_dir}/p" in text
+    assert f"to do it: gpushare mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
     (row,) = cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p/", "--yes", output="json").ok().data["stopped"]
     assert row["pid"] == pid
