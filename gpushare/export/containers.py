@@ -216,7 +216,7 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     On GPUs without MIG it is off: mig-parted asserts something of every GPU of the host, and never that MIG is on there
     (cmd/nvidia-mig-parted/assert, mode.go and config.go). On a host with several models each entry has a ``device-filter``.
     """
-    gpus = host.gpus
+    gpus = list(host.gpus)
     if all(gpu.mig_capable is False for gpu in gpus):
         raise no_mig_error([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
     alike: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
