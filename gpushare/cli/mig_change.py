@@ -56,7 +56,7 @@ from gpushare.mig.grant import (
 )
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, check_name, names_of
+from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, Spot, check_name, names_of
 from gpushare.mig.on_demand import left_instances, remove_left
 from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
@@ -217,7 +217,8 @@ class MigChangeAnswer(PlanAnswer):
 
 def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
-    names = {(named.gpu_uuid, named.profile, named.start): f" '{named.name}'" for named in names_of(host).values()}
+    named_by_spot = {named.spot: named for named in names_of(host).values()}
+    names = {spot: f" '{named.name}'" for spot, named in named_by_spot.items()}
     yield from (text for text, _ in _stopped_daemons(change))
     # Those of other users.
     yield from (f"{loss.what} is gone" for loss in change.plan.consent if loss.action == "stops")
@@ -233,8 +234,15 @@ def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance])
             yield f"{', '.join(gone)} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
         for row in made:
             if row.gpu == part.gpu.index:
-                name = names.get((part.gpu.uuid or "", row.profile, row.start), "")
+                name = names.get(Spot(part.gpu.uuid or "", row.profile, row.start), "")
                 yield f"{row.profile}:{row.start}{name} on GPU {row.gpu}: {', '.join(row.uuids)}"
+        for instance in part.plan.kept:
+            now = named_by_spot.get(Spot(part.gpu.uuid or "", *instance.place))
+            if now is None and instance.name:
+                yield f"{instance} on GPU {part.gpu.index} has no name"
+            elif now is not None and (now.name, now.users) != (instance.name, instance.granted):
+                users = f", for {', '.join(now.users)} only" if now.users else ""
+                yield f"{instance} on GPU {part.gpu.index} is now '{now.name}'{users}"
 
 
 def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:

@@ -12,7 +12,7 @@ import typer
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
-from gpushare.base.units import GIB, counted, format_bytes, parse_memory_limit, parse_seconds, quoted
+from gpushare.base.units import GIB, counted, first_few, format_bytes, parse_memory_limit, parse_seconds, quoted
 from gpushare.cli.options import GROUP, AskingCommand, Command, argument, consented, flag, option, settings
 from gpushare.gpu_models import load_models
 from gpushare.memory.ledger import reservations
@@ -122,7 +122,7 @@ def fault(
     kind: str | None = argument("[KIND]", "What fails."),
     value: str | None = argument("[VALUE]", "The value that the fault takes, if any."),
     gpu: str | None = GPU,
-    clear: bool = flag("--clear", "Remove all faults; a driver version stays."),
+    clear: bool = flag("--clear", "Remove all faults; a driver version and processes (busy) stay."),
 ) -> Any:
     """Make something fail on a simulated host.
 
@@ -141,7 +141,9 @@ def fault(
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
     if kind is None:
         admin.clear_faults(spec)
-        return Result(data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults")
+        pids = [process.pid for process in admin.describe(spec).processes if not process.real]
+        ending = f"; processes stay: {first_few(pids)}; to end one: gpushare sim end {pids[0]}" if pids else ""
+        return Result(data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults{ending}")
     # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)

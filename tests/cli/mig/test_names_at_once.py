@@ -110,6 +110,14 @@ def test_the_undo_brings_back_names_and_grants_whatever_moves(host: World, words
     assert (host.look()[0].places, host.names(), users(host)) == before
 
 
+def test_names_and_grants_that_change_alone_are_told(cli: Cli) -> None:
+    cli("mig", "apply", "3g", "2g", "--name", "big,small", host=A100).ok()
+    swapped = cli("mig", "apply", "3g", "2g", "--name", "small,big", host=A100).ok().out
+    assert swapped.startswith("2g.20gb:2 on GPU 0 is now 'big'\n3g.40gb:4 on GPU 0 is now 'small'\nundo: ")
+    granted = cli("mig", "apply", "3g", "2g", "--name", "small,big", "--grant", "big=bin", host=A100).ok().out
+    assert granted == "2g.20gb:2 on GPU 0 is now 'big', for bin only; undo: gpushare mig revoke big bin -y\n"
+
+
 def test_a_name_of_another_gpu_is_refused(cli: Cli, refused: Refused) -> None:
     two = "sim:2xh100"
     cli("mig", "apply", "-g", "1", "3g*2", "--name", "a,b", "--grant", "a=daemon", host=two).ok()

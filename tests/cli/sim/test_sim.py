@@ -268,7 +268,10 @@ def test_fault(cli: Cli, world: World, kind: str) -> None:
     cli("sim", "fault", kind, *([value] if value else [])).ok()
     assert holds(world)
     assert cli("sim", "show").ok().out
-    cli("sim", "fault", "--clear").ok()
+    cleared = cli("sim", "fault", "--clear").ok().out
+    pids = [process.pid for process in world.state.processes]
+    ends = f"; processes stay: {pids[0]}; to end one: gpushare sim end {pids[0]}" if pids else ""
+    assert cleared == f"{world.spec}: no faults{ends}\n"
     # Processes, MIG and the driver's version are no faults.
     assert bool(holds(world)) == (kind in {"driver", "busy", "collide"})
 
