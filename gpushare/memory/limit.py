@@ -263,11 +263,11 @@ class JobMemory(Part):
             text += f" (process {largest.pid})"
         if self._action == "end":
             self.over, self._over_bytes = text, held
+            # It must not grow while it is ended; `release` lets those continue that handle the signal.
+            self._stop()
             if self._watch is not None:
                 # It is on the GPU now: prove that before it is gone.
                 self._watch.poll()
-            # It must not grow while it is ended; `release` lets those continue that handle the signal.
-            self._stop()
             return True
         if not self._told:
             self._told = True
