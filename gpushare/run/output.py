@@ -87,7 +87,7 @@ def _job_name(host: Host, text: str) -> str:
 def _no_output_error(host: Host, name: str) -> GpushareError:
     """Return the error for a job without a file of output: its output was not kept, it is another user's, or there is none."""
     has_ended = any(job.name == name for job in PAST.all(host, shared=False))
-    if has_ended or _gpushare_of(host, name) is not None:
+    if has_ended or gpushare_of(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
             "start it in the background: gpushare run -d -- CMD",
@@ -115,7 +115,7 @@ def _another_users_error(record: JobRecord, uid: int) -> NotSupported:
     )
 
 
-def _gpushare_of(host: Host, name: str) -> Identity | None:
+def gpushare_of(host: Host, name: str) -> Identity | None:
     """Return the gpushare of this user's job of this name, which runs or waits; None: it does neither."""
     record = find_record(host, name)
     if record is not None and record.keeper_uid is None and is_running(host, record):
@@ -130,7 +130,7 @@ def _gpushare_of(host: Host, name: str) -> Identity | None:
 
 def is_present(host: Host, name: str) -> bool:
     """Return whether this user's job of this name runs or waits."""
-    return _gpushare_of(host, name) is not None
+    return gpushare_of(host, name) is not None
 
 
 def seek_lines(descriptor: int, lines: int) -> bool:
@@ -165,7 +165,7 @@ def follow(host: Host, output: Output) -> Iterator[bytes]:
     while True:
         # Looked up before the reading, so that all that it prints before its end is read. Its record may go before it has
         # printed its last words, so its gpushare is remembered.
-        gpushare = _gpushare_of(host, output.name) or gpushare
+        gpushare = gpushare_of(host, output.name) or gpushare
         is_alive = gpushare is not None and host.processes.identity(gpushare.pid) == gpushare
         if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
             os.lseek(output.descriptor, 0, os.SEEK_SET)

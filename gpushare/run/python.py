@@ -91,9 +91,9 @@ def start(
     program = _words("command", command)
     further = _words("options", options)
     for word in further:
-        # Such as -n behind other letters: -qn.
-        letter = re.match(r"-[qv]*([dnoh])", word)
-        option = f"-{letter[1]}" if letter else word.partition("=")[0]
+        # Such as -n among other letters: -qn. Any other word may be the value of an option: --metric "-name ([0-9]+)".
+        letter = re.fullmatch(r"-[qv]*(?:([dnh])[qvdnh]*|(o).*)", word, re.DOTALL)
+        option = f"-{letter[1] or letter[2]}" if letter else word.partition("=")[0]
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
     from gpushare.host.records import sweep_leftovers
@@ -124,15 +124,19 @@ def _words(argument: str, words: Sequence[Word]) -> list[str]:
     try:
         return [str(word) if isinstance(word, (int, float)) else os.fsdecode(word) for word in words]
     except TypeError:
-        hint = f'give a list of words: {argument}=["--swap", "turns"]'
+        example = '["python3", "train.py"]' if argument == "command" else '["--swap", "turns"]'
+        hint = f"give a list of words: {argument}={example}"
         raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint) from None
 
 
-def _seconds(time: float | str | None) -> float | None:
-    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``)."""
+def _seconds(time: float | str | None, *, any_number: bool = False) -> float | None:
+    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``).
+
+    ``any_number``: it may be over already, and without an end.
+    """
     if isinstance(time, str):
         return parse_seconds(time)
-    if time is not None and not 0 <= time < math.inf:
+    if time is not None and (math.isnan(time) if any_number else not 0 <= time < math.inf):
         raise BadUsage(
             f"{time} is not a duration", "give a time in seconds, or with its unit: '10m'", code="bad_duration"
         )
@@ -168,15 +172,13 @@ class Job:
             GpushareError: there is none, such as of a process that gpushare did not start, or a later job has taken the name.
         """
         from gpushare.run.jobs import PAST
-        from gpushare.run.output import find_output
-        from gpushare.run.stop import find_target
+        from gpushare.run.output import find_output, gpushare_of
 
         output = find_output(self._host, self.name)
         os.close(output.descriptor)
         if self._supervisor is not None:
-            try:
-                holder = find_target(self._host, self.name).supervisor
-            except NotFound:
+            holder = gpushare_of(self._host, self.name)
+            if holder is None:
                 past = PAST.read(PAST.path(self._host, self.name))
                 holder = None if past is None else past.supervisor
             if holder not in {None, self._supervisor}:
@@ -265,18 +267,19 @@ class Job:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
-        from gpushare.run.jobs import past_jobs
+        from gpushare.run.jobs import PAST, past_jobs
 
-        most_seconds = _seconds(seconds)
+        most_seconds = _seconds(seconds, any_number=True)
         began = seen = time.monotonic()
         while True:
             now = time.monotonic()
             if self._is_there():
                 seen = now
             else:
-                # A later job may have the name: then this one is an earlier one of it.
-                for past in past_jobs(self._host):
-                    if past.name == self.name and self._supervisor in {None, past.supervisor}:
+                # By a name, the last job of it is meant. One that `start` returned may be an earlier one of its name.
+                last = PAST.read(PAST.path(self._host, self.name))
+                for past in [last] if self._supervisor is None else past_jobs(self._host):
+                    if past is not None and self._supervisor in {None, past.supervisor}:
                         return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
                     raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")

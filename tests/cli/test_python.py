@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import sys
@@ -135,8 +136,10 @@ def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("gpushare.run.python._NOWHERE_SECONDS", 0.05)
+    earlier = gpushare.start(["false"], name="train")
+    assert earlier.wait() == 1
     with gpushare.start(["sleep", "60"], memory="130G") as first:
-        waiting = gpushare.start(["sleep", "60"], memory="130G", wait=True)
+        waiting = gpushare.start(["sleep", "60"], memory="130G", wait=True, name="train")
         with pytest.raises(gpushare.TimedOut):
             waiting.wait(0)
         waiting.stop()
@@ -167,7 +170,8 @@ def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
         (lambda: gpushare.start("sleep 5"), gpushare.BadUsage, "usage"),
         (lambda: gpushare.start(["sleep", None]), gpushare.BadUsage, "usage"),  # type: ignore[list-item]
         (lambda: gpushare.job("nobody").pause("10"), gpushare.BadUsage, "bad_duration"),
-        (lambda: gpushare.job("nobody").wait(-1), gpushare.BadUsage, "bad_duration"),
+        (lambda: gpushare.job("nobody").pause(-1), gpushare.BadUsage, "bad_duration"),
+        (lambda: gpushare.job("nobody").wait(math.nan), gpushare.BadUsage, "bad_duration"),
         (lambda: gpushare.job("nobody").output, gpushare.NotFound, "no_job"),
         (lambda: gpushare.job(admin.add_process(H200)).output, gpushare.NotFound, "no_job"),
         (lambda: gpushare.start(["no-such-program"]), gpushare.NotFound, "command_not_found"),
@@ -198,15 +202,27 @@ def test_what_start_sets_itself_is_no_option(world: World, option: str, hint: st
     assert world.pids() == []
 
 
+def test_a_value_of_an_option_may_look_like_one(world: World) -> None:
+    with gpushare.start(["sleep", "60"], production="web", options=["--metric", "-name ([0-9]+)"]) as job:
+        until(lambda: find_record(world.host, job.name), "it runs")
+    with pytest.raises(gpushare.BadUsage) as raised:
+        gpushare.start(None)  # type: ignore[arg-type]
+    assert raised.value.hint == 'give a list of words: command=["python3", "train.py"]'
+
+
 def test_plain_values_are_taken_as_the_command_line_takes_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with gpushare.start(["sleep", 60], gpu=0, options=["--slice", "2ms"]) as job:
         until(lambda: gpushare.status(0).gpus[0].processes, "it is on the GPU")
         with pytest.raises(gpushare.TimedOut):
             job.wait("1ms")
+        # Nothing is left of the time that the caller has.
+        with pytest.raises(gpushare.TimedOut):
+            job.wait(-0.01)
         job.pause("10m")
         until(lambda: world.state.processes[0].channels_off, "it is paused")
         job.resume()
         job.stop("5s")
+        assert job.wait(math.inf) == 143
     moved = World.new("sim:2xh200")
     monkeypatch.setenv("GPUSHARE_HOST", moved.spec)
     gpushare.job(admin.add_process(moved.spec)).move(1)

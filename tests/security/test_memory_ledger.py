@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from gpushare import start
 from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB
 from gpushare.host.claims import all_claims
 from gpushare.memory import ledger
 from gpushare.memory.ledger import PREFIX, Place, Request, line_of, reservations
 from gpushare.sim import admin
-from tests.cli.drive import World
+from tests.cli.drive import ROOT, World
 from tests.security.conftest import Stranger, gpushare
 from tests.security.test_locks_and_claims import start_ticks
 
@@ -185,3 +186,16 @@ def test_what_others_call_production_pushes_nobody_out(world: World, mallory: St
         assert look.others_wait
         assert not look.production_waits
     place.leave()
+
+
+def test_the_output_of_a_job_is_not_refused_for_a_name_that_another_user_takes_in_the_line(
+    world: World, mallory: Stranger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSHARE_HOST", H200)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job = start(["true"], name="train")
+    assert job.wait() == 0
+    text = whole(world)
+    with mallory.keeps(lambda: claim(world, text, "name train")):
+        assert [each.name for each in reservations(world.host) or ()] == ["train"]
+        assert job.output.exists()
