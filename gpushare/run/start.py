@@ -17,7 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import (
+    BadUsage,
+    GpushareError,
+    InUse,
+    NoPermission,
+    NotFound,
+    NotSupported,
+    OperationFailed,
+    gpu_not_named_error,
+)
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, pid_of, ranges
@@ -103,6 +112,12 @@ class Role:
     rate: PrintedRate | None = None
 
 
+def _unknown_target_error(error: NotFound, target: str) -> GpushareError:
+    """Return the error about an unknown job of ``--for``, for a job that leaves the GPU: it needs no ``--for``."""
+    start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
+    return error.restated(hint=f"start it: {start}; or drop --for: the job leaves for every production job")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunPlanAnswer(PlanAnswer):
     """The answer of `run --dry-run` for a job that has a place in the line."""
@@ -139,7 +154,7 @@ class JobStart:
             # Any GPU is all of them, as without -g.
             return self._run_in_instance(mig, None if is_any(gpu) else gpu, options)
         if gpu is None and self.role.target is not None:
-            gpu = device_of_job(self.host, self.gpus, self.role.target)
+            gpu = self._device_of_target(self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
@@ -421,6 +436,18 @@ class JobStart:
         """Return the memory that was given for the job on each of these devices; None: none was."""
         return None if self.budget is None else self.budget.on(devices)
 
+    def _device_of_target(self, target: str) -> str | None:
+        """Return where the job of ``--for`` runs, as `device_of_job`. A job that leaves for it may start before it does."""
+        try:
+            return device_of_job(self.host, self.gpus, target)
+        except NotFound as error:
+            if self.queue.for_production and error.code == "no_production":
+                raise _unknown_target_error(error, target) from error
+            if not self.queue.for_production or error.code != "waits_in_line":
+                raise
+            question = f"'{target}' waits in line: say where this job is to run"
+            raise gpu_not_named_error(len(self.gpus), question, "name one: -g 0; or any: -g any") from error
+
     def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
         """Return the production job that ``--for`` names, for people, and say that this job leaves for it; None: none was named.
 
@@ -443,10 +470,7 @@ class JobStart:
             process = None
         except NotFound as error:
             if error.code == "no_production":
-                start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
-                raise error.restated(
-                    hint=f"start it: {start}; or drop --for: the job leaves for every production job"
-                ) from error
+                raise _unknown_target_error(error, target) from error
             if error.code != "waits_in_line":
                 raise
             process = None

@@ -450,8 +450,9 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     cli: Cli, refused: Refused, world: World
 ) -> None:
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
-    text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
-    assert "or drop --for: the job leaves for every production job" in text
+    for host in (H200, "sim:2xh200"):
+        text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6, host=host)
+        assert "or drop --for: the job leaves for every production job" in text
     refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
     pid = admin.add_process(H200, name="serve")
     world.record("web", pid, PRODUCTION)
