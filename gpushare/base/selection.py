@@ -123,7 +123,9 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
     devices = select_for_change(text, gpus)
     if len(devices) > 1:
         raise BadUsage(
-            f"{quoted(text or '')} names {len(devices)} GPUs; this command needs one", "give one: -g 0", code="one_gpu"
+            f"{quoted(text or '')} names {len(devices)} GPUs; this command needs one",
+            f"give one: -g {devices[0].selector}",
+            code="one_gpu",
         )
     return devices[0]
 

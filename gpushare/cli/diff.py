@@ -37,8 +37,8 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
     notes = list(matched.notes)
-    # A GPU with a problem would be refused by apply, too.
-    if limits or any(not row.as_requested and row.problem is None for row in rows):
+    # One GPU with a problem, and apply would refuse the whole file.
+    if (limits or not all(row.as_requested for row in rows)) and all(row.problem is None for row in rows):
         notes.append(f"make it so: gpushare apply -f {shlex.quote(path)}")
     if processes:
         notes.append(f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")

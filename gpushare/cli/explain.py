@@ -17,6 +17,7 @@ from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, argument, settings, verb
+from gpushare.inputs import shown_path
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
 from gpushare.show.text import visible, wrapped
@@ -58,13 +59,17 @@ def explain(
 
 
 def _explain_words(text: str) -> facts.Log:
-    """Return what the words of the command line mean. Raises NotFound (``not_explained``)."""
+    """Return what the words of the command line mean. Raises NotFound (``not_explained``, ``no_file``)."""
     columns = _column_matches(text)
     of_gpushare = (*columns, *_check_matches(text))
     try:
         matches = (*facts.explain(text), *of_gpushare)
     except NotFound:
         if not of_gpushare:
+            if re.fullmatch(r"\S+\.log", text):
+                raise NotFound(
+                    f"there is no file {shown_path(text)}", "give a log file, or a line of it", code="no_file"
+                ) from None
             raise
         matches = of_gpushare
     if columns:

@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from gpushare.advice.savings import KNOWN_PRICES, MOST_GPUS, Consolidation, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
-from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
-from gpushare.base.units import format_bytes, format_duration, parse_memory_limit
+from gpushare.base.units import format_bytes, format_duration, parse_memory_limit, quoted
 from gpushare.cli.options import Command, Refused, option, refuse, verb
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
@@ -129,7 +129,11 @@ def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
     """Return a recording and the use of the chosen GPUs in it, which are of one model with known loads."""
     recording = read_measured(read)
     gpus = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
-    chosen = {device.gpu.index for device in select(gpu, gpus)}
+    try:
+        chosen = {device.gpu.index for device in select(gpu, gpus)}
+    except NotFound as error:
+        indexes = ", ".join(str(use.gpu.index) for use in recording.gpus)
+        raise NotFound(f"{read} has no GPU {quoted(gpu or '')}", f"it has GPU {indexes}", code=error.code) from None
     uses = [use for use in recording.gpus if use.gpu.index in chosen]
     names = sorted({use.gpu.name or "unknown" for use in uses})
     if len(names) > 1:

@@ -282,14 +282,19 @@ _LIMIT: Final = mapping(
 )
 
 
+_VERSION: Final = constant(VERSION, f"is not {VERSION}, the only version")
+
+
 def _check_file(value: Value, fields: Mapping[str, Value]) -> None:
+    # A file of another version has other keys.
+    _VERSION.read(fields["version"])
     if len(fields) == 1:
         raise value.wrong("lacks the key 'gpus'", "add one of: gpus, slices, memory, reserve")
 
 
 _FILE: Final = mapping(
     {
-        "version": constant(VERSION, f"is not {VERSION}, the only version"),
+        "version": _VERSION,
         "gpus": several(_ENTRY),
         "slices": several(_RULE, most=_MOST_RULES, merge="merge them: a key takes a list of values").about(
             "The time-slices of processes: gpushare timeslice keep. The first rule that matches a process wins."

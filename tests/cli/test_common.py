@@ -414,3 +414,8 @@ def test_the_help_of_a_command_is_one_screen(cli: Cli, monkeypatch: pytest.Monke
             yield from lengths(command, words) if hasattr(command, "children") else ()
 
     assert {path: lines for path, lines in lengths(root(), ()) if lines > 45} == {}
+
+
+def test_the_gpu_of_the_hint_is_of_those_named(refused: Refused) -> None:
+    text = refused("export", "docker", "-g", "2,3", code="one_gpu", exit_code=2, host="sim:4xt4")
+    assert "hint: give one: -g 2" in text

@@ -263,6 +263,7 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         ("version: 1\n", "1:1", "lacks the key 'gpus'"),
         ("gpus: []\n", "1:1", "lacks the key 'version'"),
         ("version: 2\ngpus: []\n", "1:10", "is not 1"),
+        ("version: 2\n", "1:10", "is not 1"),
         ("version: true\ngpus: []\n", "1:10", "is not 1"),
         ("version: 1\ngpus: {}\n", "2:7", "not a list"),
         ("version: 1\ngpus: []\nnodes: []\n", "3:1", "unknown key 'nodes'"),

@@ -249,6 +249,15 @@ def test_diff_says_what_can_never_be(cli: Cli, write: Write, way: str, said: str
     assert "make it so" not in done.err
 
 
+def test_what_apply_would_refuse_is_not_named(cli: Cli, write: Write) -> None:
+    """It refuses the whole file for one GPU."""
+    path = write(one("mig: [1g]") + "- match: {index: 2}\n  timeslice: long\n")
+    done = cli("diff", "-f", path, host="sim:2xt4,a30")
+    assert (done.code, "Tesla T4) has no MIG" in done.out, "time-slice: default" in done.out) == (7, True, True)
+    assert "make it so" not in done.err
+    assert "has no MIG" in cli("apply", "-n", "-f", path, host="sim:2xt4,a30").err
+
+
 def test_diff_names_the_command_for_the_file_as_it_was_given(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

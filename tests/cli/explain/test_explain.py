@@ -493,3 +493,7 @@ def test_every_check_of_doctor_is_explained_by_its_id(cli: Cli) -> None:
     assert "check of gpushare doctor  gpu.compute_mode" in shown
     assert "sudo nvidia-smi -i ... -c DEFAULT" in shown
     assert cli("explain", "gpu.nowhere").code == 6
+
+
+def test_a_log_that_is_not_there(refused: Refused) -> None:
+    assert "there is no file nofile.log" in refused("explain", "nofile.log", code="no_file", exit_code=6)

@@ -173,7 +173,12 @@ def test_an_unknown_load_is_no_zero(refused: Refused, recorded: Recorded) -> Non
 
 
 def test_a_gpu_that_was_not_recorded(refused: Refused, recorded: Recorded) -> None:
-    refused("savings", "--from", recorded(10.0), "-g", "7", code="unknown_gpu", exit_code=6)
+    text = refused("savings", "--from", recorded(10.0), "-g", "7", code="unknown_gpu", exit_code=6)
+    assert (" has no GPU 7\n" in text.replace("'", ""), "hint: it has GPU 0" in text, "this host" in text) == (
+        True,
+        True,
+        False,
+    )
 
 
 def test_files_that_are_no_recording(refused: Refused, tmp_path: Path) -> None:
