@@ -416,13 +416,18 @@ def plan_names(
         if users[name] and not in_force:
             steps.append(grant_step(host, name, users[name]))
     losses = []
-    undo = [f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in kept_spots]
+    undo = []
+    for named in bound:
+        if named.spot in kept_spots:
+            # The nodes are closed as long as the name is known: nothing could open them afterwards.
+            undo += [f"gpushare mig revoke {named.name} -y"] if users[named.name] else []
+            undo.append(f"gpushare mig name --forget {named.name} -y")
     undo += [
         f"gpushare mig revoke {name} {shlex.quote(user)} -y"
         for name, named in places.items()
         if named not in bound and named.spot in kept_spots | destroyed_spots
         for user in users[name]
-        if known_user(user) not in names_now[name].users
+        if user not in names_now[name].users
     ]
     for named in (*losing, *(named for named in taken if named not in moving)):
         # If its instance or GPU was gone before, a name without a grant is no loss, and cannot be restored.
@@ -454,7 +459,11 @@ def _users_by_name(
     """
     # A grant for a name that was numbered is for all of its instances.
     common = [] if [*names] == [*words] else words
-    users = {name: [user for key in (name, *common) for user in grants.get(key, ())] for name in names}
+    # A user may be given twice, by name and by number.
+    users = {
+        name: list(dict.fromkeys(known_user(user) for key in (name, *common) for user in grants.get(key, ())))
+        for name in names
+    }
     for key in grants:
         if key not in {*names, *words}:
             hint = f"names: {first_few(names, 16)}"

@@ -6,6 +6,7 @@ import shlex
 
 import pytest
 
+from gpushare.host.capabilities import NodeAccess
 from gpushare.mig.ledger import NamedInstance, names_changed, names_of
 from tests.cli.drive import Cli, Refused, World
 
@@ -20,6 +21,13 @@ def host() -> World:
 def users(world: World) -> dict[str, tuple[str, ...]]:
     """Return the users of each name."""
     return {name: one.users for name, one in names_of(world.host).items()}
+
+
+def nodes(world: World) -> dict[str, tuple[bool, NodeAccess | None]]:
+    """Return what holds at the node of each instance: may it be changed, and its access."""
+    capabilities = world.host.capabilities
+    each = capabilities.of_gpu(0).values()
+    return {str(capability.path): (capability.modify, capabilities.access(capability)) for capability in each}
 
 
 def test_three_colleagues_in_one_command(host: World) -> None:
@@ -103,11 +111,27 @@ def test_an_existing_name_goes_only_with_consent(host: World) -> None:
 )
 def test_the_undo_brings_back_names_and_grants_whatever_moves(host: World, words: tuple[str, ...]) -> None:
     host.asked("mig", "apply", "2g*3", "--name", "a,b,c", "--grant", "a=daemon+nobody", "--grant", "c=bin").ok()
-    before = host.look()[0].places, host.names(), users(host)
+    before = host.look()[0].places, host.names(), users(host), sorted(nodes(host).values(), key=str)
     undo = host.asked("mig", "apply", *words, "-y").ok().data["undo"]
     for command in undo.split(" && "):
         host.asked(*shlex.split(command)[1:]).ok()
-    assert (host.look()[0].places, host.names(), users(host)) == before
+    assert (host.look()[0].places, host.names(), users(host), sorted(nodes(host).values(), key=str)) == before
+
+
+@pytest.mark.parametrize(
+    "grants",
+    [("a=nobody",), ("a=bin+nobody", "a=bin"), ("a=nobody+65534",), ("b=nobody",), ("b=bin", "b=bin")],
+    ids=",".join,
+)
+def test_the_undo_opens_an_instance_that_keeps_its_place(host: World, grants: tuple[str, ...]) -> None:
+    host.asked("mig", "apply", "3g", "--name", "b").ok()
+    before = host.names(), users(host), nodes(host)
+    words = [word for grant in grants for word in ("--grant", grant)]
+    undo = host.asked("mig", "apply", "3g", "--name", grants[0][0], *words, "-y").ok().data["undo"]
+    assert nodes(host) != before[-1]
+    for command in undo.split(" && "):
+        host.asked(*shlex.split(command)[1:]).ok()
+    assert (host.names(), users(host), nodes(host)) == before
 
 
 def test_names_and_grants_that_change_alone_are_told(cli: Cli) -> None:
