@@ -416,12 +416,10 @@ def plan_names(
         if users[name] and not in_force:
             steps.append(grant_step(host, name, users[name]))
     losses = []
-    undo = []
-    for named in bound:
-        if named.spot in kept_spots:
-            # The nodes are closed as long as the name is known: nothing could open them afterwards.
-            undo += [f"gpushare mig revoke {named.name} -y"] if users[named.name] else []
-            undo.append(f"gpushare mig name --forget {named.name} -y")
+    staying = [named.name for named in bound if named.spot in kept_spots]
+    # Without its name nothing could open the nodes of an instance again.
+    undo = [f"gpushare mig revoke {name} -y" for name in staying if users[name]]
+    undo += [f"gpushare mig name --forget {name} -y" for name in staying]
     undo += [
         f"gpushare mig revoke {name} {shlex.quote(user)} -y"
         for name, named in places.items()
@@ -607,7 +605,7 @@ def names_step(
     words += [f"forget the name '{named.name}' ({named})" for named in forget]
     return Step(
         what=", ".join(words),
-        command="\n".join([*_commands_now(host, bind, indexes, to_come), *_forgetting_commands(forget)]),
+        command="\n".join(_commands_now(host, bind, forget, indexes, to_come)),
         undo="\n".join([*_forgetting_commands(bind), *binding_commands([*forget, *moved], indexes)]),
         do=change_names,
         revert=restore_names,
@@ -615,11 +613,18 @@ def names_step(
 
 
 def _commands_now(
-    host: Host, bind: Sequence[NamedInstance], indexes: Mapping[str, int], to_come: Collection[str]
+    host: Host,
+    bind: Sequence[NamedInstance],
+    forget: Sequence[NamedInstance],
+    indexes: Mapping[str, int],
+    to_come: Collection[str],
 ) -> list[str]:
-    """Return the commands that bind names before a change: of those ``to_come`` only the record has them."""
+    """Return the commands that bind and forget names before a change: of those ``to_come`` only the record has them."""
     writing = [f"write {shlex.quote(str(NAMES.path(host, 'mig')))}"] if to_come else []
-    return [*writing, *binding_commands([named for named in bind if named.name not in to_come], indexes)]
+    binding = [named for named in bind if named.name not in to_come]
+    # An instance has one name, and a name one instance: what they have now is forgotten first.
+    rebound = [named for named in binding if named.name in names_of(host)]
+    return [*writing, *_forgetting_commands([*forget, *rebound]), *binding_commands(binding, indexes)]
 
 
 def binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:

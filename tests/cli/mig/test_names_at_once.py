@@ -219,3 +219,19 @@ def test_a_name_of_a_gpu_that_is_gone_is_taken_with_its_grants_only_with_consent
     assert users(host) == {"a": ("nobody",), "b": ()}
     host.asked("mig", verb, "2g", "--name", "a", "-y").ok()
     assert users(host) == {"a": (), "b": ()}
+
+
+@pytest.mark.parametrize("words", [("2g*3", "--name", "x,a,c"), ("2g*3", "--name", "b,a,c")])
+def test_the_commands_of_a_dry_run_do_what_it_would(host: World, words: tuple[str, ...]) -> None:
+    host.asked("mig", "apply", "2g*3", "--name", "a,b,c").ok()
+    typed = [
+        command.split()[1:]
+        for step in host.asked("mig", "apply", *words, "-n").ok().data["steps"]
+        for command in step["command"].split("\n")
+        if command.startswith("gpushare mig name ")
+    ]
+    for command in typed:
+        host.asked(*command).ok()
+    names = host.names()
+    host.asked("mig", "apply", *words, "-y").ok()
+    assert host.names() == names
