@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.typed import parsed, plain
+from gpushare.base.typed import JOB_NAME, parsed, plain
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
@@ -62,8 +62,9 @@ class Named:
 
     @property
     def selector(self) -> str:
-        """Return what to type for it."""
-        return self.name or str(self.pid)
+        """Return what to type for it: its name, if it can be one, as another user may have written it; else its PID."""
+        name = self.name
+        return name if name is not None and JOB_NAME.fullmatch(name) else str(self.pid)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,14 +9,14 @@ from dataclasses import replace
 from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
-from gpushare.base.units import format_bytes
+from gpushare.base.units import first_few, format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.store import Job
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.room import Draw, back_bytes, keeps_place, read_lines, reserved_by, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
@@ -158,10 +158,12 @@ class Mover:
         index_of = self._assign_gpus(moves, candidates)
         without_room = next((wish for wish in moves if wish.job.pid not in index_of), None)
         if without_room is not None:
-            size = max(without_room.swap.memory_bytes, without_room.swap.reserved_bytes or 0)
+            reserved_bytes = without_room.swap.reserved_bytes
+            size = ", which has reserved a whole GPU"
+            if reserved_bytes is not None:
+                size = f" with {format_bytes(max(without_room.swap.memory_bytes, reserved_bytes))}"
             raise InUse(
-                f"no other GPU of this model that may be used has room for {without_room.job.title} with"
-                f" {format_bytes(size)}",
+                f"no other GPU of this model that may be used has room for {without_room.job.title}{size}",
                 "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
                 gpu=str(source.index),
                 code="no_room",
@@ -169,17 +171,25 @@ class Mover:
         by_index = {gpu.index: gpu for gpu in candidates}
         returning = self._jobs_that_come_to(source, {wish.job.pid for wish in moves})
         if returning:
+            texts = first_few(job.selector for job in returning)
+            own = next((job.selector for job in returning if self._is_own(job)), None)
+            end = "" if own is None else f"; end one: gpushare stop {own}"
             self._say(
-                f"not moved: {', '.join(returning)}, which wait for GPU {source.index} or are swapped out, and come to it once"
-                f" it has room; see them: gpushare jobs; end one: gpushare stop {returning[0]}"
+                f"not moved: {texts}, which wait for GPU {source.index} or are swapped out, and come to it once"
+                f" it has room; see them: gpushare jobs{end}"
             )
         return self._plan_of([replace(wish, candidates=(by_index[index_of[wish.job.pid]],)) for wish in moves])
 
-    def _jobs_that_come_to(self, gpu: Gpu, moved_pids: Container[int]) -> list[str]:
-        """Return the jobs, by name or PID, that are not on a GPU, and may start or come back there."""
+    def _jobs_that_come_to(self, gpu: Gpu, moved_pids: Container[int]) -> list[Swap | Reservation]:
+        """Return the jobs that are not on a GPU, and may start or come back there."""
         waiting = [job for job in reservations(self._host) or () if job.waits and gpu.uuid in job.keys]
         out = [swap for swap in swaps(self._host) if swap.state == OUT and swap.gpu_uuid == gpu.uuid]
-        return list(dict.fromkeys(job.selector for job in (*out, *waiting) if job.pid not in moved_pids))
+        jobs: list[Swap | Reservation] = [*out, *waiting]
+        return list({job.selector: job for job in jobs if job.pid not in moved_pids}.values())
+
+    def _is_own(self, job: Swap | Reservation) -> bool:
+        """Return whether a job is this user's, by who has written it down: what others write may name any PID."""
+        return job.keeper_uid is None if isinstance(job, Swap) else job.claim.uid == self._host.uid
 
     def _whole_gpu(self, device: Device) -> Gpu:
         """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""

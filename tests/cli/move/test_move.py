@@ -224,6 +224,7 @@ def test_off_names_the_jobs_that_come_to_the_gpu_later(cli: Cli, world: World) -
     waiting.leave()
     assert gpu_of(world, pid) != 0
     assert f"not moved: {out}, next, which wait for GPU 0 or are swapped out" in answer.err
+    assert f"end one: gpushare stop {out}" in answer.err
 
 
 def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World) -> None:
