@@ -137,8 +137,10 @@ class _Present:
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         device_uuids = record.devices
         if processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices):
-            # It has just moved: within a second its gpushare writes that.
-            devices = list({entry.device.uuid: entry.device for entry in processes}.values())
+            # It was moved. Its place follows only if its gpushare swaps it: until then it also has the GPU of its record.
+            held = {uuid for place in self._places(record) for uuid in place.held}
+            devices = [device for device in devices if device.uuid in held]
+            devices += {entry.device.uuid: entry.device for entry in processes}.values()
             device_uuids = tuple(device.uuid for device in devices)
         job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
         waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
@@ -220,16 +222,16 @@ class _Present:
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
 
-    def _memory_limit(self, record: JobRecord) -> int | None:
-        """Return the memory limit of a job on each of its GPUs: as recorded, or as its places in the ledger have it."""
+    def _places(self, record: JobRecord) -> list[Reservation]:
+        """Return what a job has in the ledger."""
         pids = {record.pid}
         if record.supervisor is not None:
             pids.add(record.supervisor.pid)
-        places = [
-            (job.limit_bytes, len(job.held))
-            for job in self._ledger
-            if job.limit_bytes is not None and not pids.isdisjoint(process.pid for process in job.claim.processes)
-        ]
+        return [job for job in self._ledger if not pids.isdisjoint(process.pid for process in job.claim.processes)]
+
+    def _memory_limit(self, record: JobRecord) -> int | None:
+        """Return the memory limit of a job on each of its GPUs: as recorded, or as its places in the ledger have it."""
+        places = [(job.limit_bytes, len(job.held)) for job in self._places(record) if job.limit_bytes is not None]
         if record.memory_bytes is not None or not places:
             return record.memory_bytes
         # Each copy of a farm has a place, on GPUs that its record does not name: their sum, shared out to those that it names.

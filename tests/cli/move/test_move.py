@@ -22,7 +22,7 @@ from gpushare.run.moving import Mover
 from gpushare.show.waiting import waiting_line
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, until
 
 SPEC = "sim:3xh200"
 
@@ -77,7 +77,7 @@ def test_a_job_needs_room_for_all_that_it_has_reserved(cli: Cli, refused: Refuse
     other.take(*other.request.keys)
     refused("move", "train", "-g", "1", code="no_room", exit_code=19, host=SPEC)
     text = refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
-    assert "with 80.0 GiB" in text
+    assert ") with 80.0 GiB" in text
     cli("move", "train", "-g", "1,2", host=SPEC).ok()
     assert gpu_of(world, *world.pids()) == 2
     cli("stop", "train", host=SPEC).ok()
@@ -233,6 +233,24 @@ def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World)
     cli("move", "train", "-g", "1", host=SPEC).ok()
     (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
     assert (row["gpu_indexes"], row["device"], row["device_uuids"]) == ([1], "GPU 1", [world.uuid(1)])
+
+
+def test_a_moved_job_is_also_listed_where_its_place_stays(cli: Cli, world: World) -> None:
+    words = ("--slice", "2ms", "--memory", "90G", "--name", "train")
+    cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
+    cli("move", "train", "-g", "1", host=SPEC).ok()
+    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
+    assert (row["gpu_indexes"], row["device_uuids"]) == ([0, 1], [world.uuid(0), world.uuid(1)])
+    cli("stop", "train", host=SPEC).ok()
+
+
+def test_off_names_a_whole_gpu_that_a_job_has_reserved(cli: Cli, refused: Refused, world: World) -> None:
+    cli("run", "-d", "-g", "0", "--wait", "--movable", "--name", "train", "--", "sleep", "300", host=SPEC).ok()
+    until(lambda: world.pids() and world.host.nvml.processes(0), "it is on the GPU")
+    job(1)
+    text = refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
+    assert "), which has reserved a whole GPU" in text
+    cli("stop", "train", host=SPEC).ok()
 
 
 def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: Cli, world: World) -> None:
