@@ -62,7 +62,7 @@ from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
-from gpushare.mig.recover import accept, as_commands, is_complete, not_restored, way_forward, wish_words
+from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, wish_words
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
@@ -337,7 +337,9 @@ def _undo_line(change: MigChange) -> str | None:
         wish = wish_words(part.before.without(staying))
         if wish:
             commands.append(f"gpushare mig create {wish} -g {part.gpu.index}")
-    commands += [command for part in parts for command in _naming_commands(part)]
+    for part in parts:
+        users = {instance.name: instance.granted for instance in part.layout.instances if instance.name}
+        commands += naming_commands(part.before, part.after, users)
     # Their instances have their names again by then.
     commands += [command for _, command in _stopped_daemons(change) if command]
     return in_turn(commands)
@@ -422,7 +424,7 @@ def recover(
 
 
 def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    """Return what was done, the command that does the change after all, and what of earlier changes is not restored yet.
+    """Return what was done, the command that takes it back (`other_way`), and what of earlier changes is not restored yet.
 
     In a dry run nothing is done, and the first is what would be.
     """
@@ -431,6 +433,7 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
     if ledger.running() or (interrupted is None and not instances and not ledger.not_restored()):
         return (), None, ()
     done: tuple[str, ...] = ()
+    undo = None if interrupted is None else other_way(host, interrupted)
     if settings.dry_run:
         if interrupted is not None:
             done = (_preview_text(host, interrupted),)
@@ -444,8 +447,7 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
     if lost and not done:
         hints = dict.fromkeys(leftover.remedy for leftover in lost)
         raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
-    again = None if interrupted is None or lost else way_forward(host, interrupted)
-    return done, again, tuple(map(str, lost))
+    return done, None if lost else undo, tuple(map(str, lost))
 
 
 def _preview_text(host: Host, change: ChangeRecord) -> str:

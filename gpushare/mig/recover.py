@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -24,6 +24,7 @@ from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
 from gpushare.mig.shape import Creation, GpuShape, Proof, differences, left_alone, restoration, shape_of
 from gpushare.mig.wish import placed_request
+from gpushare.plan import in_turn
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
@@ -305,11 +306,35 @@ def is_complete(host: Host, change: ChangeRecord) -> bool:
         return False
 
 
-def way_forward(host: Host, change: ChangeRecord) -> str | None:
-    """Return the command that does an interrupted change after all, which takes its undo back; None: it is done already."""
-    if is_complete(host, change):
-        return None
-    return "; ".join(as_commands(_at_current_indexes(host, change.after))) or None
+def other_way(host: Host, change: ChangeRecord) -> str | None:
+    """Return the commands that take back what recovery does about an interrupted change, asked before it is done.
+
+    A complete change stays, so they undo it; else they do it after all. None: there are none.
+    """
+    if not is_complete(host, change):
+        return in_turn(as_commands(_at_current_indexes(host, change.after)))
+    before = _at_current_indexes(host, change.before)
+    commands = as_commands(before)
+    users = {named.name: named.users for named in names_of(host).values()}
+    for shape, after in zip(before, _at_current_indexes(host, change.after), strict=True):
+        commands += naming_commands(shape, after, users)
+    return in_turn(commands)
+
+
+def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the commands that name and grant again the instances that a change removes: their names are forgotten.
+
+    ``users`` are those with a grant, by name.
+    """
+    staying = {instance.place for instance in after.instances}
+    commands = []
+    for instance in before.instances:
+        if instance.name and instance.place not in staying:
+            commands.append(f"gpushare mig name {instance.name} {instance} -g {before.index}")
+            commands += [
+                f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users.get(instance.name, ())
+            ]
+    return commands
 
 
 def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
@@ -345,7 +370,8 @@ def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list
         change = _with_current_indexes(host, change)
         complete = _is_as_planned(host, change)
         if complete:
-            done = [f"'{change.title}', which was interrupted, was complete; nothing had to be undone"]
+            changed = [words for pair in zip(change.after, change.before, strict=True) for words in differences(*pair)]
+            done = [f"'{change.title}', which was interrupted, was complete and stays: {'; '.join(changed)}"]
         else:
             done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
             done += map(_left_alone_text, _undo_change(host, change))
