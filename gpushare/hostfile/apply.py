@@ -45,7 +45,7 @@ from gpushare.snapshot import HostState
 
 @dataclass(frozen=True)
 class GpuApply:
-    """The change of one GPU. Any user may start and stop MPS daemons; everything else needs root."""
+    """The change of one GPU. Any user may start and stop MPS daemons of its own; everything else needs root."""
 
     change: MigChange
     needs_root: bool = False
@@ -94,7 +94,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
     # Such a daemon sets the compute mode, or has a server of root.
     daemons_of_root = daemons and any(wish.exclusive or wish.multiuser for wish in wishes)
-    needs_root = bool(mig_changes or before_mig or after_mig or daemons_of_root)
+    needs_root = bool(mig_changes or before_mig or after_mig or daemons_of_root or work.changes_daemon_of_others)
     return GpuApply(replace(change, plan=plan, names=work.new_names), needs_root)
 
 
@@ -150,6 +150,8 @@ class _GpuWork:
         self.names = self.assignment.names
         # UUIDs of devices; a wanted daemon is started again at the end.
         self.daemons_to_stop = self._daemons_to_stop()
+        # Set by `daemon_steps`; only root may.
+        self.changes_daemon_of_others = False
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file.
@@ -352,14 +354,16 @@ class _GpuWork:
         ]
 
     def _running(self, device: Device) -> tuple[DaemonHome, DaemonRecord] | None:
-        """Return the daemon that serves a device now and stays. Raises NoPermission if another user started it."""
+        """Return the daemon that serves a device now and stays, and note whether another user started it."""
         if device.uuid in self.daemons_to_stop or self.live.daemon(device.uuid) is None:
             return None
         try:
-            return own_daemon(self.host, device, to_change=True)
+            home, record = own_daemon(self.host, device)
         except NotFound:
             # It died, so the step starts another one.
             return None
+        self.changes_daemon_of_others |= record.uid != self.host.uid
+        return home, record
 
     def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""

@@ -578,6 +578,17 @@ def test_a_user_may_have_daemons_of_his_own(cli: Cli, refused: Refused, write: W
     assert cli("diff", "-f", write(one("mps: {threads: 25}")), host=TWO).code == 0
 
 
+def test_a_user_sees_what_would_become_of_a_daemon_of_root(cli: Cli, refused: Refused, write: Write) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
+    world.fault("user", "nobody")
+    path = write(one("mps: {threads: 50}") + "- {match: {index: 1}, mps: {threads: 25}}\n")
+    planned = cli("apply", "-f", path, "--dry-run", host=TWO, output="json").ok()
+    assert states(planned) == {0: "planned", 1: "planned"}
+    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
+    assert [daemon.threads for daemon in world.state.daemons] == [25.0]
+
+
 def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:
     cli("status", host=EIGHT).ok()
     before = same(EIGHT)
