@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
@@ -52,6 +53,7 @@ from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import recover
 from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, not_agreed, one_plan
+from gpushare.run.jobs import job_names
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
@@ -227,7 +229,7 @@ def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> 
     """Return the plan that makes a GPU match its entry; it may get names from the other GPUs that have entries."""
     answering = (gpu for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.error is None)
     others = {gpu.uuid for gpu in answering if gpu.uuid}
-    return plan_gpu(host, ledger, index, matched.entries[index], others=others)
+    return plan_gpu(host, ledger, index, matched.entries[index], others=others, job_names=partial(job_names, host))
 
 
 def _carry_out_rows(

@@ -29,7 +29,7 @@ from gpushare.hostfile.live import (
 )
 from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
-from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
+from gpushare.mig.change import GpuChange, JobNames, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import binding_commands, refuse_name_elsewhere, revocation_loss
 from gpushare.mig.holders import no_plan_error
@@ -51,10 +51,19 @@ class GpuApply:
     needs_root: bool = False
 
 
-def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
+def plan_gpu(
+    host: Host,
+    ledger: MigLedger,
+    index: int,
+    entry: Entry,
+    *,
+    others: Collection[str] = (),
+    job_names: JobNames,
+) -> GpuApply:
     """Return the plan that makes a GPU match its entry; without steps if it already does.
 
-    ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.
+    ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets. ``job_names`` name the
+    jobs in the way.
 
     Raises:
         InUse: programs use the GPU, or an instance or daemon that has to go.
@@ -89,6 +98,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         first=[*stops, *before_mig],
         naming=binding_commands(work.names_to_come, {live.gpu.uuid or "": index}),
         after=[*after_mig, *daemons, check],
+        job_names=job_names,
     )
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
     wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]

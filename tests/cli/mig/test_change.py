@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -461,7 +462,7 @@ def test_programs_on_all_gpus_of_a_change_are_named_at_once(refused: Refused) ->
     assert text.rstrip().endswith(", and then the 2 others")
 
 
-def test_jobs_in_the_way_of_a_change_are_called_by_their_names(cli: Cli) -> None:
+def test_jobs_in_the_way_of_a_change_are_called_by_their_names(cli: Cli, tmp_path: Path) -> None:
     host = "sim:h100"
     for name in ("lab", "train"):
         cli("run", "-d", "--slice", "2ms", "--name", name, "--", "sleep", "300", host=host).ok()
@@ -471,6 +472,9 @@ def test_jobs_in_the_way_of_a_change_are_called_by_their_names(cli: Cli) -> None
     titles = [f"'{name}' ({pid}, {user})" for name, pid in zip(("lab", "train"), pids, strict=True)]
     assert error["message"] == f"GPU 0: {', '.join(titles)} must end before its MIG mode can change"
     assert error["hint"].endswith("end them: gpushare stop lab train")
+    file = tmp_path / "gpushare.yaml"
+    file.write_text("version: 1\ngpus:\n- {match: {index: 0}, mig: [3g.40gb]}\n")
+    assert cli("apply", "-f", str(file), host=host, output="json").error["message"] == error["message"]
     cli("stop", "lab", "train", host=host).ok()
 
 
