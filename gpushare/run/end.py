@@ -68,7 +68,8 @@ def _is_shell(host: Host, pid: int) -> bool:
     info = host.processes.describe(pid)
     if info is None or not info.command_line:
         return False
-    return os.path.basename(info.command_line[0]) in _SHELLS
+    # A login shell has a hyphen before its name.
+    return os.path.basename(info.command_line[0]).removeprefix("-") in _SHELLS
 
 
 def end_programs(

@@ -89,13 +89,17 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, w
     gone(world)
 
 
-@pytest.mark.parametrize("options", [(), ("--slice", "2ms")], ids=["mps", "slice"])
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [((), ()), (("--slice", "2ms"), ()), (("--slice", "2ms"), ("bash", "-c", 'exec -a -bash "$@"', "-"))],
+    ids=["mps", "slice", "login"],
+)
 def test_a_shell_that_runs_programs_one_after_the_other_ends_at_once(
-    real: Real, world: World, options: tuple[str, ...]
+    real: Real, world: World, options: tuple[str, ...], start: tuple[str, ...]
 ) -> None:
     """bash catches SIGINT, and goes on if the program for which it waits does not die of SIGINT."""
     script = "while :; do sh -c 'echo $PPID; exec sleep 600'; done"
-    started = real("run", *options, "--grace", "600s", "--", "bash", "-c", script)
+    started = real("run", *options, "--grace", "600s", "--", *start, "bash", "-c", script)
     assert started.process.stdout is not None
     shell = int(started.process.stdout.readline())
     until(lambda: world.host.processes.catches(shell, signal.SIGINT), "bash waits for its child")
