@@ -13,7 +13,7 @@ EXAMPLES = ROOT / "examples"
 def test_the_sample_host_file_is_applied(cli: Cli) -> None:
     words, host = ("-f", str(EXAMPLES / "gpushare.yaml")), "sim:4xh100"
     assert cli("diff", *words, host=host).code == 7
-    assert "12 steps, nothing is changed" in cli("apply", *words, "--dry-run", host=host).ok().out
+    assert "13 steps, nothing is changed" in cli("apply", *words, "--dry-run", host=host).ok().out
     cli("apply", *words, "--yes", host=host).ok()
     cli("diff", *words, host=host).ok()
 
