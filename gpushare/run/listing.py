@@ -15,7 +15,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import Reservation, lines_of, reservations
+from gpushare.memory.ledger import LAPSE_SECONDS, Reservation, lines_of, reservations
 from gpushare.mps.control import is_server
 from gpushare.run.jobs import (
     MOST_COMMAND,
@@ -138,10 +138,11 @@ class _Present:
         device_uuids = record.devices
         if processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices):
             # It was moved. Its place follows only if its gpushare swaps it: until then it also has the GPU of its record.
-            held = {uuid for place in self._places(record) for uuid in place.held}
-            devices = [device for device in devices if device.uuid in held]
-            devices += {entry.device.uuid: entry.device for entry in processes}.values()
-            device_uuids = tuple(device.uuid for device in devices)
+            places = [place for place in self._places(record) if time.time() - place.claim.touched_at <= LAPSE_SECONDS]
+            held = {uuid for place in places for uuid in place.held}
+            present = {entry.device.uuid: entry.device for entry in processes}
+            device_uuids = tuple(present)
+            devices = [*(device for device in devices if device.uuid in held), *present.values()]
         job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
         waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
         mps = record.mps or any(entry.process.mps for entry in processes)

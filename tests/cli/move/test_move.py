@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +16,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import LAPSE_SECONDS, Place, Request, reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
 from gpushare.run.moving import Mover
@@ -240,7 +241,13 @@ def test_a_moved_job_is_also_listed_where_its_place_stays(cli: Cli, world: World
     cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
     cli("move", "train", "-g", "1", host=SPEC).ok()
     (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
-    assert (row["gpu_indexes"], row["device_uuids"]) == ([0, 1], [world.uuid(0), world.uuid(1)])
+    assert (row["gpu_indexes"], row["device_uuids"]) == ([0, 1], [world.uuid(1)])
+    assert "/ 90.0 GiB" in cli("jobs", host=SPEC).ok().out
+    # Unused, it lapses.
+    (place,) = reservations(world.host) or []
+    os.utime(place.claim.path, (time.time() - 2 * LAPSE_SECONDS,) * 2)
+    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
+    assert (row["gpu_indexes"], row["device_uuids"]) == ([1], [world.uuid(1)])
     cli("stop", "train", host=SPEC).ok()
 
 
