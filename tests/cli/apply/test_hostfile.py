@@ -508,7 +508,7 @@ def test_the_plan_for_a_running_daemon_is_what_is_carried_out(cli: Cli, write: W
 
 def test_a_daemon_of_another_user_is_refused_before_the_first_change(cli: Cli, refused: Refused, write: Write) -> None:
     cli("mps", "start", "-g", "1", "--threads", "50", host=TWO).ok()
-    World(TWO).fault("user", "1000")
+    World(TWO).fault("user", "65534")
     path = write("version: 1\ngpus:\n- {match: {index: 0}, mps: {}}\n- {match: {index: 1}, mps: {threads: 30}}\n")
     refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
     assert [daemon.threads for daemon in World(TWO).state.daemons] == [50.0]

@@ -531,7 +531,7 @@ def test_the_daemon_to_start_is_named(cli: Cli, world: World) -> None:
     assert finding(cli, "mps.environment")["remedy"] == f"start the daemon first: {start}; or {run}"
     cli(*start.split()[1:]).ok()
     assert "mps.environment" not in findings(cli)
-    (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}})
+    (check,) = told(world, {os.getpid(): {"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}})
     assert check.remedy == run
 
 
@@ -644,7 +644,7 @@ def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> No
     keep_applied(world.host, "version: 9\n")
     checks = findings(cli)
     assert set(checks) == {"gpu.compute_mode", "host.file"}
-    assert "applied.yaml:1:1: the file lacks the key 'gpus'" in checks["host.file"]["seen"]
+    assert "applied.yaml:1:10: 'version' is not 1" in checks["host.file"]["seen"]
     keep_applied(world.host, "version: 1\ngpus:\n- {match: {index: 7}, timeslice: default}\n")
     assert "this host has no GPU 7" in findings(cli)["host.file"]["seen"]
 
