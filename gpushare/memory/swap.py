@@ -98,6 +98,10 @@ class Swap(Kept, Named):
         """Return the images of its processes that still run."""
         return tuple(image for image in self.images if host.processes.identity(image.pid) == image[:2])
 
+    def identities(self, host: Host) -> list[tuple[int, int]]:
+        """Return PID and start time of its processes that still run."""
+        return [image[:2] for image in self.living(host)]
+
 
 SWAPS: Final = RecordStore(Swap, "swap", "the record of a swapped job", durable=True)
 

@@ -38,6 +38,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
+from gpushare.timeslice.slices import renew_slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,9 +334,10 @@ class Mover:
             # Read under the lock: it may have been swapped out or in while we waited.
             present = swapped_out(host, wish.job)
             if present is not None and present.state in {OUT, LOST}:
-                come_in(host, move.retargeted(taken_over(host, present), device.gpu.uuid or ""))
-                return
-            move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job), room_kept)
+                moved = come_in(host, move.retargeted(taken_over(host, present), device.gpu.uuid or ""))
+            else:
+                moved = move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job), room_kept)
+            renew_slices(host, moved.identities(host), self._say)
 
     def _move_back(self, wish: _Move) -> None:
         """Undo a move that was carried out: move the job back from the GPU where it is now."""

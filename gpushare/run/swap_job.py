@@ -44,6 +44,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
+from gpushare.timeslice.slices import renew_slices
 
 
 @dataclass
@@ -232,7 +233,9 @@ def _wait_and_return(
                     wait_seconds = 0.0
                 held.enter_context(guarded(host, say))
                 held.enter_context(locked(host, say=say))
-                return come_in(host, taken_over(host, _swapped_out_job(host, text, swap)))
+                swap = come_in(host, taken_over(host, _swapped_out_job(host, text, swap)))
+                renew_slices(host, swap.identities(host), say)
+                return swap
         except InUse as error:
             if error.code != "no_room" or wait_seconds == 0.0:
                 raise

@@ -57,6 +57,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, processes_to_swap
+from gpushare.timeslice.slices import renew_slices
 
 _LOOK_SECONDS: Final = 0.5
 # How often the place in the line is checked while the job waits; it does no work meanwhile.
@@ -605,7 +606,8 @@ class Swapping(Part):
             # It passes the line there: it gives up as much room here, to a job that waits.
             place.take(target.uuid)
             with self._swapping():
-                move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
+                moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
+                renew_slices(self._host, moved.identities(self._host), self._say)
         except BaseException:
             place.leave()
             raise
@@ -835,7 +837,7 @@ class Swapping(Part):
             return
         began = self._clock()
         with self._swapping(seconds):
-            come_in(self._host, swap)
+            renew_slices(self._host, come_in(self._host, swap).identities(self._host), self._say)
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._note_on_gpu(self._place)

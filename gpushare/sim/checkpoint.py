@@ -19,7 +19,7 @@ from gpushare.host.checkpoint import (
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.job import target_of
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+from gpushare.sim.state import DEFAULT_SLICE_US, SimulatedHostState, SimulatedProcess, StateFile
 
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2
@@ -126,4 +126,6 @@ def _restore_memory(state: SimulatedHostState, process: SimulatedProcess) -> int
         _set_state(process, FAILED)
         return OUT_OF_MEMORY
     process.memory_bytes, process.image_bytes = process.image_bytes, 0
+    # As on an H200 (driver 580.159.04): whatever slice it had.
+    process.slices = {"compute": DEFAULT_SLICE_US // 2}
     return _set_state(process, LOCKED)

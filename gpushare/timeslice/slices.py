@@ -281,6 +281,31 @@ def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Ch
     raise AssertionError
 
 
+def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> None:
+    """Set again what gpushare had set for processes (PID and start time) that came back from host memory.
+
+    The driver restores their channels with a slice of 1.024ms, whatever they had (H200, driver 580.159.04, 2026-11-27).
+    ``say`` is told which process has lost its slice.
+    """
+    records = [record for pid, started in processes if (record := slice_record(host, pid, started)) is not None]
+    for record in records:
+        try:
+            _renew_slice(host, record)
+        except GpushareError as error:
+            if error.code in PASSING:
+                continue
+            again = f"gpushare timeslice set {format_slice(record.slice_us)} {record.pid}"
+            say(f"process {record.pid} lost its time-slice on the way: {error.message}; set it again: {again}")
+
+
+def _renew_slice(host: Host, record: SliceRecord) -> None:
+    """Set the slice of a record on the channels that its process has now; the record keeps what they had before it was set."""
+    with host.open_channels() as control:
+        channels = probed_channels(host, control, record.pid, record.started)
+        with slices_locked(host):
+            _with_present(control, channels, lambda present: control.set_slice(present, record.slice_us))
+
+
 # -- plans -------------------------------------------------------------------------------------------------------------
 
 

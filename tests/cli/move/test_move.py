@@ -128,6 +128,14 @@ def test_a_job_of_several_gpus_stays_even_if_it_uses_only_one(cli: Cli, refused:
     cli("stop", "train", host=SPEC).ok()
 
 
+def test_a_job_keeps_the_slice_that_gpushare_set(cli: Cli) -> None:
+    pid = str(job())
+    cli("timeslice", "set", "500us", pid, host=SPEC).ok()
+    cli("move", pid, "-g", "1", host=SPEC).ok()
+    (process,) = cli("timeslice", "show", output="json", host=SPEC).ok().data["processes"]
+    assert (process["gpu"], process["slice_us"]) == (1, 500)
+
+
 def test_without_g_it_goes_where_most_is_free_and_a_dry_run_says_the_same(cli: Cli, world: World) -> None:
     pid = job()
     job(1, 100 * GIB)

@@ -59,6 +59,36 @@ def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World)
     assert reservations(world.host) == []
 
 
+def slice_of(cli: Cli) -> tuple[int, int | None]:
+    """Return the slice of the only process, and the one that gpushare has set."""
+    (process,) = cli("timeslice", "show", output="json").ok().data["processes"]
+    return process["slice_us"], process["set_us"]
+
+
+def test_what_gpushare_set_as_its_slice_holds_again(cli: Cli) -> None:
+    pid = str(job())
+    cli("timeslice", "set", "500us", pid).ok()
+    cli("swap", "out", pid).ok()
+    assert cli("swap", "in", pid).ok().err == ""
+    assert slice_of(cli) == (500, 500)
+    cli("timeslice", "reset", pid).ok()
+    assert slice_of(cli) == (2048, None)
+    # What nobody set is what the driver gives.
+    cli("swap", "out", pid).ok()
+    cli("swap", "in", pid).ok()
+    assert slice_of(cli) == (1024, None)
+
+
+def test_a_slice_that_cannot_be_set_again_is_told(cli: Cli, world: World) -> None:
+    pid = str(job())
+    cli("timeslice", "set", "500us", pid).ok()
+    cli("swap", "out", pid).ok()
+    world.set(channel_fault="seccomp")
+    told = cli("swap", "in", pid).ok().err
+    assert f"process {pid} lost its time-slice on the way: " in told
+    assert f"set it again: gpushare timeslice set 500us {pid}" in told
+
+
 @pytest.mark.parametrize(
     ("words", "text"), [(("--memory", "100G"), "100.0 GiB"), (("--wait",), "a GPU without other jobs")]
 )
