@@ -13,6 +13,7 @@ from gpushare.host.capabilities import SIMULATED_USERS, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
 
+_Amount = tuple[str, str, "int | str"]
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "utilization": ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetProcessUtilization"),
@@ -47,29 +48,26 @@ _HOST_FLAGS: Final = {
     "blind": ("pid_namespace_is_host", False),
     "mismatch": ("library_mismatch", True),
 }
-# Those that take a number: the field that has it, and what the number is.
-_GPU_COUNTED: Final = {
+# Those that take a number or a size: the field that has it, what it is, and an example, which is a text for a size.
+_GPU_AMOUNTS: Final[Mapping[str, _Amount]] = {
     "slowed": ("slowed", "the sum of nvmlClocksEventReasons", 4),
     "power-cap": ("power_cap_watts", "the watts that it may draw", 300),
+    "unlisted-memory": ("unlisted_bytes", "how much memory no process has", "3G"),
 }
-_COUNTED: Final = {
+_HOST_AMOUNTS: Final[Mapping[str, _Amount]] = {
     "collide": ("collisions", "how many conversations", 3),
     "fail-step": ("fail_step", "which changing NVML call from now on", 3),
     "crash-step": ("crash_step", "which changing NVML call from now on", 3),
     "descriptors": ("descriptor_limit", "how many files a process may have open", 1024),
     "mps-version": ("mps_binary", "the binary version of the MPS programs", 13020),
-}
-# Those that take a size: the field that has it, and what the size is.
-_GPU_SIZED: Final = {"unlisted-memory": ("unlisted_bytes", "how much memory no process has", "3G")}
-_SIZED: Final = {
     "shm": ("shared_memory_bytes", "how large /dev/shm is", "64M"),
     "host-memory": ("host_memory_bytes", "how much host memory is available", "8G"),
 }
 # Those that take an entry point, or a program: the field with their list.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_COUNTED, *_GPU_SIZED)
-KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_COUNTED, *_SIZED, "busy")
+_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_AMOUNTS)
+KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_HOST_AMOUNTS, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
     {"spec", "gpus", "processes", "daemons", "users", "next_pid", "created_at", "driver", "toolkit_installed"}
@@ -87,10 +85,8 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
             _set_gpu_fault(gpu, kind, value)
     elif kind in _HOST_FLAGS:
         setattr(state, *_HOST_FLAGS[kind])
-    elif kind in _COUNTED:
-        _set_number(state, kind, value, _COUNTED[kind])
-    elif kind in _SIZED:
-        _set_size(state, kind, value, _SIZED[kind])
+    elif kind in _HOST_AMOUNTS:
+        _set_amount(state, kind, value, _HOST_AMOUNTS[kind])
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
@@ -127,10 +123,8 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":
         gpu.xids.append(_parse_number("xid", value, "its number", 79))
-    elif kind in _GPU_COUNTED:
-        _set_number(gpu, kind, value, _GPU_COUNTED[kind])
-    elif kind in _GPU_SIZED:
-        _set_size(gpu, kind, value, _GPU_SIZED[kind])
+    elif kind in _GPU_AMOUNTS:
+        _set_amount(gpu, kind, value, _GPU_AMOUNTS[kind])
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         raise _bad_fault_error(
             f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
@@ -149,16 +143,15 @@ def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
-def _set_number(owner: object, kind: str, value: str | None, fault: tuple[str, str, int]) -> None:
+def _set_amount(owner: object, kind: str, value: str | None, fault: _Amount) -> None:
+    """Set the number or size that a fault takes."""
     name, meaning, example = fault
-    setattr(owner, name, _parse_number(kind, value, meaning, example))
-
-
-def _set_size(owner: object, kind: str, value: str | None, fault: tuple[str, str, str]) -> None:
-    name, meaning, example = fault
-    if value is None:
+    if isinstance(example, int):
+        setattr(owner, name, _parse_number(kind, value, meaning, example))
+    elif value is None:
         raise _bad_fault_error(f"{kind} needs a size", f"give {meaning}: {kind} {example}")
-    setattr(owner, name, parse_memory_limit(value, kind))
+    else:
+        setattr(owner, name, parse_memory_limit(value, kind))
 
 
 def _parse_number(kind: str, value: str | None, meaning: str, example: int) -> int:

@@ -32,14 +32,7 @@ from gpushare.sim.nvml_abi import (
     Target,
     unversioned,
 )
-from gpushare.sim.state import (
-    SimulatedGpu,
-    SimulatedGpuInstance,
-    SimulatedHostState,
-    StateFile,
-    initial_state,
-    now,
-)
+from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, StateFile, initial_state, now
 
 _EXCLUSIVE_THREAD, _COMPUTE_MODES = 1, 4
 _RESETLESS_MIG, _MIG_QUERY_WITHOUT_MIG = 184, 199
@@ -235,12 +228,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetMigMode", On.GPU, Form.NUMBERS, _mig_mode),
     ("nvmlDeviceGetCudaComputeCapability", On.DEVICE, Form.NUMBERS, _compute_capability),
     # Percent, and the time that they were taken over, in microseconds.
-    (
-        "nvmlDeviceGetEncoderUtilization nvmlDeviceGetDecoderUtilization",
-        On.GPU,
-        Form.NUMBERS,
-        lambda *_: (0, 167_000),
-    ),
+    ("nvmlDeviceGetEncoderUtilization nvmlDeviceGetDecoderUtilization", On.GPU, Form.NUMBERS, lambda *_: (0, 167_000)),
     ("nvmlDeviceGetName", On.DEVICE, Form.TEXT, _name),
     ("nvmlDeviceGetUUID", On.DEVICE, Form.TEXT, lambda _, target: (target.instance or target.gpu).uuid),
     ("nvmlDeviceGetPciInfo_v3", On.DEVICE, Form.FIELDS, _pci_info),
