@@ -45,7 +45,7 @@ def in_json(text: str) -> str:
 
 
 # Where a command begins in a text.
-_COMMAND_BEGINS: Final = r"(?:^|(?<=[:;,$] )|(?<=\()|(?<=\bor )|(?<=\bthen ))"
+_COMMAND_BEGINS: Final = r"(?:^|(?<=[:;,$] )|(?<=&& )|(?<=\|\| )|(?<=\()|(?<=\bor )|(?<=\bthen ))"
 # Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
 _SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

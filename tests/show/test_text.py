@@ -61,6 +61,9 @@ def test_only_commands_get_the_host():
     try:
         prose = "gpushare did not start it; gpushare mig-parted, gpushare jobless"
         assert to_type(prose) == prose
+        assert to_type("undo: gpushare mig a && gpushare mig b || gpushare jobs") == (
+            "undo: gpushare --host 'sim:a b' mig a && gpushare --host 'sim:a b' mig b || gpushare --host 'sim:a b' jobs"
+        )
         assert to_type("see: gpushare jobs; or sudo gpushare mig list") == (
             "see: gpushare --host 'sim:a b' jobs; or sudo gpushare --host 'sim:a b' mig list"
         )
