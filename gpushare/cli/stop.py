@@ -26,8 +26,8 @@ def stop(
 
     The gpushare that runs a job ends it within the grace period given to `gpushare run`; `stop --grace` shortens that.
     A program that handles SIGINT and not SIGTERM, as Python does, gets SIGINT (KeyboardInterrupt); others get SIGTERM,
-    also each bash or sh: to clean up, a script uses `trap ... TERM`.
-    A waiting job leaves the line. Where no gpushare runs it, an MPS client is stopped, drained (at most 5 s, or
+    also each bash or sh: to clean up, a script uses `trap ... TERM`. An MPS client that handles neither is drained and
+    killed. A waiting job leaves the line. Where no gpushare runs it, an MPS client is stopped, drained (at most 5 s, or
     --grace) and killed, so that its neighbours survive; a container is stopped by its engine; others have 10 s or
     --grace to end before they are killed. gpushare asks before it ends what it did not start. Other users' jobs need
     root. If one of several JOBs does not exist, the others are ended, and the exit code says so.

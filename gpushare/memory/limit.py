@@ -161,13 +161,17 @@ class JobMemory(Part):
         """Begin to watch the program with this PID."""
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
-        if self.place is not None and self.limit_bytes is not None:
+        self._hold_place()
+
+    def _hold_place(self) -> None:
+        """Let the program hold its place in the ledger, with its limit: until it ends, even if gpushare dies first."""
+        if self.place is None:
+            return
+        if self.limit_bytes is not None:
             with contextlib.suppress(GpushareError):
                 self.place.tell_limit(self.limit_bytes, self._action)
-        if self.place is not None:
-            # The reservation lasts until the program has ended, even if gpushare dies first.
-            with contextlib.suppress(GpushareError):
-                self.place.add(pid)
+        with contextlib.suppress(GpushareError):
+            self.place.add(self._root)
 
     def moved(self, device: Device) -> None:
         """Count on another device from now on: the job has moved there."""
@@ -176,8 +180,7 @@ class JobMemory(Part):
     def reserve(self, place: Place) -> None:
         """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""
         earlier, self.place = self.place, place
-        with contextlib.suppress(GpushareError):
-            place.add(self._root)
+        self._hold_place()
         if earlier is not None:
             earlier.leave()
 

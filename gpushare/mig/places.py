@@ -15,7 +15,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
-from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
+from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
@@ -203,12 +203,17 @@ def one_request(text: str) -> Request:
     return requests[0]
 
 
-def selected_gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
-    """Return the GPUs that ``-g`` names, by default all that answer. Raises BadUsage if it names an instance."""
+def selected_gpus(host: Host, gpu: str | None, *, answering: bool = True) -> Sequence[Gpu]:
+    """Return the GPUs that ``-g`` names, by default all that answer.
+
+    Raises:
+        BadUsage: it names an instance.
+        GpuLost: one of them does not answer; not without ``answering``.
+    """
     gpus = host.nvml.sweep()
     if gpu is None:
         return [gpu for gpu in gpus if gpu.error is None]
-    devices = select_for_change(gpu, with_names(host, gpus))
+    devices = (select_for_change if answering else select)(gpu, with_names(host, gpus))
     if any(device.mig is not None for device in devices):
         raise BadUsage(
             "both -g and --mig name an instance",

@@ -296,6 +296,13 @@ def past_jobs(host: Host) -> list[PastJob]:
     return sorted([*recorded, *filter(None, unseen)], key=lambda past: past.ended or past.began or 0.0, reverse=True)
 
 
+def last_past(host: Host, name: str) -> PastJob | None:
+    """Return how the last job of a name of this user has ended; None: nothing is known of its end."""
+    record = JOBS.read(JOBS.path(host, name))
+    unseen = None if record is None or is_running(host, record) else _unseen_end(host, record)
+    return unseen or PAST.read(PAST.path(host, name))
+
+
 def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     """Return what is known of the end of a job whose gpushare was killed and could not record it; None: it is recorded.
 

@@ -75,7 +75,7 @@ class InstanceWish:
         places = named_places(host, self.text)
         check_granted(host, self.text)
         if self.gpu is not None:
-            indexes = {gpu.index for gpu in selected_gpus(host, self.gpu)}
+            indexes = {gpu.index for gpu in selected_gpus(host, self.gpu, answering=False)}
             if places[0].gpu.index not in indexes:
                 raise BadUsage(
                     f"{places[0].title} is not on {quoted(self.gpu)}",

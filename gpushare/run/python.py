@@ -92,7 +92,7 @@ def start(
     further = _words("options", options)
     for word in further:
         # Such as -n among other letters: -qn. Any other word may be the value of an option: --metric "-name ([0-9]+)".
-        letter = re.fullmatch(r"-[qv]*(?:([dnh])[qvdnh]*|(o).*)", word, re.DOTALL)
+        letter = re.fullmatch(r"-[qv]*(?:([dnh])[qvdnh]*(?:o.*)?|(o).*)", word, re.DOTALL)
         option = f"-{letter[1] or letter[2]}" if letter else word.partition("=")[0]
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
@@ -267,7 +267,7 @@ class Job:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
-        from gpushare.run.jobs import PAST, past_jobs
+        from gpushare.run.jobs import last_past, past_jobs
 
         most_seconds = _seconds(seconds, any_number=True)
         began = seen = time.monotonic()
@@ -277,8 +277,8 @@ class Job:
                 seen = now
             else:
                 # By a name, the last job of it is meant. One that `start` returned may be an earlier one of its name.
-                last = PAST.read(PAST.path(self._host, self.name))
-                for past in [last] if self._supervisor is None else past_jobs(self._host):
+                by_name = self._supervisor is None
+                for past in [last_past(self._host, self.name)] if by_name else past_jobs(self._host):
                     if past is not None and self._supervisor in {None, past.supervisor}:
                         return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:

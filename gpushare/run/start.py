@@ -721,7 +721,10 @@ class JobStart:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
         shared_slice = f"a time-slice of {format_slice(slice_us)}"
         if process is None:
-            role_text = f"opportunistic, and {_not_one_production_error(self.host, [device]).message} now"
+            reason = _not_one_production_error(self.host, [device]).message
+            if self.role.target is not None:
+                reason = f"'{self.role.target}' does not run"
+            role_text = f"opportunistic, and {reason} now"
         else:
             role_text = f"opportunistic next to {process.title}"
             if self.role.keep is not None:

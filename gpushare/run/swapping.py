@@ -461,6 +461,8 @@ class Swapping(Part):
         self._retry_seconds = _AGAIN_SECONDS
         # What was said last.
         self._said: str | None = None
+        # Whether to set slices again: not once the driver did not answer, which would hold up the job each time.
+        self._renews = True
         self._needed_since: float | None = None
         self._told_stays = False
         self._left_at = self._out_seconds = 0.0
@@ -607,11 +609,11 @@ class Swapping(Part):
             place.take(target.uuid)
             with self._swapping():
                 moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
-                renew_slices(self._host, moved.identities(self._host), self._say)
         except BaseException:
             place.leave()
             raise
         self._continue_on(target.uuid, f"to make room for {waiting_job.title}", place)
+        self._renew_slices(moved)
         return True
 
     def _move_target(self, sample: Sample) -> Device | None:
@@ -837,12 +839,18 @@ class Swapping(Part):
             return
         began = self._clock()
         with self._swapping(seconds):
-            renew_slices(self._host, come_in(self._host, swap).identities(self._host), self._say)
+            back = come_in(self._host, swap)
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._note_on_gpu(self._place)
         self._out_seconds += self._clock() - self._left_at
         self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
+        self._renew_slices(back)
+
+    def _renew_slices(self, swap: Swap) -> None:
+        """Set the slices again that gpushare had set for the processes of a job that is back."""
+        if self._renews:
+            self._renews = renew_slices(self._host, swap.identities(self._host), self._say)
 
     def _request_of_return(self, swap: Swap) -> Request:
         """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""

@@ -153,8 +153,9 @@ def _level_steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        # The stop of an exclusive daemon restores the mode before it: a record of its mode would outlive it.
-        keep = not _has_exclusive_daemon(host, device)
+        # The stop of an exclusive daemon restores the mode before it: a record of its mode would outlive it. A record of what
+        # was there before the daemon stays.
+        keep = None if _has_exclusive_daemon(host, device) else True
         steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=keep))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
@@ -191,11 +192,11 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     )
 
 
-def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> Step:
+def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool | None) -> Step:
     """Return the step that sets a compute mode.
 
-    With ``keep`` the mode that was there is recorded, unless the record has an earlier one; without, the record is removed:
-    the mode is back.
+    ``keep`` True: the mode that was there is recorded, unless the record has an earlier one; False: the record is removed, as the
+    mode is back; None: the record stays as it is.
     """
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
@@ -210,7 +211,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> 
             noted = True
             _note_mode(host, device, now)
         setting.do()
-        if not keep:
+        if keep is False:
             noted = True
             _note_mode(host, device, None)
 

@@ -281,11 +281,11 @@ def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Ch
     raise AssertionError
 
 
-def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> None:
+def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> bool:
     """Set again what gpushare had set for processes (PID and start time) that came back from host memory.
 
     The driver restores their channels with a slice of 1.024ms, whatever they had (H200, driver 580.159.04, 2026-11-27).
-    ``say`` is told which process has lost its slice.
+    ``say`` is told which process has lost its slice. Returns False if the driver did not answer: then the rest is not tried.
     """
     records = [record for pid, started in processes if (record := slice_record(host, pid, started)) is not None]
     for record in records:
@@ -296,6 +296,9 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
                 continue
             again = f"gpushare timeslice set {format_slice(record.slice_us)} {record.pid}"
             say(f"process {record.pid} lost its time-slice on the way: {error.message}; set it again: {again}")
+            if isinstance(error, TimedOut):
+                return False
+    return True
 
 
 def _renew_slice(host: Host, record: SliceRecord) -> None:

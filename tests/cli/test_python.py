@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 import sys
@@ -116,6 +117,17 @@ def test_a_later_job_of_the_same_name_is_another_one(world: World) -> None:
     assert world.pids() == []
 
 
+def test_a_job_whose_end_nobody_saw_hides_no_earlier_one(world: World) -> None:
+    assert gpushare.start(["sh", "-c", "exit 7"], name="train").wait() == 7
+    gpushare.start(["sleep", "60"], name="train")
+    record = find_record(world.host, "train")
+    assert record is not None
+    assert record.supervisor is not None
+    for pid in (record.supervisor.pid, record.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert gpushare.job("train").wait(20) is None
+
+
 def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[str] = []
 
@@ -192,6 +204,7 @@ def test_errors_are_those_of_the_commands(act: Callable[[], object], kind: type[
         ("--host=sim:t4", 'name the host in the environment: os.environ["GPUSHARE_HOST"] = "sim:h200"'),
         ("-n", "see the plan with the command: gpushare run --dry-run ..."),
         ("-ojson", "leave it out"),
+        ("-nojson", "see the plan with the command: gpushare run --dry-run ..."),
         ("--name", 'give it as an argument: name="train"'),
     ],
 )

@@ -423,6 +423,14 @@ def test_a_program_that_is_not_there(refused: Refused, world: World) -> None:
     refused("run", "--mig", "1g", "--threads", "5", "--", "/etc/passwd", code="command_not_executable", exit_code=126)
 
 
+def test_a_lost_gpu_hides_no_named_instance(cli: Cli) -> None:
+    two = "sim:2xh100"
+    cli("mig", "enable", "-g", "0", "-y", host=two).ok()
+    cli("mig", "create", "1g", "-g", "0", "--name", "tiny", host=two).ok()
+    World(two).fault("lost", gpu="1")
+    assert "tiny" in cli("run", "--mig", "tiny", "-g", "0,1", "-n", "--", "true", host=two).ok().out
+
+
 def test_an_instance_and_a_kind_of_instance(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     bind(world, "train", "1g.18gb", 4)

@@ -149,6 +149,13 @@ def test_of_any_gpu_a_job_takes_that_of_the_job_that_it_yields_to(cli: Cli, runn
     )
 
 
+def test_it_is_said_that_the_named_job_does_not_run(cli: Cli, world: World, running: int) -> None:
+    recorded(world, running)
+    world.record("api", 4_000_000, PRODUCTION)
+    words = ("run", "-n", "--opportunistic", "--for", "api", "--yield", "slices", "-g", "0", "--", "true")
+    assert "opportunistic, and 'api' does not run now: " in cli(*words).ok().err
+
+
 def test_it_is_said_whether_production_runs(cli: Cli, world: World, running: int) -> None:
     words = ("run", "-n", "--opportunistic", "--yield", "slices", "--", "true")
     assert "opportunistic, and no production job runs on GPU 0 now: " in cli(*words).ok().err

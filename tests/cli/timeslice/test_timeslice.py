@@ -7,6 +7,7 @@ import pytest
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device
 from gpushare.host.smi import ComputePolicy
+from gpushare.sim.current import changing
 from gpushare.timeslice.policy import plan_level
 from tests.cli.drive import Cli, Refused, World
 
@@ -215,6 +216,17 @@ def test_the_mode_of_an_exclusive_daemon_ends_with_it(cli: Cli, world: World, *,
         assert "nothing to do" in cli("timeslice", "reset").ok().err
         assert cli("mps", "stop", output="json").ok().data["undo"] == "gpushare mps start -g 0 --exclusive"
     assert mode() is ComputeMode.DEFAULT
+
+
+def test_the_mode_from_before_an_exclusive_daemon_comes_back(cli: Cli, world: World) -> None:
+    with changing(world.file) as (state, _):
+        state.gpus[0].compute_mode = ComputeMode.EXCLUSIVE_PROCESS.value
+    cli("timeslice", "set", "short").ok()
+    cli("mps", "start", "--exclusive").ok()
+    cli("timeslice", "set", "long", "--beside-mps").ok()
+    cli("mps", "stop", "-y").ok()
+    assert "compute mode exclusive-process" in cli("timeslice", "reset").ok().out
+    assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
 
 def test_show_warns_of_an_exclusive_gpu(cli: Cli, world: World) -> None:
