@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
-from gpushare.base.model import Gpu
+from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
 from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
@@ -362,7 +362,9 @@ def _stopped_daemons(change: MigChange) -> Iterator[tuple[str, str | None]]:
             if record.device_uuid not in titles:
                 continue
             title, selector = titles[record.device_uuid]
-            exclusive = record.profile is None and record.previous_compute_mode is not None
+            # `timeslice set --beside-mps` may have changed the mode since the start; None: it is unknown.
+            mode_stays = part.gpu.compute_mode in {None, ComputeMode.EXCLUSIVE_PROCESS}
+            exclusive = record.profile is None and record.previous_compute_mode is not None and mode_stays
             start = start_command(selector or "UUID", record.limits, exclusive=exclusive, users=record.users)
             text = f"the MPS daemon of {title} is gone"
             yield (text, start) if selector else (f"{text}; to start it on another instance: {start}", None)

@@ -309,13 +309,16 @@ def is_complete(host: Host, change: ChangeRecord) -> bool:
 def other_way(host: Host, change: ChangeRecord) -> str | None:
     """Return the commands that take back what recovery does about an interrupted change, asked before it is done.
 
-    A complete change stays, so they undo it; else they do it after all. None: there are none.
+    A complete change stays, so they undo it; else they do it after all. None: there are none, or names of before are no longer
+    recorded, and with them who had a grant.
     """
     if not is_complete(host, change):
         return in_turn(as_commands(_at_current_indexes(host, change.after)))
     before = _at_current_indexes(host, change.before)
     commands = as_commands(before)
     users = {named.name: named.users for named in names_of(host).values()}
+    if any(instance.name and instance.name not in users for shape in before for instance in shape.instances):
+        return None
     for shape, after in zip(before, _at_current_indexes(host, change.after), strict=True):
         commands += naming_commands(shape, after, users)
     return in_turn(commands)
@@ -371,7 +374,8 @@ def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list
         complete = _is_as_planned(host, change)
         if complete:
             changed = [words for pair in zip(change.after, change.before, strict=True) for words in differences(*pair)]
-            done = [f"'{change.title}', which was interrupted, was complete and stays: {'; '.join(changed)}"]
+            words = "; ".join(changed) or "names and grants may have changed, see: gpushare mig status"
+            done = [f"'{change.title}', which was interrupted, was complete and stays: {words}"]
         else:
             done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
             done += map(_left_alone_text, _undo_change(host, change))

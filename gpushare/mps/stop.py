@@ -275,7 +275,7 @@ class Stop:
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
         mode_before = record.previous_compute_mode
         gpu = self._found.daemon.gpu_index
-        if gpu is not None and self._host.nvml.compute_mode(gpu) is not ComputeMode.EXCLUSIVE_PROCESS:
+        if gpu is not None and self._host.nvml.compute_mode(gpu) not in {None, ComputeMode.EXCLUSIVE_PROCESS}:
             # `timeslice set --beside-mps` has changed it since the start.
             mode_before = None
         return restart_command(replace(record, limits=limits, previous_compute_mode=mode_before), self._device)

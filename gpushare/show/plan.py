@@ -10,6 +10,7 @@ from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.plan import Loss, Plan, Step, describe_losses
 from gpushare.show.result import Column, Result, Table
+from gpushare.show.text import to_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +96,9 @@ def _step_lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
         if step.command is not None:
             command = step.command.split("\n")
             lines.append((f"{indent}$ {command[0]}", "dim"))
-            lines += [(f"{indent}  {line}", "dim") for line in command[1:]]
+            lines += [(f"{indent}  {to_type(line)}", "dim") for line in command[1:]]
         if step.undo is not None:
             undo = step.undo.split("\n")
             lines.append((f"{indent}undo: {undo[0]}", "dim"))
-            lines += [(f"{indent}      {line}", "dim") for line in undo[1:]]
+            lines += [(f"{indent}      {to_type(line)}", "dim") for line in undo[1:]]
     return lines

@@ -166,7 +166,7 @@ def _plain_table(table: Table) -> str:
     if table.lines is not None:
         return "\n".join([*lines, *(visible(to_type(text)) for text, _ in table.lines)])
     if not table.rows and table.empty:
-        lines.append(f"# {table.empty}")
+        lines.append(f"# {to_type(table.empty)}")
     rows = [[cell(column, column.value(row)) for column in table.columns] for row in table.rows]
     titles = [column.title for column in table.columns]
     if not rows:
@@ -345,7 +345,7 @@ def table_lines(
             for line in _plan_lines(text, width, command=style is not None)
         ], ()
     if not table.rows:
-        return ([Text(table.empty, style="dim")] if table.empty else []), ()
+        return ([Text(to_type(table.empty), style="dim")] if table.empty else []), ()
     plan = layout_of(table, width)
     lines = [*title, _row_line([Text(column.title, style="dim") for column in plan.columns], plan)]
     if rule:

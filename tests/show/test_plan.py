@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import plan_result
 from gpushare.show.render import write
 from gpushare.show.result import OutputFormat, Result, jsonable
+from gpushare.show.text import set_host
 from tests.show.hosts import uuid
 
 
@@ -38,6 +40,18 @@ def test_a_plan_on_a_terminal_and_off_it_is_the_same_list(shown, golden):
     plan = plan_result(PLAN, dry_run=True)
     golden("plan-table", shown(plan, OutputFormat.TABLE, width=60)[0])
     golden("plan-plain", shown(plan, OutputFormat.AUTO)[0])
+
+
+def test_each_line_of_a_command_names_the_host(shown):
+    plan = Plan(
+        title="t", steps=(step("name two", "gpushare mig a\ngpushare mig b", "gpushare mig c\ngpushare mig d"),)
+    )
+    set_host("sim:h200", ("mig",), simulated=True)
+    try:
+        text = shown(plan_result(plan, dry_run=True), OutputFormat.TABLE)[0]
+    finally:
+        set_host(None, (), simulated=False)
+    assert re.findall("gpushare (.+)", text) == [f"--host sim:h200 mig {letter}" for letter in "abcd"]
 
 
 def test_a_change_is_one_line_each_with_its_undo(shown):

@@ -218,6 +218,16 @@ def test_the_mode_of_an_exclusive_daemon_ends_with_it(cli: Cli, world: World, *,
     assert mode() is ComputeMode.DEFAULT
 
 
+def test_the_undo_of_mig_leaves_a_mode_as_it_was(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    assert cli("mig", "enable", "-n", output="json").ok().data["undo"].endswith("gpushare mps start -g 0 --exclusive")
+    cli("timeslice", "set", "short", "--beside-mps").ok()
+    assert cli("mig", "enable", "-n", output="json").ok().data["undo"].endswith("gpushare mps start -g 0")
+    world.fault("not-supported", "compute-mode", 0)
+    # Unknown is not known to differ.
+    assert cli("mps", "stop", "-n", output="json").ok().data["undo"] == "gpushare mps start -g 0 --exclusive"
+
+
 def test_the_mode_from_before_an_exclusive_daemon_comes_back(cli: Cli, world: World) -> None:
     with changing(world.file) as (state, _):
         state.gpus[0].compute_mode = ComputeMode.EXCLUSIVE_PROCESS.value
