@@ -345,7 +345,7 @@ def table_lines(
             for line in _plan_lines(text, width, command=style is not None)
         ], ()
     if not table.rows:
-        return ([Text(to_type(table.empty), style="dim")] if table.empty else []), ()
+        return [Text(line, style="dim") for line in wrapped(table.empty or "", width) if line], ()
     plan = layout_of(table, width)
     lines = [*title, _row_line([Text(column.title, style="dim") for column in plan.columns], plan)]
     if rule:
