@@ -266,11 +266,12 @@ class JobMemory(Part):
             text += f" (process {largest.pid})"
         if self._action == "end":
             self.over, self._over_bytes = text, held
+            if self._watch is not None:
+                # It is on the GPU now: prove that before it is gone, and before it is stopped: a stopped process of a simulated
+                # host may hold the lock of the state, for which this look would wait without end.
+                self._watch.poll()
             # It must not grow while it is ended; `release` lets those continue that handle the signal.
             self._stop()
-            if self._watch is not None:
-                # It is on the GPU now: prove that before it is gone.
-                self._watch.poll()
             return True
         if not self._told:
             self._told = True

@@ -93,16 +93,6 @@ def job(
     return memory, messages
 
 
-def test_a_job_over_its_limit_is_stopped_before_it_is_looked_at_again(told: Told) -> None:
-    memory, _ = job(told)
-    stopped_at_look: list[set[int]] = []
-    watch = SimpleNamespace(program_pid=10, poll=lambda: stopped_at_look.append(set(told.stopped)))
-    memory.started(cast("Any", watch))
-    told.memory = {10: 9 * GIB}
-    assert memory.poll()
-    assert stopped_at_look == [{10, 11}]
-
-
 def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None:
     memory, _ = job(told)
     told.memory = {10: 3 * GIB, 12: 5 * GIB, 99: 60 * GIB}
