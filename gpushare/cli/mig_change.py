@@ -374,19 +374,6 @@ def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
     return ranges(part.gpu.index for part in parts).replace(" ", "")
 
 
-def _naming_commands(change: GpuChange) -> list[str]:
-    """Return the commands that name and grant again the instances that a change removes: their names are forgotten."""
-    staying = {instance.place for instance in change.after.instances}
-    granted = {instance.name: instance.granted for instance in change.layout.instances}
-    commands = []
-    for instance in change.before.instances:
-        if instance.name and instance.place not in staying:
-            commands.append(f"gpushare mig name {instance.name} {instance} -g {change.gpu.index}")
-            users = granted.get(instance.name, ())
-            commands += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users]
-    return commands
-
-
 @dataclass(frozen=True, kw_only=True)
 class MigRecoverAnswer:
     """The answer of `mig recover`."""

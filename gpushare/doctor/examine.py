@@ -49,7 +49,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import owners_of, reservations
 from gpushare.memory.peaks import PROFILES
 from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, check_host, swaps
 from gpushare.mig.ledger import MADE, NAMES, names_of
@@ -580,8 +580,13 @@ def _pauses(seen: Examination) -> Iterator[Check]:
 def _memory_limits(seen: Examination) -> Iterator[Check]:
     """Check that the memory of each job with a limit is watched."""
     for job in reservations(seen.host) or ():
-        if job.limit_bytes is not None and job.held and not job.claim.kept:
-            yield for_owner(seen, finding("memory.limit", job=job, limit=format_bytes(job.limit_bytes)), [job.pid])
+        if job.limit_bytes is None or not job.held or job.claim.kept:
+            continue
+        # A claim may name the processes of other users: nobody is told to end those.
+        pids = [*owners_of(seen.host, [job], [process.pid for process in job.claim.processes])]
+        if pids:
+            check = finding("memory.limit", job=job, pid=pids[0], limit=format_bytes(job.limit_bytes))
+            yield for_owner(seen, check, pids)
 
 
 # A swapped-out job is mentioned after this time; an unfinished swap counts as interrupted after this.

@@ -22,6 +22,7 @@ from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed,
 from gpushare.mig.places import unknown_name_error
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
+from gpushare.mig.shape import InstanceShape
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred_step, setting_step
 
@@ -51,7 +52,7 @@ class _Node:
 
 def as_root(host: Host) -> str:
     """Return what stands before a command that needs root. sudo would drop GPUSHARE_HOST, but a simulated host needs none."""
-    return "" if host.root else "sudo "
+    return "" if host.root or host.is_simulated else "sudo "
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
@@ -434,7 +435,7 @@ def plan_names(
             reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
             losses.append(Loss(action=action, what=f"the name '{named.name}' of {named}", why=reasons))
         if named.spot in kept_spots:
-            undo += _restoring_commands(named, index[named.gpu_uuid])
+            undo += restoring_commands(named.name, named, index[named.gpu_uuid], named.users)
     return Naming(
         bound=tuple(bound),
         first=(names_step(host, bound_before, (), index, to_come=[*names]),) if bound_before else (),
@@ -494,13 +495,13 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
     return names
 
 
-def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
-    """Return the commands that give a name and its grants back."""
-    return [f"gpushare mig name {named.name} {named} -g {gpu}", *_grant_commands(named)]
+def restoring_commands(name: str, instance: NamedInstance | InstanceShape, gpu: int, users: Sequence[str]) -> list[str]:
+    """Return the commands that give an instance on a GPU its name and its grants back."""
+    return [f"gpushare mig name {name} {instance} -g {gpu}", *_grant_commands(name, users)]
 
 
-def _grant_commands(named: NamedInstance) -> list[str]:
-    return [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
+def _grant_commands(name: str, users: Sequence[str]) -> list[str]:
+    return [f"gpushare mig grant {name} {shlex.quote(user)}" for user in users]
 
 
 def revoke_step(host: Host, named: NamedInstance) -> Step:
@@ -509,7 +510,7 @@ def revoke_step(host: Host, named: NamedInstance) -> Step:
         f"revoke the grants of '{named.name}' ({named})",
         f"gpushare mig revoke {named.name}",
         lambda: plan_revoke(host, named.name).steps,
-        undo="\n".join(_grant_commands(named)),
+        undo="\n".join(_grant_commands(named.name, named.users)),
     )
 
 

@@ -17,7 +17,7 @@ from gpushare.base.units import ranges
 from gpushare.host.host import Host
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
-from gpushare.mig.grant import regrant
+from gpushare.mig.grant import regrant, restoring_commands
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
@@ -330,13 +330,10 @@ def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Seque
     ``users`` are those with a grant, by name.
     """
     staying = {instance.place for instance in after.instances}
-    commands = []
+    commands: list[str] = []
     for instance in before.instances:
         if instance.name and instance.place not in staying:
-            commands.append(f"gpushare mig name {instance.name} {instance} -g {before.index}")
-            commands += [
-                f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users.get(instance.name, ())
-            ]
+            commands += restoring_commands(instance.name, instance, before.index, users.get(instance.name, ()))
     return commands
 
 

@@ -299,7 +299,9 @@ class Mover:
         """Return the command that takes a job back to where it was; if it was swapped out, from there out again."""
         agreed = " -y" if self._losses(wish) else ""
         back = f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
-        return f"{back}; gpushare swap out {wish.job.selector}{agreed}" if wish.swap.state == OUT else back
+        if wish.swap.state != OUT:
+            return back
+        return f"{back} && gpushare swap out {wish.job.selector}{agreed}"
 
     def _step(self, wish: _Move) -> Step:
         """Return the step that moves a job."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS: Final = 0.1
 # Between leaving the line and the record of its program, or its end and the record of that, a job is nowhere.
 _NOWHERE_SECONDS: Final = 5.0
-# Options of `run` on which `start` relies itself, each with the hint for who gives it.
+# Options of `run` that `start` does not take, each with its hint.
 _OURS: Final[Mapping[str, str]] = {
     "--host": 'name the host in the environment: os.environ["GPUSHARE_HOST"] = "sim:h200"',
     "--name": 'give it as an argument: name="train"',

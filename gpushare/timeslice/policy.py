@@ -153,10 +153,11 @@ def _level_steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        # The stop of an exclusive daemon restores the mode before it: a record of its mode would outlive it. A record of what
-        # was there before the daemon stays.
-        keep = None if _has_exclusive_daemon(host, device) else True
-        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=keep))
+        if _has_exclusive_daemon(host, device):
+            # Without a record: the stop of the daemon restores the mode before it, and a record of its mode would outlive it.
+            steps.append(compute_mode_step(host, device, ComputeMode.DEFAULT, before=mode))
+        else:
+            steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=True))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -192,11 +193,11 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     )
 
 
-def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool | None) -> Step:
+def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> Step:
     """Return the step that sets a compute mode.
 
-    ``keep`` True: the mode that was there is recorded, unless the record has an earlier one; False: the record is removed, as the
-    mode is back; None: the record stays as it is.
+    With ``keep`` the mode that was there is recorded, unless the record has an earlier one; without, the record is removed:
+    the mode is back.
     """
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
@@ -211,7 +212,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool | No
             noted = True
             _note_mode(host, device, now)
         setting.do()
-        if keep is False:
+        if not keep:
             noted = True
             _note_mode(host, device, None)
 

@@ -93,6 +93,14 @@ def job(
     return memory, messages
 
 
+def test_the_limit_is_told_at_the_new_place_of_a_job(told: Told) -> None:
+    memory, _ = job(told)
+    heard: list[Any] = []
+    place = SimpleNamespace(tell_limit=lambda *words: heard.append(words), add=heard.append)
+    memory.reserve(cast("Any", place))
+    assert heard == [(8 * GIB, "end"), 10]
+
+
 def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None:
     memory, _ = job(told)
     told.memory = {10: 3 * GIB, 12: 5 * GIB, 99: 60 * GIB}

@@ -5,10 +5,12 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
+
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import plan_result
 from gpushare.show.render import write
-from gpushare.show.result import OutputFormat, Result, jsonable
+from gpushare.show.result import OutputFormat, Result, Table, jsonable
 from gpushare.show.text import set_host
 from tests.show.hosts import uuid
 
@@ -52,6 +54,18 @@ def test_each_line_of_a_command_names_the_host(shown):
     finally:
         set_host(None, (), simulated=False)
     assert re.findall("gpushare (.+)", text) == [f"--host sim:h200 mig {letter}" for letter in "abcd"]
+
+
+@pytest.mark.parametrize("output", [OutputFormat.TABLE, OutputFormat.PLAIN])
+def test_what_an_empty_table_proposes_names_the_host(shown, output):
+    table = Table(name="t", columns=(), rows=(), empty="nothing is there; make one: gpushare mig create 1g.10gb -g 0")
+    set_host("sim:8xa100-80gb", ("mig",), simulated=True)
+    try:
+        text = shown(Result(command="x", data=None, tables=(table,)), output, width=60)[0]
+    finally:
+        set_host(None, (), simulated=False)
+    assert "gpushare --host sim:8xa100-80gb mig create 1g.10gb -g 0" in " ".join(text.split())
+    assert output is OutputFormat.PLAIN or max(map(len, text.splitlines())) <= 60
 
 
 def test_a_change_is_one_line_each_with_its_undo(shown):

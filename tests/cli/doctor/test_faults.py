@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ from gpushare.base.errors import GpuLost
 from gpushare.base.model import ComputeMode
 from gpushare.base.package import package_rows
 from gpushare.base.selection import Device
+from gpushare.base.units import GIB
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
-from gpushare.doctor.examine import BAD_XIDS, environments
+from gpushare.doctor.examine import BAD_XIDS, _memory_limits, environments
 from gpushare.host.capabilities import user_name
 from gpushare.host.machine import Machine, xids_in
 from gpushare.host.nvml import NvmlReader
@@ -511,6 +513,18 @@ def told(world: World, environments_of: dict[int, dict[str, str]]) -> list[Any]:
 
     host = replace(world.host, machine=Machine())  # type: ignore[arg-type]
     return list(environments(Examination(host, gpus=host.nvml.sweep())))
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_nobody_is_told_to_end_a_process_that_only_a_claim_of_another_user_names(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, own: bool
+) -> None:
+    uid = os.geteuid() if own else 12345
+    claim = SimpleNamespace(kept=False, uid=uid, processes=[world.host.processes.identity(os.getpid())])
+    job = SimpleNamespace(id="1", title="'lim'", pid=os.getpid(), limit_bytes=GIB, held=("GPU-1",), claim=claim)
+    monkeypatch.setattr("gpushare.doctor.examine.reservations", lambda _: [job])
+    checks = list(_memory_limits(Examination(world.host)))
+    assert [check.remedy for check in checks] == [f"end it, and start it again: gpushare stop {os.getpid()}"] * own
 
 
 def test_the_value_of_others_is_no_path_to_look_at(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

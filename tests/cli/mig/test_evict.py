@@ -87,6 +87,14 @@ def test_what_was_interrupted_after_its_last_step_is_complete_also_for_a_dry_run
     assert host.look()[2].instances == ()
 
 
+def test_no_undo_is_printed_that_would_lose_grants(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = World.new(A100)
+    assert host.run("mig", "apply", "3g.40gb", "2g.20gb", "--name", "big,small").code == 0
+    crashed(host, "disable", "--destroy", "-y", step=5)
+    monkeypatch.setattr("gpushare.mig.recover.names_of", lambda _: {})
+    assert cli("mig", "recover", "-n", host=A100, output="json").ok().data["undo"] is None
+
+
 def test_a_complete_change_that_was_interrupted_can_be_undone(cli: Cli) -> None:
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "2g.20gb", "--name", "big,small").code == 0

@@ -157,8 +157,8 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
     cli("swap", "out", str(pid), host=SPEC).ok()
     undo = cli("move", str(pid), "-g", "1", output="json", host=SPEC).ok().data["undo"]
     assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)
-    assert undo == f"gpushare move {pid} -g 0; gpushare swap out {pid}"
-    for command in undo.split("; "):
+    assert undo == f"gpushare move {pid} -g 0 && gpushare swap out {pid}"
+    for command in undo.split(" && "):
         cli(*command.split()[1:], host=SPEC).ok()
     assert cli("swap", "list", output="json", host=SPEC).ok().data["jobs"][0]["gpu"] == 0
 
