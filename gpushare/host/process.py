@@ -391,8 +391,7 @@ class Processes:
         from gpushare.host.open_files import OpenFiles, open_files
 
         opened = open_files(prefix)
-        # Other processes of the host may not be in this namespace. Where it is unknown, which namespace this is, it is taken for
-        # the host's.
+        # Other processes of the host may not be in this namespace. An unknown namespace is taken for the host's.
         return OpenFiles(by_pid=opened.by_pid, complete=opened.complete and self.namespace_is_host() is not False)
 
 

@@ -212,8 +212,8 @@ def daemon_step(
     """Return the step that gives a device a daemon with exactly these limits and users.
 
     ``title`` names the device in the text, ``selector`` and ``uuid`` (None: it does not exist yet) in the printed
-    commands; ``find`` finds it when the step runs. A daemon of ours that ``runs`` is changed, not restarted. The undo gives it back its earlier limits and users, and stops
-    a daemon only if the step has started it.
+    commands; ``find`` finds it when the step runs. A daemon of ours that ``runs`` is changed, not restarted. The undo
+    gives it back its earlier limits and users, and stops a daemon only if the step has started it.
     """
     work = _DaemonWork(host, find, wish)
     if runs is not None:

@@ -115,8 +115,8 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
 def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str, jobs: Mapping[int, str]) -> str:
     """Return how this user gets processes on GPUs (``numbers``) to end: by a command, or by asking their users.
 
-    ``jobs`` are names by PID. `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An
-    MPS server ends after its clients.
+    ``jobs`` are names by PID. `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way
+    that is safe for the others. An MPS server ends after its clients.
     """
     ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
     if not host.root:
