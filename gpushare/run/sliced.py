@@ -14,7 +14,7 @@ from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, gpu_processes
-from gpushare.timeslice.slices import PASSING, apply_slice, forget_ended, restore_slice, slice_records
+from gpushare.timeslice.slices import PASSING, apply_slice, forget_ended, restore_slice, slice_record
 
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
 LOOK_SECONDS: Final = 1.0
@@ -36,8 +36,8 @@ class KeptSlices:
 
     host: Host
     fixed: bool = False
-    # The slice that was last read back, by process.
-    proved: dict[int, int] = field(default_factory=dict)
+    # The slice that was last read back, by process (PID and start time), also of one whose contexts are gone for now.
+    proved: dict[tuple[int, int], int] = field(default_factory=dict)
     _control: ChannelControl | None = None
     _known: dict[int, Channels] = field(default_factory=dict)
     # When to look for new contexts of a process.
@@ -49,57 +49,64 @@ class KeptSlices:
         Raises as `ChannelControl.find` and `apply_slice`.
         """
         for pid in self._known.keys() - set(pids):
-            self._forget(pid)
+            self._forget_contexts(pid)
+        for pid, started in self.proved.keys() - {(pid, channels.started) for pid, channels in self._known.items()}:
+            if self.host.processes.identity(pid) != (pid, started):
+                del self.proved[pid, started]
         return [pid for pid in sorted(pids) if self._apply_one(pid, microseconds)]
 
-    def _forget(self, pid: int) -> None:
-        """Forget a process that has ended or lost its contexts."""
-        for table in (self._known, self.proved, self._contexts_due):
-            table.pop(pid, None)
+    def _forget_contexts(self, pid: int) -> None:
+        """Forget the contexts of a process that has ended, or is without contexts as while it is swapped out."""
+        self._known.pop(pid, None)
+        self._contexts_due.pop(pid, None)
 
     def _apply_one(self, pid: int, microseconds: int) -> bool:
         """Let a process have a slice; return whether it was given it now."""
         if self._control is None:
             self._control = self.host.open_channels().__enter__()
-        channels = self._known.get(pid)
-        if channels is not None and self._has_slice(self._control, channels, microseconds):
+        if pid in self._known and self._has_slice(self._control, self._known[pid], microseconds):
             return False
-        if channels is None:
+        if pid not in self._known:
             # No probe: two at the same time would take each other's trial for the slice of before. The read-back is the proof.
-            channels = self._known[pid] = self._control.find(pid, probe=False)
-        self._known[pid] = apply_slice(self.host, self._control, channels, microseconds)
-        self.proved[pid] = microseconds
+            self._known[pid] = self._control.find(pid, probe=False)
+        channels = self._known[pid]
+        slice_us = self._slice_of_new_contexts(channels, microseconds)
+        if slice_us is not None:
+            self._known[pid] = apply_slice(self.host, self._control, channels, slice_us)
+        self.proved[pid, channels.started] = microseconds
         self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
-        return True
+        return slice_us == microseconds
+
+    def _slice_of_new_contexts(self, channels: Channels, microseconds: int) -> int | None:
+        """Return the slice for contexts that a process has made, or got back after a swap; None: leave them as they are.
+
+        That is what `timeslice set` gave the process meanwhile, and nothing after a `timeslice reset`, unless ``fixed``.
+        """
+        if self.fixed or self.proved.get((channels.pid, channels.started)) != microseconds:
+            return microseconds
+        record = slice_record(self.host, channels.pid, channels.started)
+        return None if record is None else record.slice_us
 
     def _has_slice(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
-        """Return whether a known process has its slice, in all contexts that it has now; look for new ones if that is due.
-
-        If others have changed the slice, and it is not ``fixed``, new contexts get that slice here, and nothing is left to do.
-        """
-        pid = channels.pid
+        """Return whether a known process has its slice, in all contexts that it has now; look for new ones if that is due."""
+        pid, process = channels.pid, (channels.pid, channels.started)
         try:
-            if self.fixed or self.proved.get(pid) != microseconds:
+            if self.fixed or self.proved.get(process) != microseconds:
                 if set(control.read_slices(channels)) != {microseconds}:
                     return False
-                self.proved[pid] = microseconds
+                self.proved[process] = microseconds
             if time.monotonic() < self._contexts_due.get(pid, 0.0):
                 return True
             self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
             now = control.find_again(channels)
         except NotFound:
-            self._forget(pid)
+            self._forget_contexts(pid)
             return False
         self._known[pid] = now
         groups_before = {(group.client, group.handle) for group in channels.compute}
-        new_groups = [group for group in now.compute if (group.client, group.handle) not in groups_before]
-        if new_groups and not self.fixed:
-            record = slice_records(self.host).get(pid)
-            # Set by `timeslice set` meanwhile: that slice is for later contexts, too.
-            if record is not None and record.slice_us != microseconds:
-                apply_slice(self.host, control, now, record.slice_us)
-                return True
-        return all(group.slice_us == microseconds for group in new_groups)
+        return all(
+            group.slice_us == microseconds for group in now.compute if (group.client, group.handle) not in groups_before
+        )
 
     def restore(self) -> None:
         """Give the processes that still run the slices of before. Raises as `restore_slice`."""

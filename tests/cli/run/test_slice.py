@@ -76,6 +76,11 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> Non
     world.run("timeslice", "set", "700us", "batch")
     time.sleep(1.5)
     assert slices(world) == [700]
+    world.run("timeslice", "reset", "batch")
+    time.sleep(1.5)
+    assert slices(world) == [2048]
+    (listed,) = world.asked("jobs", "-o", "json").data["jobs"]
+    assert listed["slice_us"] is None
     assert job.end(signal.SIGTERM).err.count("read back") == 1
 
 

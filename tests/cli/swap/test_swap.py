@@ -14,6 +14,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.room import room_kept
 from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
+from gpushare.run.sliced import KeptSlices
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from tests.cli.drive import Cli, Refused, World
@@ -77,6 +78,30 @@ def test_what_gpushare_set_as_its_slice_holds_again(cli: Cli) -> None:
     cli("swap", "out", pid).ok()
     cli("swap", "in", pid).ok()
     assert slice_of(cli) == (1024, None)
+
+
+def test_run_leaves_a_slice_that_was_set_or_reset_meanwhile_after_a_swap_too(cli: Cli, world: World) -> None:
+    pid = job()
+    kept = KeptSlices(world.host)
+
+    def swap() -> None:
+        cli("swap", "out", str(pid)).ok()
+        assert kept.apply([], 500) == []
+        cli("swap", "in", str(pid)).ok()
+
+    assert kept.apply([pid], 500) == [pid]
+    swap()
+    kept.apply([pid], 500)
+    assert slice_of(cli) == (500, 500)
+    cli("timeslice", "set", "4ms", str(pid)).ok()
+    swap()
+    assert kept.apply([pid], 500) == []
+    assert slice_of(cli) == (4000, 4000)
+    cli("timeslice", "reset", str(pid)).ok()
+    swap()
+    assert kept.apply([pid], 500) == kept.apply([pid], 500) == []
+    assert slice_of(cli) == (1024, None)
+    kept.close()
 
 
 def test_a_slice_that_cannot_be_set_again_is_told(cli: Cli, world: World) -> None:
