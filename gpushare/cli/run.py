@@ -266,7 +266,7 @@ REFUSED: Final = (
     Refused("--slice", "--opportunistic", "all opportunistic jobs of a GPU share one time-slice", "--opportunistic --yield slices=500us -- CMD"),
     Refused("--swap --movable", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap -- CMD"),
     Refused("--swap --movable --yield:swap", "--threads --priority --strict", "a job that is swapped or moved runs outside MPS", "--swap request --memory 20G -- CMD"),
-    Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved has the driver's time-slice", "--swap request --name NAME -- CMD"),
+    Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved gets a time-slice by gpushare timeslice set", "--swap request --name NAME -- CMD"),
     Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G -- CMD"),
     Refused("--swap --movable --yield:swap", "--container", "a container cannot be swapped or moved", "--container podman -- IMAGE CMD"),
     Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97% -- CMD"),
