@@ -128,8 +128,12 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     earlier = slice_record(host, channels.pid, channels.started)
     before = list(earlier.before) if earlier is not None else []
     keys = {entry.partition("=")[0] for entry in before}
+    # Groups that a swap has made anew got gpushare's own slice from `renew_slices`: that is not what they had before.
+    own_us = None if earlier is None else earlier.slice_us
     before += [
-        f"{_key(group)}={group.slice_us}" for group in channels.compute if group.slice_us and _key(group) not in keys
+        f"{_key(group)}={group.slice_us}"
+        for group in channels.compute
+        if group.slice_us not in {None, 0, own_us} and _key(group) not in keys
     ]
     record = SliceRecord(
         pid=channels.pid,

@@ -18,7 +18,7 @@ from gpushare.host.channels import ChannelControl
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.timeslice import slices
-from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
+from gpushare.timeslice.slices import apply_slice, note_slice, restore_slice, slice_records
 from tests.cli.drive import H200, Cli, Refused, World
 
 
@@ -323,6 +323,9 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
         later = replace(scanned.compute[0], handle=0x5C000099)
         # A group that was not there: it gets what the first one had.
         assert record.slice_before(later) == 2048
+        # Nor was one that a swap has made anew, with the slice that gpushare had set.
+        note_slice(host, replace(scanned, groups=(replace(later, slice_us=600),)), 500)
+        assert slice_records(host)[pid].slice_before(later) == 2048
         restore_slice(host, control, scanned)
     assert (slice_of(world, pid), slice_records(host)) == (2048, {})
 
