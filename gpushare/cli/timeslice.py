@@ -207,7 +207,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
                     slice_us=slices[0] if len({*slices}) == 1 else None,
                     slices_us=tuple(slices),
                     set_us=None if record is None else record.slice_us,
-                    before_us=None if record is None else min(record.earlier, default=None),
+                    before_us=None if record is None else min(record.slices_before, default=None),
                     under_mps=reading.under_mps or process.mps,
                     reason=None if reading.error is None else reading.error.code,
                     message=None if reading.error is None else reading.error.message,

@@ -192,6 +192,11 @@ class Group:
     slice_us: Count | None
     under_mps: bool = False
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return what names it among the groups of its process."""
+        return self.client, self.handle
+
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:

@@ -103,10 +103,8 @@ class KeptSlices:
             self._forget_contexts(pid)
             return False
         self._known[pid] = now
-        groups_before = {(group.client, group.handle) for group in channels.compute}
-        return all(
-            group.slice_us == microseconds for group in now.compute if (group.client, group.handle) not in groups_before
-        )
+        keys_before = {group.key for group in channels.compute}
+        return all(group.slice_us == microseconds for group in now.compute if group.key not in keys_before)
 
     def restore(self) -> None:
         """Give the processes that still run the slices of before. Raises as `restore_slice`."""

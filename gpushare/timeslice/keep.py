@@ -33,7 +33,7 @@ from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, name_commands
-from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
+from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_put_back_on_failure, slice_record
 
 LOOK_SECONDS: Final = 1.0
 # Time for calls to the driver in one look; one call may take longer, up to the limit of a scan.
@@ -461,7 +461,7 @@ class Keeper:
             if set(self._control.read_slices(part)) != {group.slice_us}:
                 # Another gpushare has just set it: the next look handles that.
                 return
-            with record_kept(self._host, part):
+            with record_put_back_on_failure(self._host, part):
                 if decision is not None:
                     # For `status`, and for `timeslice reset`.
                     note_slice(self._host, part, slices.now)

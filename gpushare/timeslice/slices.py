@@ -7,13 +7,13 @@ the driver offers, and who may call it, is in `gpushare.host.channels`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias, TypeVar
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
-from gpushare.base.typed import Count, JobName, Pid
+from gpushare.base.typed import Count, JobName, Pid, Within
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import uptime
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 T = TypeVar("T")
+OnFound: TypeAlias = "Callable[[Channels], object]"
 # The slices that a user may set.
 LEAST_US: Final = 20
 MOST_US: Final = 30_000
 # What comes or goes is found at the next look: a process, or the context that it has not made yet.
 PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
-# A process may make or close contexts between a look and a call.
-_TRIES: Final = 3
+# A process may make or close contexts between a look and a call: so often is it looked at again.
+_MOST_STALE: Final = 2
 
 
 def check_settable(host: Host) -> None:
@@ -43,7 +44,7 @@ def check_settable(host: Host) -> None:
 
 
 def check_slice(microseconds: int) -> int:
-    """Return a slice that may be set. Those above 30 ms are for root, see `plan_slice`."""
+    """Return a slice unchanged. Raises BadUsage: it is too short. One above 30 ms is for root, see `plan_slice`."""
     if microseconds < LEAST_US:
         raise BadUsage(
             f"a time-slice of {format_slice(microseconds)} is below {format_slice(LEAST_US)}",
@@ -56,33 +57,35 @@ def check_slice(microseconds: int) -> int:
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
+class FoundSlice(NamedTuple):
+    """The slice that a channel group had before gpushare set one; `Group.key` names the group."""
+
+    client: Count
+    handle: Count
+    slice_us: Annotated[int, Within(1, 999_999_999)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class SliceRecord(Kept):
-    """What gpushare set for a process; ``before`` has ``CLIENT:GROUP=MICROSECONDS`` of each group as it was found."""
+    """What gpushare set for a process, and what its channel groups had ``before``."""
 
     pid: Pid
     started: Count
     slice_us: Count
-    before: tuple[str, ...]
+    before: tuple[FoundSlice, ...]
     # Seconds since boot.
     set_at: Past
     job: JobName | None = None
 
     def slice_before(self, group: Group) -> int | None:
-        """Return the slice that a group had; that of the first group for one that was made later."""
-        values = dict(entry.split("=", 1) for entry in self.before if "=" in entry)
-        text = values.get(_key(group)) or next(iter(values.values()), "")
-        return int(text) if text.isdecimal() and 0 < len(text) <= 9 and int(text) > 0 else None
+        """Return the slice that a group had; a group made since then counts as the first one. None: no group is recorded."""
+        slices = {(found.client, found.handle): found.slice_us for found in self.before}
+        return slices.get(group.key) or next(iter(slices.values()), None)
 
     @property
-    def earlier(self) -> set[int]:
-        """Return the slices that its groups had."""
-        return {int(text) for text in (entry.partition("=")[2] for entry in self.before) if text.isdecimal()}
-
-
-def _key(group: Group) -> str:
-    """Return how a record names a channel group."""
-    return f"{group.client:x}:{group.handle:x}"
+    def slices_before(self) -> set[int]:
+        """Return the different slices that the groups had."""
+        return {found.slice_us for found in self.before}
 
 
 RECORDS: Final = RecordStore(SliceRecord, SLICES, "the record of a time-slice")
@@ -126,20 +129,20 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
         NoPermission, OperationFailed: the record cannot be written.
     """
     earlier = slice_record(host, channels.pid, channels.started)
-    before = list(earlier.before) if earlier is not None else []
-    keys = {entry.partition("=")[0] for entry in before}
+    before = () if earlier is None else earlier.before
+    recorded = {(found.client, found.handle) for found in before}
     # Groups that a swap has made anew got gpushare's own slice from `renew_slices`: that is not what they had before.
     own_us = None if earlier is None else earlier.slice_us
-    before += [
-        f"{_key(group)}={group.slice_us}"
+    new = (
+        FoundSlice(*group.key, group.slice_us)
         for group in channels.compute
-        if group.slice_us not in {None, 0, own_us} and _key(group) not in keys
-    ]
+        if group.slice_us and group.slice_us != own_us and group.key not in recorded
+    )
     record = SliceRecord(
         pid=channels.pid,
         started=channels.started,
         slice_us=microseconds,
-        before=tuple(before),
+        before=(*before, *new),
         set_at=uptime(),
         job=job or (None if earlier is None else earlier.job),
         path=RECORDS.path(host, channels.pid),
@@ -148,7 +151,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
 
 
 def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None:
-    """Record that a process has a slice again that it had earlier; the first one needs no record.
+    """Record that a process has an earlier slice again; the record goes if that is the slice from before gpushare.
 
     Raises:
         NoPermission, OperationFailed: the record cannot be written.
@@ -156,15 +159,15 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
     record = slice_record(host, pid, started)
     if record is None:
         return
-    restored = record.earlier == {microseconds}
-    put_record_back(host, pid, None if restored else replace(record, slice_us=microseconds, set_at=uptime()))
+    is_original = record.slices_before == {microseconds}
+    put_record_back(host, pid, None if is_original else replace(record, slice_us=microseconds, set_at=uptime()))
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
 def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, probe: bool = True) -> Channels:
-    """Scan a process whose slice is to be set. Without a probe nothing is written.
+    """Scan a process whose slice is to be set. Without ``probe`` nothing is written, and whether it can be set is unproved.
 
     Raises:
         NotSupported: it is a client of MPS (``under_mps``); and as `ChannelControl.find`.
@@ -196,12 +199,12 @@ def apply_slice(
     channels: Channels,
     microseconds: int,
     job: str | None = None,
-    before: list[Channels] | None = None,
+    on_found: OnFound = lambda _found: None,
 ) -> Channels:
-    """Set the slice of all contexts that a process has now, and read it back; return them as they were found.
+    """Set the slice of all contexts that a process has now, and read it back; return them with the slices that they had.
 
-    What they had is recorded before; ``before`` then holds what they had. If it fails, they have the slices of before, and so
-    has the record.
+    These are recorded, and given to ``on_found``, before the slice is set. After a failure both the contexts and the record
+    are as before.
 
     Raises:
         GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.
@@ -209,10 +212,9 @@ def apply_slice(
 
     def once(present: Channels) -> Channels:
         forget_ended(host)
-        with record_kept(host, present):
+        with record_put_back_on_failure(host, present):
             note_slice(host, present, microseconds, job=job)
-            if before is not None:
-                before[:] = [present]
+            on_found(present)
             control.set_slice(present, microseconds)
         return present
 
@@ -221,72 +223,60 @@ def apply_slice(
 
 
 @contextlib.contextmanager
-def record_kept(host: Host, channels: Channels) -> Iterator[None]:
-    """Put the record of a process back if its slice cannot be set; after a timeout, or halfway, it may have been set."""
+def record_put_back_on_failure(host: Host, channels: Channels) -> Iterator[None]:
+    """Put the record of a process back as it was if what is done here fails to set its slice."""
     record = slice_record(host, channels.pid, channels.started)
     try:
         yield
-    except TimedOut:
-        raise
     except GpushareError as error:
-        if error.code == "half_done":
-            raise
-        with contextlib.suppress(GpushareError):
-            put_record_back(host, channels.pid, record)
+        # After a timeout, or halfway, the slice may have been set, and the new record is needed.
+        if not isinstance(error, TimedOut) and error.code != "half_done":
+            with contextlib.suppress(GpushareError):
+                put_record_back(host, channels.pid, record)
         raise
 
 
 def restore_slice(
-    host: Host, control: ChannelControl, channels: Channels, before: list[Channels] | None = None
+    host: Host, control: ChannelControl, channels: Channels, on_found: OnFound = lambda _found: None
 ) -> None:
     """Give a process the slices from before the first `apply_slice`, and forget the record; nothing without a record.
 
-    ``before`` then holds what it had.
+    ``on_found`` gets the contexts with the slices that they have until then.
 
     Raises:
         GpushareError: as `apply_slice`.
     """
-    if slice_record(host, channels.pid, channels.started) is None:
-        return
     with slices_locked(host):
-        # Another gpushare may have restored it before this one had the lock.
         record = slice_record(host, channels.pid, channels.started)
-        if record is not None:
-            _restore_from(host, control, channels, record, before)
+        if record is None:
+            return
 
+        def once(present: Channels) -> None:
+            on_found(present)
+            groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
+            control.restore_slices(replace(present, groups=groups))
 
-def _restore_from(
-    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, before: list[Channels] | None
-) -> None:
-    """Set the slices of a record's ``before``, and remove the record; the caller holds the lock."""
-
-    def once(present: Channels) -> None:
-        if before is not None:
-            before[:] = [present]
-        groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
-        control.restore_slices(replace(present, groups=groups))
-
-    _with_present(control, channels, once)
-    put_record_back(host, channels.pid, None)
-    if slice_record(host, channels.pid, channels.started) is not None:
-        # Root's, which this user cannot remove: a later one says what is so.
-        slice_us = min(record.earlier, default=record.slice_us)
-        put_record_back(host, channels.pid, replace(record, slice_us=slice_us, set_at=uptime()))
+        _with_present(control, channels, once)
+        put_record_back(host, channels.pid, None)
+        if slice_record(host, channels.pid, channels.started) is not None:
+            # Root's record, which this user cannot remove, counts until there is a later one.
+            slice_us = min(record.slices_before, default=record.slice_us)
+            put_record_back(host, channels.pid, replace(record, slice_us=slice_us, set_at=uptime()))
 
 
 def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Channels], T]) -> T:
-    """Act on the contexts that a process has now; again if it makes or closes one meanwhile."""
-    for tries in reversed(range(_TRIES)):
+    """Act on the contexts that a process has now; once more each time that it makes or closes one meanwhile."""
+    for _ in range(_MOST_STALE):
         try:
             return act(control.find_again(channels))
         except NotFound as error:
-            if error.code != "stale_channels" or not tries:
+            if error.code != "stale_channels":
                 raise
-    raise AssertionError
+    return act(control.find_again(channels))
 
 
 def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> bool:
-    """Set again what gpushare had set for processes (PID and start time) that came back from host memory.
+    """Set the slices again that gpushare had set for processes (PID and start time) which came back from host memory.
 
     The driver restores their channels with a slice of 1.024ms, whatever they had (H200, driver 580.159.04, 2026-11-27).
     ``say`` is told which process has lost its slice. Returns False if the driver did not answer: then the rest is not tried.
@@ -348,7 +338,9 @@ def plan_slice(
     records = slice_records(host)
     job = None if selector.isdecimal() else selector
     notes = []
-    steps, earlier = [], set()
+    steps: list[Step] = []
+    # The slices that gpushare had set; None: one of another program.
+    earlier: set[int | None] = set()
     for process in processes:
         channels = find_channels(host, control, process, probe=probe)
         info = host.processes.describe(process.pid)
@@ -360,45 +352,39 @@ def plan_slice(
         if now != {microseconds}:
             act = partial(apply_slice, host, control, channels, microseconds, job)
             steps.append(_set_step(host, control, channels, f"to {wanted}", act))
-    before = next(iter(earlier)) if len(earlier) == 1 else None
-    # The undo asks for another user's job, too, and for a slice that may stall the others.
-    agreed = " -y" if consent or (before or 0) > MOST_US else ""
-    earlier_text = format_slice(before)
-    undo = (
-        f"gpushare timeslice reset {selector}"
-        if before is None
-        else f"gpushare timeslice set {earlier_text} {selector}"
-    )
+    undo = _set_command(earlier, selector, consent) or f"gpushare timeslice reset {selector}{' -y' if consent else ''}"
     return Plan(
         title=f"time-slice {wanted} for {title}",
         steps=tuple(steps),
-        undo=undo + agreed,
+        undo=undo,
         consent=tuple(asked),
         notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
     )
 
 
-def _set_step(
-    host: Host,
-    control: ChannelControl,
-    channels: Channels,
-    to: str,
-    act: Callable[[list[Channels]], object],
-) -> Step:
-    """Return the step that sets the slices of a process; ``to`` says to what.
+def _set_command(slices: Collection[int | None], selector: str, consent: Sequence[Loss]) -> str | None:
+    """Return the command that gives a job its only slice again; None: it has several, or an unknown one.
 
-    ``act`` sets them, and appends the channels with their earlier slices to its list, for the way back.
+    It asks for another user's job (``consent``), and for a slice that may stall others: hence -y.
     """
-    record = slice_record(host, channels.pid, channels.started)
-    before: list[Channels] = []
+    (slice_us,) = slices if len(slices) == 1 else (None,)
+    if slice_us is None:
+        return None
+    agreed = " -y" if consent or slice_us > MOST_US else ""
+    return f"gpushare timeslice set {format_slice(slice_us)} {selector}{agreed}"
 
-    def there() -> None:
-        act(before)
+
+def _set_step(
+    host: Host, control: ChannelControl, channels: Channels, to: str, act: Callable[[OnFound], object]
+) -> Step:
+    """Return the step that sets the slices of a process by ``act``, as `apply_slice` does; ``to`` says to what."""
+    record = slice_record(host, channels.pid, channels.started)
+    found: list[Channels] = []
 
     def back() -> None:
-        # What was found comes back, and not the value of a record, which another program may have changed since.
-        while before:
-            present = before.pop()
+        """Restore the slices that were found: a record's may be out of date, as other programs set slices too."""
+        while found:
+            present = found.pop()
             # If it has ended, its slice has ended with it.
             with contextlib.suppress(NotFound):
                 control.restore_slices(present)
@@ -409,7 +395,7 @@ def _set_step(
         what=f"set the time-slice of process {channels.pid} from {_slices_text(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
         # NVIDIA has no program for it.
         command=None,
-        do=there,
+        do=lambda: act(found.append),
         revert=back,
     )
 
@@ -427,8 +413,9 @@ def plan_restore(
     """Return the plan that gives the processes of a job the slices from before `plan_slice`."""
     steps = []
     records = slice_records(host)
+    # Of all groups, what they have now, and what they get.
     slices: set[int | None] = set()
-    before: set[int] = set()
+    restored: set[int] = set()
     for process in processes:
         record = records.get(process.pid)
         if record is None or record.started != process.started:
@@ -442,14 +429,12 @@ def plan_restore(
             steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
         else:
             steps.append(_forget_step(host, control, channels, record))
-        before |= {value for value in earlier if value is not None}
-    (only,) = slices if len(slices) == 1 else (None,)
-    back = ", ".join(format_slice(value) for value in sorted(before))
-    agreed = " -y" if consent or (only or 0) > MOST_US else ""
+        restored |= {value for value in earlier if value is not None}
+    restored_text = ", ".join(format_slice(value) for value in sorted(restored))
     return Plan(
-        title=f"time-slice {back or 'as before'} for {title}",
+        title=f"time-slice {restored_text or 'as before'} for {title}",
         steps=tuple(steps),
-        undo=None if only is None else f"gpushare timeslice set {format_slice(only)} {selector}{agreed}",
+        undo=_set_command(slices, selector, consent),
         consent=tuple(consent) if steps else (),
         notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
     )
@@ -483,7 +468,7 @@ class Reading:
     under_mps: bool = False
 
     def on(self, uuid: str | None) -> tuple[int, ...]:
-        """Return the slices on a GPU. Groups whose GPU the driver does not tell, or tells as a MIG device, count for all."""
+        """Return the slices on a GPU. A group whose GPU the driver does not tell, or tells as a MIG device, is on every GPU."""
         return tuple(
             value
             for gpu, slices in self.slices.items()

@@ -259,7 +259,7 @@ def test_after_a_time_out_the_record_stays_until_it_is_restored(
     assert answer.error["code"] == "driver_hangs"
     assert "could not be undone" in answer.error["message"]
     # It was set, and the undo timed out as well: what was there is still known.
-    assert slice_records(world.host)[pid].earlier == {2048}
+    assert slice_records(world.host)[pid].slices_before == {2048}
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
 
@@ -319,7 +319,7 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
         scanned = apply_slice(host, control, control.find(pid), 500)
         assert apply_slice(host, control, scanned, 600, job="web").compute[0].slice_us == 500
         record = slice_records(host)[pid]
-        assert (record.slice_us, record.earlier, record.job) == (600, {2048}, "web")
+        assert (record.slice_us, record.slices_before, record.job) == (600, {2048}, "web")
         later = replace(scanned.compute[0], handle=0x5C000099)
         # A group that was not there: it gets what the first one had.
         assert record.slice_before(later) == 2048
