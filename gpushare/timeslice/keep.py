@@ -14,7 +14,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -65,6 +65,11 @@ class KeptSlice(NamedTuple):
     now: Count
     last: Count
 
+    @property
+    def key(self) -> Key:
+        """Return what names its group, as `Group.key`."""
+        return self.client, self.handle
+
 
 @dataclass(frozen=True, kw_only=True)
 class KeptProcess:
@@ -77,7 +82,19 @@ class KeptProcess:
     slices: tuple[KeptSlice, ...]
 
 
-_WantedSlice = tuple[Group, KeptSlice, Decision | None]
+class _Wish(NamedTuple):
+    """The slice that a channel group is to have; ``decision`` None: no rule is for it any more, and its old slice comes back."""
+
+    group: Group
+    kept: KeptSlice
+    decision: Decision | None
+
+
+class _Listed(NamedTuple):
+    """What NVML lists of a process: its GPUs, and whether it is under MPS."""
+
+    gpus: frozenset[int] = frozenset()
+    mps: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,7 @@ class _Process:
         """Return what is set on it, for the record; None: nothing is."""
         if not self.slices or self.channels is None:
             return None
+        # Slices are read and set by the handles of the groups; their channels would only make the record long.
         groups = tuple(replace(group, channels=()) for group in self.channels.compute)
         return KeptProcess(
             pid=self.pid,
@@ -177,6 +195,7 @@ class Keeper:
         # Read at the first look: `recover` needs no NVML.
         self._gpus: dict[int, Gpu] = {}
         self._processes: dict[int, _Process] = {}
+        # The seconds of work that each user's processes took lately, and when they were halved last.
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
         # How many looks in a row no GPU has answered.
@@ -206,9 +225,12 @@ class Keeper:
         for kept in self._earlier:
             if not self._host.processes.alive(kept.pid, kept.started):
                 continue
-            put_back = _put_back(self._host, self._control, kept) if self._clock() < until else None
-            events += put_back or ()
-            if put_back is None or any(event.kind == "skipped" for event in put_back):
+            if self._clock() >= until:
+                rest.append(kept)
+                continue
+            put_back = _put_back(self._host, self._control, kept)
+            events += put_back
+            if _is_incomplete(put_back):
                 rest.append(kept)
         self._earlier = rest
         return events
@@ -235,61 +257,73 @@ class Keeper:
 
     def _update_processes(self) -> None:
         """Take up new processes, and forget those that have ended."""
-        listed, silent = self._listed_processes()
-        ended = [
-            process
-            for process in self._processes.values()
+        listed, silent_gpus = self._listed_processes()
+        ended = []
+        for process in self._processes.values():
             # A GPU that does not answer for a moment must not let us forget what was set.
-            if not (process.pid in listed or process.gpus & silent) or not self._lives(process)
-        ]
+            may_be_listed = process.pid in listed or process.gpus & silent_gpus
+            if not (may_be_listed and self._lives(process)):
+                ended.append(process)
         for process in ended:
             del self._processes[process.pid]
-        command = name_commands(self._policy.rules)
         for pid, (gpus, mps) in listed.items():
             earlier = self._processes.get(pid)
             if earlier is not None:
-                if earlier.gpus != gpus and not earlier.gpus & silent:
+                if earlier.gpus != gpus and not earlier.gpus & silent_gpus:
                     earlier.gpus, earlier.due = gpus, self._clock()
                 continue
             if len(self._processes) >= _MOST_PROCESSES:
                 break
-            origin = self._host.origin(pid, command=command)
+            origin = self._origin_of(pid)
             if origin is not None:
-                self._processes[pid] = self._take_over(_Process(pid, gpus, mps, origin, due=self._clock()))
+                process = self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
+                self._take_over(process)
         if any(process.slices for process in ended):
             self._try_to_write()
+        self._restart_silent_nvml(silent_gpus)
 
-    def _take_over(self, process: _Process) -> _Process:
-        """Return a new process with what a killed keep has set on it and nobody has put back."""
+    def _take_over(self, process: _Process) -> None:
+        """Note on a new process what a killed keep has set on it, and `recover` could not put back."""
         for kept in self._earlier:
             if (kept.pid, kept.started) == (process.pid, process.origin.started):
                 process.channels, process.taken_over = kept.channels, True
-                process.slices = {slices[:2]: slices for slices in kept.slices}
+                process.slices = {slices.key: slices for slices in kept.slices}
                 self._earlier.remove(kept)
-                break
-        return process
+                return
 
-    def _listed_processes(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
-        """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
-        listed: dict[int, tuple[frozenset[int], bool]] = {}
-        silent = set()
+    def _listed_processes(self) -> tuple[dict[int, _Listed], set[int]]:
+        """Return the compute processes by PID, and the GPUs that do not answer."""
+        listed: dict[int, _Listed] = {}
+        silent_gpus = set()
         for index in self._gpus:
             try:
                 processes = self._host.nvml.processes(index) or ()
             except GpushareError:
-                silent.add(index)
+                silent_gpus.add(index)
                 continue
             for process in processes:
                 if process.compute or process.mps:
-                    gpus, mps = listed.get(process.pid, (frozenset(), False))
-                    listed[process.pid] = gpus | {index}, mps or process.mps
-        self._silent = self._silent + 1 if len(silent) == len(self._gpus) else 0
+                    earlier = listed.get(process.pid, _Listed())
+                    listed[process.pid] = _Listed(earlier.gpus | {index}, earlier.mps or process.mps)
+        return listed, silent_gpus
+
+    def _restart_silent_nvml(self, silent_gpus: Collection[int]) -> None:
+        """Open NVML again if no GPU has answered for a while: the driver was loaded again, or is gone for good."""
+        self._silent = self._silent + 1 if len(silent_gpus) == len(self._gpus) else 0
         if self._silent and self._silent % _RESTART_LOOKS == 0:
-            # The driver was loaded again, or is gone for good.
             with contextlib.suppress(GpushareError):
                 self._host.nvml.restart()
                 self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-        return listed, silent
+
+    def _origin_of(self, pid: int) -> Origin | None:
+        """Return the origin of a process, with its command line only if a rule names one; None: it has ended."""
+        return self._host.origin(pid, command=name_commands(self._policy.rules))
+
+    def _renew_origin(self, process: _Process) -> None:
+        """Read again what the rules go by: another program may run in this process by now."""
+        origin = self._origin_of(process.pid)
+        if origin is not None and origin.started == process.origin.started:
+            process.origin = origin
 
     def _lives(self, process: _Process) -> bool:
         """Return whether a process still runs."""
@@ -308,21 +342,29 @@ class Keeper:
                 self._scan_and_apply(process)
             else:
                 self._apply_rules(process, self._control.find_again(process.channels))
-                process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
-                process.due = self._clock() + process.wait
+                self._check_later(process)
         except NotFound as error:
             # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
             process.scan = True
             self._try_later(process, _NOT_YET, error)
         except TimedOut as error:
+            # Told at the first try, and not again after the last one.
             if process.tries == 0:
                 self._note_skipped(process, error)
             self._try_later(process, _TRY_AGAIN, None)
         except GpushareError as error:
             self._skip(process, error)
 
+    def _check_later(self, process: _Process) -> None:
+        """Look at a process again after a wait, which is doubled each time."""
+        process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
+        process.due = self._clock() + process.wait
+
     def _try_later(self, process: _Process, waits: Sequence[float], error: GpushareError | None) -> None:
-        """Work on a process again after the next of these waits (seconds); after the last one leave it alone."""
+        """Try again after the next of these waits (seconds); after the last, leave the process alone, and tell ``error``.
+
+        ``process.tries`` counts the waits that it had.
+        """
         if process.tries < len(waits):
             process.due = self._clock() + waits[process.tries]
             process.tries += 1
@@ -348,16 +390,13 @@ class Keeper:
         return None if process.origin.uid is None else user_name(process.origin.uid)
 
     def _scan_and_apply(self, process: _Process) -> None:
-        """Scan a process, if a rule is for it, and set its slices."""
+        """Scan a process for its channel groups and set their slices; if no rule is for it, only look at it again later."""
         if not any(self._decision(process, gpu, SLICE_PER_WEIGHT_US) for gpu in process.gpus):
-            # A program that starts in this process later may be one that a rule names.
-            process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
-            process.due = self._clock() + process.wait
-            fresh = self._host.origin(process.pid, command=name_commands(self._policy.rules))
-            if fresh is not None and fresh.started == process.origin.started:
-                process.origin = fresh
+            self._check_later(process)
+            self._renew_origin(process)
             return
         self._check_allowed(process)
+        # One that was slow has more time: the first scan is short, so that other processes have their turn.
         limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
         channels = probed_channels(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
@@ -387,7 +426,7 @@ class Keeper:
 
     def _apply_rules(self, process: _Process, channels: Channels) -> None:
         """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
-        wishes = [wish for group in channels.compute if (wish := self._wanted_slice(process, group)) is not None]
+        wishes = [wish for group in channels.compute if (wish := self._wish_for(process, group)) is not None]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
             process.ignored = True
@@ -400,7 +439,7 @@ class Keeper:
                 code="no_compute_group",
             )
         process.channels, process.scan, process.taken_over = channels, False, False
-        earlier, process.slices = process.slices, {slices[:2]: slices for _, slices, _ in wishes}
+        earlier, process.slices = process.slices, {wish.kept.key: wish.kept for wish in wishes}
         if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
@@ -408,43 +447,46 @@ class Keeper:
             except GpushareError:
                 process.slices = earlier
                 raise
-        batches: dict[tuple[Any, ...], list[_WantedSlice]] = {}
-        for each in wishes:
-            group, slices, decision = each
-            if group.slice_us != slices.now:
-                rule = None if decision is None else decision.rule.mark
-                batches.setdefault((self._gpu_of(process, group), group.slice_us, slices.now, rule), []).append(each)
+        # One call to the driver, and one event, for all groups that change in the same way.
+        batches: dict[tuple[Any, ...], list[_Wish]] = {}
+        for wish in wishes:
+            group, wanted_us = wish.group, wish.kept.now
+            if group.slice_us != wanted_us:
+                rule = None if wish.decision is None else wish.decision.rule.mark
+                batches.setdefault((self._gpu_of(process, group), group.slice_us, wanted_us, rule), []).append(wish)
         for batch in batches.values():
             self._set(process, batch)
-        if not any(decision for _, _, decision in wishes):
+        if not any(wish.decision for wish in wishes):
             # It is scanned again when a rule is for it.
             process.slices, process.channels, process.scan = {}, None, True
             self._try_to_write()
 
-    def _wanted_slice(self, process: _Process, group: Group) -> _WantedSlice | None:
-        """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice.
+    def _wish_for(self, process: _Process, group: Group) -> _Wish | None:
+        """Return what a group is to have; None: its slice or GPU is unknown, or another program has changed the slice.
 
-        Then the process is marked as changed, the group is forgotten, and an event says so.
+        If it was changed, the process is marked so, the group is forgotten, and an event says so.
         """
-        key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
-        earlier = process.slices.get(key)
+        current, gpu = group.slice_us, self._gpu_of(process, group)
         if current is None or gpu is None:
             return None
-        # Keep's own values: the one that it wanted, or the one before if it could not set that yet.
-        own_values = set() if earlier is None else {earlier.now, earlier.last}
-        if earlier is not None and process.taken_over:
-            own_values.add(earlier.before)
-        if earlier is not None and current not in own_values:
-            self._forget_changed(process, group)
-            return None
-        before = current if earlier is None else earlier.before
+        before = current
+        earlier = process.slices.get(group.key)
+        if earlier is not None:
+            before = earlier.before
+            # Keep's own values: the one that it wanted, or its previous one if it could not set that yet.
+            own_values = {earlier.now, earlier.last}
+            if process.taken_over:
+                own_values.add(before)
+            if current not in own_values:
+                self._forget_changed(process, group)
+                return None
         decision = self._decision(process, gpu, before)
-        slice_us = before if decision is None else decision.microseconds
-        return group, KeptSlice(*key, before, slice_us, last=current), decision
+        wanted_us = before if decision is None else decision.microseconds
+        return _Wish(group, KeptSlice(*group.key, before, wanted_us, last=current), decision)
 
     def _forget_changed(self, process: _Process, group: Group) -> None:
         """Mark a process as changed by another program, and forget this group of it: keep does not restore its slice."""
-        forgotten = process.slices.pop((group.client, group.handle))
+        forgotten = process.slices.pop(group.key)
         process.changed = True
         self._note("changed", process, group, slice_us=group.slice_us, before_us=forgotten.now)
 
@@ -453,24 +495,24 @@ class Keeper:
         gpu = self._gpu_of(process, group)
         self._events.append(Event(kind=kind, pid=process.pid, user=self._user(process), gpu=gpu, **more))
 
-    def _set(self, process: _Process, batch: Sequence[_WantedSlice]) -> None:
-        """Set groups of one GPU that had the same slice and get the same one."""
-        group, slices, decision = batch[0]
-        part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
+    def _set(self, process: _Process, batch: Sequence[_Wish]) -> None:
+        """Set groups of one GPU that have the same slice and get the same one by the same rule, or without a rule."""
+        group, kept, decision = batch[0]
+        channels = Channels(pid=process.pid, started=process.origin.started, groups=tuple(wish.group for wish in batch))
         with slices_locked(self._host):
-            if set(self._control.read_slices(part)) != {group.slice_us}:
+            if set(self._control.read_slices(channels)) != {group.slice_us}:
                 # Another gpushare has just set it: the next look handles that.
                 return
-            with record_put_back_on_failure(self._host, part):
+            with record_put_back_on_failure(self._host, channels):
                 if decision is not None:
                     # For `status`, and for `timeslice reset`.
-                    note_slice(self._host, part, slices.now)
-                self._control.set_slice(part, slices.now)
+                    note_slice(self._host, channels, kept.now)
+                self._control.set_slice(channels, kept.now)
             if decision is None:
-                note_restored(self._host, process.pid, process.origin.started, slices.now)
-        for _, each, _ in batch:
-            process.slices[each[:2]] = each._replace(last=each.now)
-        facts: dict[str, Any] = {"before_us": group.slice_us, "slice_us": slices.now}
+                note_restored(self._host, process.pid, process.origin.started, kept.now)
+        for wish in batch:
+            process.slices[wish.kept.key] = wish.kept._replace(last=wish.kept.now)
+        facts: dict[str, Any] = {"before_us": group.slice_us, "slice_us": kept.now}
         if decision is None:
             self._note("restored", process, group, **facts)
         else:
@@ -480,22 +522,20 @@ class Keeper:
         """Follow other rules from now on. What another program has changed stays as it is."""
         self._policy = policy
         self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-        command = name_commands(policy.rules)
         for process in self._processes.values():
-            origin = self._host.origin(process.pid, command=command)
-            if origin is not None and origin.started == process.origin.started:
-                process.origin = origin
+            self._renew_origin(process)
             process.ignored, process.due = process.changed, self._clock()
             process.tries, process.wait = 0, _FIRST_CHECK_SECONDS
 
     def undo(self) -> list[Event]:
-        """Restore the slices that keep has set and no other program has changed since. Failures are tried once more.
+        """Restore the slices that keep has set and no other program has changed since.
 
         The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
         """
         end = self._clock() + _UNDO_SECONDS
         failed: dict[int, list[Event]] = {}
         events: list[Event] = []
+        # A process that is done has no slices: the second time is for those that failed.
         for _ in range(2):
             for process in self._processes.values():
                 kept = process.kept
@@ -504,8 +544,7 @@ class Keeper:
                 if self._clock() >= end:
                     break
                 put_back = _put_back(self._host, self._control, kept)
-                # Skipped is a slice that could not be restored.
-                if any(event.kind == "skipped" for event in put_back) and self._lives(process):
+                if _is_incomplete(put_back) and self._lives(process):
                     failed[process.pid] = put_back
                     continue
                 failed.pop(process.pid, None)
@@ -518,14 +557,14 @@ class Keeper:
         return events + [event for put_back in failed.values() for event in put_back]
 
     def _write(self) -> None:
-        """Write what is set. Raises GpushareError: it cannot be written."""
+        """Write the record of what is set. Raises GpushareError: it cannot be written."""
         own = [kept for process in self._processes.values() if (kept := process.kept) is not None]
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         path = KEEPS.path(self._host, _KEY)
         KEEPS.write(KeepRecord(**me._asdict(), processes=(*own, *self._earlier), path=path))
 
     def _try_to_write(self) -> None:
-        """Write what is set; a failure is no reason to stop."""
+        """Write the record of what is set; a failure is no reason to stop."""
         with contextlib.suppress(GpushareError):
             self._write()
 
@@ -538,12 +577,17 @@ def _under_mps_error(pid: int) -> NotSupported:
     )
 
 
+def _is_incomplete(put_back: Sequence[Event]) -> bool:
+    """Return whether a slice could not be restored, by the events of `_put_back`."""
+    return any(event.kind == "skipped" for event in put_back)
+
+
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
-    """Restore each group that still has the slice that was set."""
+    """Restore each group of a process that still has the slice that was set; return what happened."""
     pid = kept.pid
     user = None if kept.uid is None else user_name(kept.uid)
-    groups = {(group.client, group.handle): group for group in kept.channels.compute}
-    parts = [(groups[slices[:2]], slices) for slices in kept.slices if slices[:2] in groups]
+    groups = {group.key: group for group in kept.channels.compute}
+    parts = [(groups[slices.key], slices) for slices in kept.slices if slices.key in groups]
     try:
         try:
             restored = _restore_groups(host, control, kept, parts)
@@ -565,21 +609,24 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
 def _restore_groups(
     host: Host, control: ChannelControl, kept: KeptProcess, parts: Sequence[tuple[Group, KeptSlice]]
 ) -> set[tuple[int, int]]:
-    """Restore groups of one process; return the slices that they had and have now."""
+    """Restore groups of one process; return the slices that were changed: the one until now, and the one from before."""
     if not parts:
         return set()
     groups_by_change: dict[tuple[int, int], list[Group]] = {}
     with slices_locked(host):
         values = control.read_slices(replace(kept.channels, groups=tuple(group for group, _ in parts)))
+        # Those that an earlier try restored, and then failed to note.
+        unnoted = set()
         for (group, slices), current in zip(parts, values, strict=True):
+            if current == slices.before:
+                unnoted.add(current)
             # A slice that another program has set since stays.
-            if current != slices.before and current in {slices.now, slices.last}:
+            elif current in {slices.now, slices.last}:
                 groups_by_change.setdefault((current, slices.before), []).append(group)
         for (_, before), groups in groups_by_change.items():
             control.set_slice(replace(kept.channels, groups=tuple(groups)), before)
             note_restored(host, kept.pid, kept.started, before)
-        # These were restored by an earlier try that failed after the call.
-        for before in {slices.before for (_, slices), now in zip(parts, values, strict=True) if now == slices.before}:
+        for before in unnoted:
             note_restored(host, kept.pid, kept.started, before)
     return set(groups_by_change)
 
@@ -606,7 +653,7 @@ _KEY: Final = "keep"
 
 
 def keep_record(host: Host) -> KeepRecord | None:
-    """Return the record of this user's keep, or else root's; one that runs first. None: there is none."""
+    """Return the record of this user's keep or root's: of the one that runs, else of one that was killed. None: there is none."""
     records = [record for record in KEEPS.all(host) if not record.keeper_uid]
     return next((record for record in records if record.runs), records[0] if records else None)
 
@@ -626,6 +673,7 @@ def sole_keep(host: Host) -> Iterator[None]:
         record = keep_record(host)
         raise _already_running_error(None if record is None else record.pid)
 
+    # The lock keeps out another keep of this user, and the record root's.
     record = keep_record(host)
     if record is not None and record.keeper_uid == 0 and record.runs:
         busy()
@@ -698,14 +746,14 @@ class Verdict:
     user: str | None
     name: str | None
     gpu: int
-    rule: str | None
-    outcome: str | None
-    slice_us: int | None
-    why: str | None
+    rule: str | None = None
+    outcome: str | None = None
+    slice_us: int | None = None
+    why: str | None = None
 
 
 def verdicts(host: Host, policy: Policy) -> list[Verdict]:
-    """Return which rule is for each process on the GPUs. Their own slices are not read: 2048 us is assumed."""
+    """Return which rule is for each process on the GPUs, as if each had the default slice: no slice is read."""
     rows = []
     for gpu in host.nvml.identities():
         seen: set[int] = set()
@@ -723,25 +771,22 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
 def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
     """Return the rule for one process on a GPU, and why it would not be applied."""
     info = host.processes.describe(pid)
-    decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
-    name = None if info is None else info.name
-    reason = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
-    if decision is not None and (mps or is_server(name)):
-        reason, untouched = "skipped: under MPS", True
-    elif decision is not None and not host.root and origin.uid != host.uid:
-        reason, untouched = "skipped: it belongs to another user", True
-    else:
-        untouched = decision is None
-    return Verdict(
+    verdict = Verdict(
         pid=pid,
         user=None if origin.uid is None else user_name(origin.uid),
-        name=name,
+        name=None if info is None else info.name,
         gpu=gpu.index,
-        rule=None if decision is None else str(decision.rule.mark),
-        outcome=None if decision is None else decision.rule.outcome,
-        slice_us=None if untouched or decision is None else decision.microseconds,
-        why=reason,
     )
+    decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
+    if decision is None:
+        return verdict
+    verdict = replace(verdict, rule=str(decision.rule.mark), outcome=decision.rule.outcome)
+    if mps or is_server(verdict.name):
+        return replace(verdict, why="skipped: under MPS")
+    if not host.root and origin.uid != host.uid:
+        return replace(verdict, why="skipped: it belongs to another user")
+    limited = None if decision.limited is None else f"limited by {decision.limited}"
+    return replace(verdict, slice_us=decision.microseconds, why=limited)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -767,18 +812,10 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
     uuids = {gpu.index: gpu.uuid for gpu in host.nvml.identities()}
     with host.open_channels() as control:
         for verdict in verdicts(host, policy):
-            identity = host.processes.identity(verdict.pid)
-            if verdict.slice_us is None or verdict.rule is None or identity is None:
+            if verdict.slice_us is None or verdict.rule is None:
                 continue
-            reading = read_slices(control, verdict.pid, identity.started)
-            if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
-                continue
-            slices: Sequence[int | None] = reading.on(uuids[verdict.gpu])
-            if not slices:
-                # This user may not read it: what gpushare has set, as far as it is noted.
-                record = slice_record(host, verdict.pid, identity.started)
-                slices = (None if record is None else record.slice_us,)
-            wrong = [each for each in slices if _deviates(each, verdict)]
+            slices = _slices_on(host, control, verdict.pid, uuids[verdict.gpu])
+            wrong = [slice_us for slice_us in slices if _deviates(slice_us, verdict)]
             if wrong:
                 rows.append(
                     Deviation(
@@ -793,10 +830,25 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
     return rows
 
 
-def _deviates(now: int | None, wanted: Verdict) -> bool:
-    """Return whether a slice is not what the rule wants; an unknown one counts as the default."""
-    if now is None or wanted.slice_us is None:
-        # Unknown is most likely the default.
-        return wanted.slice_us != SLICE_PER_WEIGHT_US
-    # A rule that is limited may give less than was assumed.
-    return now > wanted.slice_us or (now < wanted.slice_us and wanted.why is None)
+def _slices_on(host: Host, control: ChannelControl, pid: int, uuid: str | None) -> Sequence[int | None]:
+    """Return the slices of a process on a GPU: those read, or the one recorded if this user may not read them.
+
+    None: it is not known. None at all of a process that has ended, or is under MPS.
+    """
+    process = host.processes.identity(pid)
+    if process is None:
+        return ()
+    reading = read_slices(control, pid, process.started)
+    if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
+        return ()
+    record = slice_record(host, pid, process.started)
+    return reading.on(uuid) or (None if record is None else record.slice_us,)
+
+
+def _deviates(slice_us: int | None, verdict: Verdict) -> bool:
+    """Return whether a slice is not what the rule gives; an unknown one most likely is the default."""
+    if slice_us is None or verdict.slice_us is None:
+        return verdict.slice_us != SLICE_PER_WEIGHT_US
+    # A limited rule gives less than the verdict says to a process whose slice was shorter than the default.
+    is_limited = verdict.why is not None
+    return slice_us > verdict.slice_us or (slice_us < verdict.slice_us and not is_limited)
