@@ -757,7 +757,7 @@ def _levels(seen: Examination) -> Iterator[Check]:
     """Check that no bench was killed while it had set a time-slice level."""
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        before = left_level(seen.host, gpu, level)
+        before = left_level(seen.host, gpu)
         if before is None or level is None:
             continue
         command = "reset" if before is TimeSlice.DEFAULT else f"set {before.title}"

@@ -53,18 +53,18 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     notes = [NO_MILLISECONDS]
     for device in devices:
         steps += _level_steps(host, device, level, levels, notes)
-    # What was in force before, of each device; `reset` also restores the compute mode.
-    back: dict[str, list[str]] = {}
+    selectors_by_undo: dict[str, list[str]] = {}
     for device in devices:
         before = levels.get(device.gpu.index)
-        change = "reset"
+        # It also restores the compute mode.
+        undo = "reset"
         if before not in {None, TimeSlice.DEFAULT} and _mode_to_restore(host, device) is None:
-            change = f"set {before.title}{' --beside-mps' if beside_mps else ''}"
-        back.setdefault(change, []).append(device.selector)
+            undo = f"set {before.title}{' --beside-mps' if beside_mps else ''}"
+        selectors_by_undo.setdefault(undo, []).append(device.selector)
     return Plan(
         title=f"time-slice level {level.title} on {', '.join(device.title for device in devices)}",
         steps=tuple(steps),
-        undo="; ".join(f"gpushare timeslice {change} -g {','.join(names)}" for change, names in back.items()),
+        undo="; ".join(f"gpushare timeslice {undo} -g {','.join(each)}" for undo, each in selectors_by_undo.items()),
         notes=tuple(notes),
     )
 
@@ -84,7 +84,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
             undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
         mode = _mode_to_restore(host, device)
         if mode is not None:
-            steps.append(_mode_step(host, device, mode, keep=False))
+            steps.append(_mode_step(host, device, mode, restores=True))
         restored = "" if mode is None else f", compute mode {mode.title}"
         plans.append(Plan(title=f"time-slice level default on {device.title}{restored}", steps=tuple(steps), undo=undo))
     notes = () if any(plan.steps for plan in plans) else ("the time-slice is already default; nothing to do",)
@@ -115,7 +115,7 @@ MODES: Final = RecordStore(FoundMode, "mode", "the note of the compute mode that
 
 @contextlib.contextmanager
 def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
-    """Set a level, and set it back at the end. A record says so meanwhile, for `left_level`.
+    """Set a level, and set it back at the end. If gpushare is killed meanwhile, `left_level` finds the old level in a record.
 
     Raises:
         GpushareError: it cannot be set, or not be set back; or the record cannot be written.
@@ -129,18 +129,17 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
     try:
         yield
     finally:
-        for step, error in roll_back(steps):
+        not_undone = roll_back(steps)
+        if not_undone:
+            step, error = not_undone[0]
             raise error.restated(hint=f"set it back: sudo {step.undo}")
         LENT.drop(host, device.uuid)
 
 
-def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice | None:
-    """Return the level that a GPU had before a gpushare, killed since, set its present level; None: it was not set so.
-
-    ``now`` is the present level. If it is not given, it is read, and only if there is a record.
-    """
+def left_level(host: Host, gpu: Gpu) -> TimeSlice | None:
+    """Return the level that a GPU had before a gpushare, killed since, set its present level; None: it was not set so."""
     for record in LENT.find(host, gpu.uuid or ""):
-        if not any_lives(host, record) and record.level is (host.policy.read().get(gpu.index) if now is None else now):
+        if not any_lives(host, record) and record.level is host.policy.read().get(gpu.index):
             return record.before
     return None
 
@@ -154,10 +153,10 @@ def _level_steps(
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
         if _has_exclusive_daemon(host, device):
-            # Without a record: the stop of the daemon restores the mode before it, and a record of its mode would outlive it.
+            # The mode needs no record: it is the daemon's, whose stop restores the mode from before it.
             steps.append(compute_mode_step(host, device, ComputeMode.DEFAULT, before=mode))
         else:
-            steps.append(_mode_step(host, device, ComputeMode.DEFAULT, keep=True))
+            steps.append(_mode_step(host, device, ComputeMode.DEFAULT, restores=False))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -173,9 +172,10 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     setting = f"the time-slice of {device.title}"
 
     def write(value: TimeSlice) -> None:
+        was_left = left_level(host, device.gpu) is not None
         host.policy.set(device.uuid, value)
-        # The level was left by a killed gpushare: its record has no use after this change.
-        if left_level(host, device.gpu, before) is not None:
+        # The record of a killed gpushare has no use once its level was changed.
+        if was_left:
             LENT.drop(host, device.uuid)
 
     return setting_step(
@@ -193,33 +193,32 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     )
 
 
-def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> Step:
-    """Return the step that sets a compute mode.
+def _mode_step(host: Host, device: Device, mode: ComputeMode, *, restores: bool) -> Step:
+    """Return the step that sets a compute mode, and records the one that it finds, unless an earlier one is recorded.
 
-    With ``keep`` the mode that was there is recorded, unless the record has an earlier one; without, the record is removed:
-    the mode is back.
+    With ``restores`` the mode is the recorded one, and the record is removed.
     """
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
     recorded = _mode_before_set(host, device)
-    # A record that another gpushare wrote meanwhile is not restored.
-    noted = False
+    # If this step has not changed the record, the undo leaves it alone: another gpushare may have written it meanwhile.
+    has_changed_record = False
 
     def act() -> None:
-        nonlocal noted
+        nonlocal has_changed_record
         now = host.nvml.compute_mode(device.gpu.index)
-        if keep and recorded is None and now not in {None, mode}:
-            noted = True
+        if not restores and recorded is None and now not in {None, mode}:
+            has_changed_record = True
             _note_mode(host, device, now)
         setting.do()
-        if not keep:
-            noted = True
+        if restores:
+            has_changed_record = True
             _note_mode(host, device, None)
 
     def back() -> None:
         if setting.revert is not None:
             setting.revert()
-        if noted and _mode_before_set(host, device) is not recorded:
+        if has_changed_record:
             _note_mode(host, device, recorded)
 
     return replace(setting, do=act, revert=back)
@@ -284,12 +283,12 @@ def _mode_before_set(host: Host, device: Device) -> ComputeMode | None:
 
 
 def _mode_to_restore(host: Host, device: Device) -> ComputeMode | None:
-    """Return the compute mode that a reset restores; None: it was not changed."""
+    """Return the compute mode that a reset restores: the recorded one, or that of an exclusive daemon; None: it is in force."""
     recorded = _mode_before_set(host, device)
     exclusive = ComputeMode.EXCLUSIVE_PROCESS
-    if recorded is None and host.nvml.compute_mode(device.gpu.index) is not exclusive:
-        return exclusive if _has_exclusive_daemon(host, device) else None
-    return recorded
+    if recorded is not None or host.nvml.compute_mode(device.gpu.index) is exclusive:
+        return recorded
+    return exclusive if _has_exclusive_daemon(host, device) else None
 
 
 def _has_exclusive_daemon(host: Host, device: Device) -> bool:

@@ -140,8 +140,6 @@ class Decision:
 def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, default_us: int) -> Decision | None:
     """Return what the first rule that matches gives a process on a GPU; None: no rule matches.
 
-    A rule that rests only on what users say about themselves gives no more than the process had, and no more than the rules
-    below would give it.
     ``default_us`` is the slice that the process had before anybody changed it.
     """
     for number, rule in enumerate(rules):
@@ -151,15 +149,13 @@ def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, defaul
         wanted = rule.microseconds
         if _is_trusted(kinds, origin):
             return Decision(rule=rule, microseconds=wanted)
+        # What a user says about itself raises no share.
+        most, limit = default_us, "the slice that it had"
         below = decide(rules[number + 1 :], names, origin, gpu, default_us)
-        most = default_us if below is None else min(default_us, below.microseconds)
+        if below is not None and below.microseconds < default_us:
+            most, limit = below.microseconds, f"the rule {below.rule.mark}"
         if wanted <= most:
             return Decision(rule=rule, microseconds=wanted)
-        limit = (
-            "the slice that it had"
-            if below is None or default_us <= below.microseconds
-            else f"the rule {below.rule.mark}"
-        )
         return Decision(rule=rule, microseconds=most, limited=limit)
     return None
 
@@ -167,14 +163,15 @@ def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, defaul
 def _is_trusted(kinds: Iterable[str], origin: Origin) -> bool:
     """Return whether what a rule relies on is known from the kernel or from root, not from the user."""
     kinds = set(kinds)
-    # A rule for all processes, or all of a GPU, relies on nothing that a process says.
     claimed = kinds & {"command", "cgroup", "container"}
-    placed = origin.of_root and bool(claimed & {"cgroup", "container"})
-    return not claimed or placed or bool(kinds & {"user", "group"})
+    # A rule for all processes, or all of a GPU or a user, relies on nothing that a process says.
+    if not claimed or kinds & {"user", "group"}:
+        return True
+    return origin.of_root and bool(claimed & {"cgroup", "container"})
 
 
 def _kinds_matched(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
-    """Return the kinds of values that a match names, if the process fits all of them."""
+    """Return the kinds of values that a match names; None: the process does not fit one of them."""
     given = match.given()
     for kind, values in given.items():
         if kind == "user":

@@ -23,7 +23,7 @@ from gpushare.run.jobs import JobRecord, records, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
-from gpushare.timeslice.slices import RECORDS, SliceRecord, slice_records
+from gpushare.timeslice.slices import RECORDS, FoundSlice, SliceRecord, slice_records
 from tests.cli.drive import World
 from tests.errors import fails
 from tests.security.conftest import Stranger, gpushare
@@ -42,7 +42,7 @@ def fill(host: Host, device: Device) -> None:
     home.write(record)
     note_pauses(host, Pauses(**me._asdict(), gpu_uuid=device.uuid))
     write_record(host, JobRecord(name="web", **me._asdict(), devices=(device.uuid,)))
-    slices = SliceRecord(**me._asdict(), slice_us=500, before=("1:2=2048",), set_at=1.0)
+    slices = SliceRecord(**me._asdict(), slice_us=500, before=(FoundSlice(1, 2, 2048),), set_at=1.0)
     RECORDS.write(replace(slices, path=RECORDS.path(host, me.pid)))
     MODES.write(FoundMode(mode=ComputeMode.EXCLUSIVE_PROCESS, path=MODES.path(host, device.uuid)))
     # Of one that was killed.
@@ -72,7 +72,7 @@ READERS: dict[str, Reader] = {
     "production": lambda host, device: records(host),
     "slices": lambda host, device: slice_records(host),
     "mode": lambda host, device: MODES.read(MODES.path(host, device.uuid)),
-    "lent": lambda host, device: left_level(host, device.gpu, TimeSlice.DEFAULT),
+    "lent": lambda host, device: left_level(host, device.gpu),
     "peaks": lambda host, device: find_profile(host, device, ["true"]),
     "benched": lambda host, device: find_benched(host, device, ["true"], 1),
     "tuned": lambda host, device: find_tuned(host, "web"),
