@@ -59,6 +59,8 @@ _HOPELESS_ERROR: Final = 2.0
 _SCATTERED_SECONDS: Final = 9.0
 # Slices that leave the others less than this are not searched further where caps can be.
 _STARVED_SHARE: Final = 0.2
+# A setting with at least this margin may meet the goal after more windows.
+_NEAR_GOAL: Final = 0.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,11 @@ class Setting:
         cap = "no cap" if self.threads >= 100 else f"cap {self.threads:g} %"
         return f"{cap}, low priority" if self.low else cap
 
+    @property
+    def given_others(self) -> float:
+        """Return what grows along a line: the slice of the opportunistic jobs in microseconds, or their cap in percent."""
+        return self.other_slice_us or self.threads
+
 
 def sliced(production_us: int, other_us: int) -> Setting:
     """Return the setting with these time-slices: production's, and that of all opportunistic jobs together."""
@@ -132,71 +139,76 @@ class Figures:
     def margin(self, goal: Goal) -> float:
         """Return how far the goal is met: 1 at the goal, more if there is room, less if the setting fails."""
         # A rate that is the demand says little: it fails only if it does so by more than chance.
-        rate = self._rate(2.0) if self.waits else self.kept
-        return min(rate / goal.keep, self._tail(goal, self.p99))
+        kept = self._kept_plus(2.0) if self.waits else self.kept
+        return min(kept / goal.keep, self._p99_margin(goal, self.p99))
 
     def meets(self, goal: Goal) -> bool:
         """Return whether the goal is met, perhaps by chance."""
         return self.margin(goal) >= 1
 
     def safe(self, goal: Goal) -> bool:
-        """Return whether the goal is met by more than the standard errors."""
-        error = _UNKNOWN_P99_ERROR * (self.p99 or 0.0) if self.p99_error is None else self.p99_error
-        late = None if self.p99 is None else self.p99 + error
-        rate = self.waits or self._precise_rate(goal) or self._rate(-1.0) >= goal.keep
-        return self.meets(goal) and rate and self._tail(goal, late) >= 1
+        """Return whether the goal is met by more than one standard error, of the rate and of the p99."""
+        p99_is_safe = goal.p99_factor is None
+        if self.p99 is not None:
+            error = _UNKNOWN_P99_ERROR * self.p99 if self.p99_error is None else self.p99_error
+            p99_is_safe = self._p99_margin(goal, self.p99 + error) >= 1
+        rate_is_safe = self.waits or self._has_precise_rate(goal) or self._kept_plus(-1.0) >= goal.keep
+        return self.meets(goal) and rate_is_safe and p99_is_safe
 
-    def holds(self, goal: Goal) -> bool:
-        """Return whether the goal is met, as far as that was measured: after the longest time it must be by more than chance."""
+    def meets_so_far(self, goal: Goal) -> bool:
+        """Return whether the goal is met: at first perhaps by chance, after the longest time by more than that."""
         return self.meets(goal) and (self.seconds < self.most_seconds(goal) or self.safe(goal))
 
     def verdict(self, goal: Goal) -> bool | None:
-        """Return whether the goal is met; None: more windows might still change the answer."""
-        if self._rate(2.0) < goal.keep or self._tail(goal, self.p99_low or 0.0) < 1:
+        """Return whether the goal is met, by two standard errors; None: more windows might still change the answer."""
+        if self._kept_plus(2.0) < goal.keep or self._p99_margin(goal, self.p99_low or 0.0) < 1:
             return False
-        precise = self._precise_rate(goal)
+        precise = self._has_precise_rate(goal)
         if precise and self.kept < goal.keep and not self.waits:
             return False
-        rate = self.waits or precise or self._rate(-2.0) >= goal.keep
-        return True if rate and self._tail(goal, self.p99_high) >= 1 else None
+        rate_is_met = self.waits or precise or self._kept_plus(-2.0) >= goal.keep
+        return True if rate_is_met and self._p99_margin(goal, self.p99_high) >= 1 else None
 
     def ample(self, goal: Goal) -> bool:
         """Return whether production loses at most half of what it may lose."""
-        rate = self.waits or self.kept >= (1 + goal.keep) / 2
-        return rate and (goal.p99_factor is None or self.p99 is None or self.p99 <= (1 + goal.p99_factor) / 2)
+        rate_is_ample = self.waits or self.kept >= (1 + goal.keep) / 2
+        p99_is_ample = goal.p99_factor is None or self.p99 is None or self.p99 <= (1 + goal.p99_factor) / 2
+        return rate_is_ample and p99_is_ample
 
-    def clear(self, goal: Goal) -> bool:
+    def meets_clearly(self, goal: Goal) -> bool:
         """Return whether the goal is met so clearly that the search can go on; the answer needs a `verdict`."""
-        rate = self.waits or self._rate(-2.0) >= goal.keep
-        return self.margin(goal) >= 1 and rate and self._tail(goal, self.p99) >= _CLEAR_P99_MARGIN
+        rate_is_clear = self.waits or self._kept_plus(-2.0) >= goal.keep
+        return self.meets(goal) and rate_is_clear and self._p99_margin(goal, self.p99) >= _CLEAR_P99_MARGIN
 
-    def precise(self, goal: Goal) -> bool:
-        """Return whether the figures are as certain as an answer should be."""
-        # What the search needs to go on, `_precise_rate`, is more than what an answer needs.
+    def certain(self, goal: Goal) -> bool:
+        """Return whether the figures are as certain as an answer should be, whether or not the goal is met."""
+        # `_has_precise_rate`, which the search needs to go on, asks for more.
         rate_is_sure = self.waits or self.error <= _ANSWER_RATE_ERROR
         error = self.p99_error
         p99_is_sure = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
         return rate_is_sure and p99_is_sure and self.seconds >= _ANSWER_SECONDS
 
     def most_seconds(self, goal: Goal) -> float:
-        """Return how long it is worth watching: a p99 that scatters by the host's own stalls does not become certain."""
+        """Return how long the setting is worth watching: less if the host's own stalls keep its p99 from becoming certain."""
         error = self.p99_error
         if goal.p99_factor is None or error is None or self.p99 is None or self.seconds < _ANSWER_SECONDS:
             return MOST_SECONDS
-        hopeless = error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS_ERROR * _P99_ERROR * self.p99
+        # An error falls with the square root of the time.
+        error_in_the_end = error * math.sqrt(self.seconds / MOST_SECONDS)
+        hopeless = error_in_the_end > _HOPELESS_ERROR * _P99_ERROR * self.p99
         return _SCATTERED_SECONDS if hopeless else MOST_SECONDS
 
-    def _precise_rate(self, goal: Goal) -> bool:
+    def _has_precise_rate(self, goal: Goal) -> bool:
         """Return whether the error of the rate is small beside what production may lose."""
         return self.error <= max(0.001, min(_RATE_ERROR, (1 - goal.keep) / 6))
 
-    def _rate(self, errors: float) -> float:
+    def _kept_plus(self, errors: float) -> float:
         """Return the part of its rate that production kept, moved by so many standard errors."""
         return self.kept + errors * self.error
 
     @staticmethod
-    def _tail(goal: Goal, p99: float | None) -> float:
-        """Return the margin of this p99: at least 1 meets the goal; infinite if there is no such goal."""
+    def _p99_margin(goal: Goal, p99: float | None) -> float:
+        """Return how far a p99 meets the goal: at least 1; 0 for an unknown one, infinite without a goal for the p99."""
         if goal.p99_factor is None:
             return math.inf
         if p99 is None:
@@ -227,17 +239,16 @@ class Search:
 
     @property
     def production_us(self) -> list[int]:
-        """Return production's slices in the order in which they are tried.
+        """Return production's slices in the order in which they are tried: one into which a request fits, and a longer one.
 
-        First the shortest that is longer than a request; then a longer one, into which more of its work fits.
+        The first is the shortest that is long enough, or the longest of all.
         """
         if self.request_us is None:
             return [16000, 30000]
-        longer = [
-            each for each in (self.default_us, *PRODUCTION_US) if each >= _LEAST_SLICE_PER_REQUEST * self.request_us
-        ]
-        first = longer[0] if longer else PRODUCTION_US[-1]
-        return [first, *[each for each in PRODUCTION_US[1:] if each > first][:1]]
+        least_us = _LEAST_SLICE_PER_REQUEST * self.request_us
+        first = next((each for each in (self.default_us, *PRODUCTION_US) if each >= least_us), PRODUCTION_US[-1])
+        longer = [each for each in PRODUCTION_US[1:] if each > first]
+        return [first, *longer[:1]]
 
     def least_share(self, way: Way) -> float:
         """Return the share of the others below which no setting of a way is worth measuring."""
@@ -254,24 +265,22 @@ class Search:
 def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures], *, late: bool = False) -> Wanted | None:
     """Return the next setting of a way to measure; None: there is an answer.
 
-    ``late``: little time is left, and what it is best used for is to make the best setting so far certain.
+    ``late``: little time is left, which is best used to make the best setting so far certain.
     """
-    lines = search.lines(way)
-    if late and (wanted := _unsure_best(search.goal, [each for each in known.values() if each.setting.way == way])):
+    of_way = [figures for figures in known.values() if figures.setting.way == way]
+    if late and (wanted := _uncertain_best(search.goal, of_way)):
         return wanted
+    lines = search.lines(way)
     for number, line in enumerate(lines):
         setting = _next_on(search, line, lines[:number], known)
         if setting is not None:
             return Wanted(setting)
     least = search.least_share(way)
-    return _unsure(
-        search.goal,
-        [each for each in known.values() if each.setting.way == way and (each.share is None or each.share >= least)],
-    )
+    return _undecided(search.goal, [each for each in of_way if each.share is None or each.share >= least])
 
 
-def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
-    """Return why no setting of a way can be better than the best one; None: one may be."""
+def reason_to_skip(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
+    """Return why no setting of a way can be better than the best one, which is of another way; None: one may be."""
     best = best_of(goal, known.values())
     if best is None or best.setting.way == way or not best.safe(goal) or best.share is None:
         return None
@@ -282,224 +291,219 @@ def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | No
 
 
 def _next_on(
-    search: Search, line: Sequence[Setting], before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]
+    search: Search, line: Sequence[Setting], lines_before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]
 ) -> Setting | None:
-    """Return the next setting to try on a line, by bisection between the last that meets the goal and the first that fails.
+    """Return the setting of a line to measure next: one between the last that meets the goal and the first that fails.
 
-    A line is ordered: each setting gives the other jobs more, and production less, than the one before. ``before`` are the
-    lines of the same way that were searched before. None: the last setting that meets the goal is known, or the line
-    cannot hold a better one than `best_of` what is known.
+    Each setting of a line gives the other jobs more, and production less, than the one before. ``lines_before`` are those of
+    the same way that were searched already. None: there is no setting in between, or none can be better than the best known.
     """
     goal = search.goal
     best = best_of(goal, known.values())
-    on_line = {place: known[setting] for place, setting in enumerate(line) if setting in known}
-    if not on_line:
-        return _first_on(search, line, before, known, best)
-    meeting = max((place for place, figures in on_line.items() if figures.holds(goal)), default=-1)
-    failing = min((place for place in on_line if place > meeting), default=len(line))
-    if line[0].way is Way.CAPS and before:
+    measured = {index: known[setting] for index, setting in enumerate(line) if setting in known}
+    if not measured:
+        return _first_on(search, line, lines_before, known, best)
+    way = line[0].way
+    meeting = max((index for index, figures in measured.items() if figures.meets_so_far(goal)), default=-1)
+    failing = min((index for index in measured if index > meeting), default=len(line))
+    if way is Way.CAPS and lines_before:
         # Normal priority spares production less: what clearly fails with low priority fails.
-        with_low = [known.get(replace(setting, low=True)) for setting in line]
-        for place, figures in enumerate(with_low[:failing]):
-            if place > meeting and figures is not None and figures.margin(goal) < _CLEAR_FAILURE:
-                failing = place
+        for index in range(meeting + 1, failing):
+            with_low = known.get(replace(line[index], low=True))
+            if with_low is not None and with_low.margin(goal) < _CLEAR_FAILURE:
+                failing = index
                 break
     between = range(meeting + 1, failing)
     # What fails gives the others more than all below it.
-    most = on_line[failing].share if failing in on_line else _most_before(before, known)
-    if not between or not _is_more(most, best, search.least_share(line[0].way)):
+    most = measured[failing].share if failing in measured else _most_share(lines_before, known)
+    if not between or not _may_be_best(most, best, search.least_share(way)):
         return None
-    if line[0].way is Way.SLICES and (
-        _is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, on_line, goal)
-    ):
-        return None
-    if failing not in on_line:
+    if way is Way.SLICES:
+        # Production fails so clearly next to the shortest slice that was measured that a shorter one fails, too.
+        out_of_reach = meeting < 0 and measured[min(measured)].margin(goal) < _WITHIN_REACH
+        if out_of_reach or _is_no_better(line, lines_before, known, goal):
+            return None
+    if failing not in measured:
         # Where production hardly notices the others, the last setting is likely to meet the goal, too.
-        ample = meeting >= 0 and on_line[meeting].ample(goal)
+        ample = meeting >= 0 and measured[meeting].ample(goal)
         return line[between[-1] if ample else between[len(between) // 2]]
-    return line[_crossing(meeting, failing, on_line, goal, halve=meeting >= 0 and len(on_line) % 2 == 0)]
-
-
-def _is_out_of_reach(meeting: int, on_line: Mapping[int, Figures], goal: Goal) -> bool:
-    """Return whether production fails so clearly next to the shortest slice that no other can meet the goal."""
-    return meeting < 0 and on_line[min(on_line)].margin(goal) < _WITHIN_REACH
+    # A straight line between both ends alone creeps up on a sharp knee: every other time, the middle is measured.
+    if meeting >= 0 and len(measured) % 2 == 0:
+        return line[(meeting + failing) // 2]
+    return line[_crossing(meeting, failing, measured, goal)]
 
 
 def _is_no_better(
-    line: Sequence[Setting], before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures], goal: Goal
+    line: Sequence[Setting], lines_before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures], goal: Goal
 ) -> bool:
-    """Return whether a longer slice of production spares it no more than the one before."""
-    if not before:
+    """Return whether the longer slice of production on this line spares it no more than that of the line before."""
+    if not lines_before:
         return False
-    pairs = [(known.get(setting), known.get(other)) for setting, other in zip(line, before[-1], strict=True)]
+    pairs = [(known.get(setting), known.get(other)) for setting, other in zip(line, lines_before[-1], strict=True)]
     both = [(longer, shorter) for longer, shorter in pairs if longer is not None and shorter is not None]
     return bool(both) and all(
         longer.margin(goal) < shorter.margin(goal) + max(0.01, 2 * longer.error) for longer, shorter in both
     )
 
 
-def _most_before(before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]) -> float | None:
-    """Return the most that the others got on the slices before: next to a longer slice of production they get no more."""
-    if not before or before[-1][0].way is Way.CAPS:
-        return 1.0
-    shares = [known[setting].share or 0.0 for line in before for setting in line if setting in known]
-    return max(shares, default=1.0)
+def _most_share(lines_before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]) -> float:
+    """Return the largest share that the others can have on the next line, judged by the lines before it.
 
-
-def _crossing(low: int, high: int, on_line: Mapping[int, Figures], goal: Goal, *, halve: bool) -> int:
-    """Return the place between two at which the margin should fall below 1, or every other time the middle.
-
-    A straight line between both ends alone creeps up on a sharp knee. Below the first place the others get nothing, and
-    production loses nothing.
+    Next to a longer slice of production they get no more than on those; nothing bounds them on caps or a first line: 1.
     """
-    if halve:
-        return (low + high) // 2
-    nothing = min(1 / goal.keep, goal.p99_factor or math.inf)
-    margin_low = on_line[low].margin(goal) if low >= 0 else nothing
-    margin_high = on_line[high].margin(goal)
+    if not lines_before or lines_before[-1][0].way is Way.CAPS:
+        return 1.0
+    return max((known[each].share or 0.0 for line in lines_before for each in line if each in known), default=1.0)
+
+
+def _crossing(low: int, high: int, measured: Mapping[int, Figures], goal: Goal) -> int:
+    """Return the index between two on a line at which the margin, on a straight line between theirs, falls below 1."""
+    # At -1, before the first setting, the others get nothing and production loses nothing.
+    margin_low = measured[low].margin(goal) if low >= 0 else min(1 / goal.keep, goal.p99_factor or math.inf)
+    margin_high = measured[high].margin(goal)
     if not math.isfinite(margin_low) or margin_low <= margin_high:
         return (low + high) // 2
-    place = low + (margin_low - 1) / (margin_low - margin_high) * (high - low)
-    return min(high - 1, max(low + 1, round(place)))
+    index = low + (margin_low - 1) / (margin_low - margin_high) * (high - low)
+    return min(high - 1, max(low + 1, round(index)))
 
 
 def _first_on(
     search: Search,
     line: Sequence[Setting],
-    before: Sequence[Sequence[Setting]],
+    lines_before: Sequence[Sequence[Setting]],
     known: Mapping[Setting, Figures],
     best: Figures | None,
 ) -> Setting | None:
-    """Return the first setting of a line; None: no setting of it can be the best one."""
-    if not _is_more(_most_before(before, known), best, search.least_share(line[0].way)):
+    """Return the first setting to measure on a line: close to the last that met the goal on the line before.
+
+    None: no setting of the line can be the best one.
+    """
+    way = line[0].way
+    if not _may_be_best(_most_share(lines_before, known), best, search.least_share(way)):
         return None
-    slices = line[0].way is Way.SLICES
-    if not before:
-        first = _FIRST_US if slices else _FIRST_CAP
-        return min(line, key=lambda setting: abs((setting.other_slice_us if slices else setting.threads) - first))  # type: ignore[operator]
-    earlier = [known[setting] for setting in before[-1] if setting in known]
-    meeting = [figures.setting for figures in earlier if figures.holds(search.goal)]
-    if slices:
-        other_us = max((setting.other_slice_us or 0 for setting in meeting), default=_FIRST_US)
-        return min(line, key=lambda setting: abs((setting.other_slice_us or 0) - other_us))
-    if not meeting:
-        # Normal priority spares production less.
-        return None
-    cap = max(setting.threads for setting in meeting)
-    return min(line, key=lambda setting: abs(setting.threads - cap))
+    given = _FIRST_US if way is Way.SLICES else _FIRST_CAP
+    if lines_before:
+        measured = [known[setting] for setting in lines_before[-1] if setting in known]
+        meeting = [figures.setting.given_others for figures in measured if figures.meets_so_far(search.goal)]
+        if way is Way.CAPS and not meeting:
+            # Normal priority spares production less than low priority, with which no cap meets the goal.
+            return None
+        given = max(meeting, default=given)
+    return min(line, key=lambda setting: abs(setting.given_others - given))
 
 
-def _is_more(share: float | None, best: Figures | None, least: float = 0.0) -> bool:
-    """Return whether this share of the others is at least ``least``, and clearly more than that of the best setting.
+def _may_be_best(share: float | None, best: Figures | None, least: float = 0.0) -> bool:
+    """Return whether a setting under which the others have this share (None: unknown) could be better than the best one.
 
-    True where it is unknown, or there is no best setting to compare with.
+    The share must be at least ``least``, and clearly larger than that of the best setting, if there is one.
     """
     if share is None:
         return True
     return share >= least and (best is None or best.share is None or share > FASTER * best.share)
 
 
-def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
-    """Return a setting to be watched for longer before the answer stands, and why; None: none."""
+def _undecided(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+    """Return a setting to be watched for longer before the answer stands, and why; None: the answer stands.
+
+    First the best one, if it is known from an earlier search only; then one that would be better, and meets or misses the
+    goal by chance; then the best one, until its figures are certain.
+    """
     best = best_of(goal, measured)
     if best is not None and best.earlier is not None:
         return Wanted(best.setting, f"measured on {best.earlier}: does it still hold?")
     for figures in sorted(measured, key=lambda each: -(each.share or 0.0)):
-        is_open = (
-            figures.verdict(goal) is None and figures.earlier is None and figures.seconds < figures.most_seconds(goal)
-        )
-        if is_open and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
+        watchable = figures.earlier is None and figures.seconds < figures.most_seconds(goal)
+        is_open = watchable and figures.verdict(goal) is None and figures.margin(goal) > _NEAR_GOAL
+        if is_open and figures != best and _may_be_best(figures.share, best):
             how = "met" if figures.meets(goal) else "missed"
             return Wanted(figures.setting, f"it {how} the goal by less than the scatter")
-    return _unsure_best(goal, measured)
+    return _uncertain_best(goal, measured)
 
 
-def _unsure_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+def _uncertain_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     """Return the best setting, to be watched for longer, if its figures are not certain yet."""
     best = best_of(goal, measured)
     if best is None or best.earlier is not None or best.seconds >= best.most_seconds(goal):
         return None
-    if best.verdict(goal) and best.precise(goal):
+    if best.verdict(goal) and best.certain(goal):
         return None
     return Wanted(best.setting, "the best so far: its figures become more certain")
 
 
 def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
-    """Return the setting that meets the goal and lets the opportunistic jobs do the most; None when none meets it.
+    """Return the setting that meets the goal and lets the opportunistic jobs do the most; None: none meets it.
 
-    Their share decides if the difference is clear, else the cap; among equals the one with low priority, which spares
-    production more. Time-slices are better than a cap with the same share, because production keeps its own address space;
-    among slices, those that production notices least, and the shorter where the scatter decides. A setting that may meet the
-    goal only by chance is returned if there is no other, or if the sure ones give the others next to nothing: on an H200
-    slices of 50 us surely kept a production job bound by the CPU, and starved the other, which reached half of its rate with
-    a cap that kept production as well.
+    A setting that may meet the goal only by chance is returned if there is no other, or if the sure ones give the others next
+    to nothing: on an H200 slices of 50 us surely kept a production job bound by the CPU, and starved the other, which reached
+    half of its rate with a cap that kept production as well.
     """
-    figures = list(measured)
-    safe = [each for each in figures if each.safe(goal)]
-    likely_safe = [
-        each
-        for each in figures
-        if each.meets(goal) and any(_spares_more(each.setting, other.setting) for other in safe)
+    meeting = [figures for figures in measured if figures.meets(goal)]
+    safe = [figures for figures in meeting if figures.safe(goal)]
+    # A setting under which production waits less than under a safe one is as sure, though it was measured less.
+    sure = [
+        figures
+        for figures in meeting
+        if figures in safe or any(_waits_less(figures.setting, other.setting) for other in safe)
     ]
-    sure = _most_of([*safe, *(each for each in likely_safe if each not in safe)], goal)
-    likely = _most_of([each for each in figures if each.meets(goal)], goal)
-    if sure is None or likely is None:
-        return sure or likely
-    return sure if (sure.share or 0.0) >= _LEAST_OF_LIKELY * (likely.share or 0.0) else likely
+    best_sure = _most_of(sure)
+    best_likely = _most_of(meeting)
+    if best_sure is None or best_likely is None:
+        return best_sure or best_likely
+    starved = (best_sure.share or 0.0) < _LEAST_OF_LIKELY * (best_likely.share or 0.0)
+    return best_likely if starved else best_sure
 
 
-def _spares_more(setting: Setting, other: Setting) -> bool:
-    """Return whether production waits for a shorter slice under a setting, and all else is the same."""
+def _waits_less(setting: Setting, other: Setting) -> bool:
+    """Return whether two settings differ only in the slice for which production waits, which is shorter in the first."""
     if setting.other_slice_us is None or other.other_slice_us is None:
         return False
     return setting.production_slice_us == other.production_slice_us and setting.other_slice_us < other.other_slice_us
 
 
-def _is_surely_less(figures: Figures, most: Figures) -> bool:
-    """Return whether the others get less than under another setting, by more than the scatter of both shares."""
-    if figures.share is None or most.share is None:
-        return figures.share is None and most.share is not None
+def _surely_gives_less(figures: Figures, most: Figures) -> bool:
+    """Return whether the others get less than under another setting, by more than the scatter of both shares.
+
+    An unknown share counts as less than a known one.
+    """
+    if most.share is None:
+        return False
+    if figures.share is None:
+        return True
     scatter = math.hypot(figures.share_error or 0.0, most.share_error or 0.0)
     return most.share - scatter > FASTER * figures.share
 
 
-def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
-    """Return the one that lets the opportunistic jobs do the most, as in `best_of`.
+def _most_of(meeting: Sequence[Figures]) -> Figures | None:
+    """Return the figures of the setting that lets the opportunistic jobs do the most, of those that meet the goal.
 
-    Each way has a best one first: a share of caps must not decide between two slices.
+    Time-slices are better than a cap with the same share, because production keeps its own address space. The best of each
+    way is found first: a share of caps must not decide between two slices.
     """
-    sliced_best, capped_best = (
-        _most_of_way([each for each in meeting if each.setting.way is way], goal) for way in (Way.SLICES, Way.CAPS)
-    )
+    sliced_best = _best_slices([each for each in meeting if each.setting.way is Way.SLICES])
+    capped_best = _best_cap([each for each in meeting if each.setting.way is Way.CAPS])
     if sliced_best is None or capped_best is None:
         return sliced_best or capped_best
-    return capped_best if _is_surely_less(sliced_best, capped_best) else sliced_best
+    return capped_best if _surely_gives_less(sliced_best, capped_best) else sliced_best
 
 
-def _most_of_way(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
-    """Return the one of a way that lets the opportunistic jobs do the most, as in `best_of`."""
+def _best_cap(meeting: Sequence[Figures]) -> Figures | None:
+    """Return the largest cap of those that give the most; of equal ones that with low priority, which spares production."""
+    most = _alike_in_share(meeting)
+    return max(most, key=lambda each: (each.setting.threads, each.setting.low), default=None)
+
+
+def _best_slices(meeting: Sequence[Figures]) -> Figures | None:
+    """Return the shortest slices of those that give the most and that production notices least."""
+    most = _alike_in_share(meeting)
+    calmest = min((each.p99 for each in most if each.p99 is not None), default=0.0)
+    calm = [each for each in most if (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest]
+    return min(calm, key=lambda each: (each.setting.production_slice_us or 0, each.setting.given_others), default=None)
+
+
+def _alike_in_share(meeting: Sequence[Figures]) -> list[Figures]:
+    """Return the figures under which the others get as much as under the best for them, but for the scatter."""
     most = max(meeting, key=lambda each: -1.0 if each.share is None else each.share, default=None)
-    if most is None:
-        return None
-    meeting = [each for each in meeting if not _is_surely_less(each, most)]
-    calmest = min(
-        (each.p99 for each in meeting if each.setting.way is Way.SLICES and each.p99 is not None), default=0.0
-    )
-    meeting = [
-        each
-        for each in meeting
-        if each.setting.way is Way.CAPS or (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest
-    ]
-    return max(
-        meeting,
-        key=lambda each: (
-            each.setting.threads,
-            each.setting.low,
-            -(each.setting.production_slice_us or 0),
-            -(each.setting.other_slice_us or 0),
-            each.margin(goal),
-        ),
-    )
+    return [] if most is None else [each for each in meeting if not _surely_gives_less(each, most)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -518,28 +522,29 @@ class Outcome:
 
 
 def outcome(goal: Goal, measured: Sequence[Figures], *, stable: bool) -> Outcome:
-    """Return what the figures say; those of an earlier search are shown, and are no answer."""
+    """Return what a search says in the end; figures of an earlier one are in the curve, but cannot be the answer."""
     fresh = [figures for figures in measured if figures.earlier is None]
     best = best_of(goal, fresh)
     nearest = None if best is not None or not fresh else max(fresh, key=lambda each: each.margin(goal))
-    order = sorted(
+    # By lines, as they are searched; on each from the most for the others down.
+    curve = sorted(
         measured,
         key=lambda each: (
             each.setting.way is not Way.SLICES,
             each.setting.production_slice_us or 0,
             not each.setting.low,
-            -(each.setting.other_slice_us or each.setting.threads),
+            -each.setting.given_others,
         ),
     )
     return Outcome(
         best=best,
         nearest=nearest,
-        curve=tuple(order),
+        curve=tuple(curve),
         frontier=frozenset(
             each.setting for each in measured if not any(_beats(other, each, goal) for other in measured)
         ),
         stable=stable,
-        low_priority_helps=_low_helps(measured),
+        low_priority_helps=_low_priority_helps(measured),
     )
 
 
@@ -557,14 +562,14 @@ def _beats(figures: Figures, other: Figures, goal: Goal) -> bool:
     return own != others and own[0] >= others[0] and own[1] >= others[1]
 
 
-def _low_helps(measured: Sequence[Figures]) -> bool | None:
-    """Return whether low priority spares production by more than the scatter; None: not compared."""
-    caps = {(each.setting.threads, each.setting.low): each for each in measured if each.setting.way is Way.CAPS}
-    for (threads, low), figures in caps.items():
-        other = caps.get((threads, False))
-        if low and other is not None:
-            better = figures.kept > other.kept + max(0.01, 2 * math.hypot(figures.error, other.error))
-            calmer = figures.p99 is not None and other.p99 is not None and figures.p99 < 0.95 * other.p99
+def _low_priority_helps(measured: Sequence[Figures]) -> bool | None:
+    """Return whether low priority spares production by more than the scatter; None: no cap was measured with and without."""
+    of_setting = {figures.setting: figures for figures in measured}
+    for low in measured:
+        normal = of_setting.get(replace(low.setting, low=False)) if low.setting.low else None
+        if normal is not None:
+            better = low.kept > normal.kept + max(0.01, 2 * math.hypot(low.error, normal.error))
+            calmer = low.p99 is not None and normal.p99 is not None and low.p99 < 0.95 * normal.p99
             return better or calmer
     return None
 

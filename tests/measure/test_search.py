@@ -20,7 +20,7 @@ from gpushare.measure.search import (
     Search,
     Setting,
     best_of,
-    left_out,
+    reason_to_skip,
     memory_warning,
     next_setting,
     outcome,
@@ -35,7 +35,7 @@ def searched(search: Search, model: Model, known: dict[Setting, Figures] | None 
     """Measure what the search asks for, in all ways, until it has an answer; return the settings in this order."""
     known, order = {} if known is None else known, []
     for way in search.ways:
-        if left_out(way, known, search.goal) is not None:
+        if reason_to_skip(way, known, search.goal) is not None:
             continue
         while (wanted := next_setting(search, way, known)) is not None:
             before = known.get(wanted.setting)
@@ -123,7 +123,7 @@ def test_slices_come_first_and_caps_only_where_they_can_give_more() -> None:
 
     known: dict[Setting, Figures] = {}
     assert {setting.way for setting in searched(search, model, known)} == {Way.SLICES}
-    assert left_out(Way.CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
+    assert reason_to_skip(Way.CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
 
 
 def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:
