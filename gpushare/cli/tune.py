@@ -31,7 +31,7 @@ from gpushare.host.host import Host
 from gpushare.job_command import JobCommand
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
-from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult, profile_of
+from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult
 from gpushare.measure.tune import tune as measured
 from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
 from gpushare.memory.peaks import Profile, keep_profile
@@ -238,8 +238,8 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
     """Keep the peaks and the use of the commands for `gpushare run --wait`; a failure to do so changes nothing."""
     # What several jobs or copies use together tells nothing about each.
     single = options.copies == 1 and len(options.opportunistic) == 1
-    of_others = profile_of(result.others, result.strangers, peak=True, use=single)
-    profiles = [(options.production, profile_of(result.production, result.strangers))]
+    of_others = result.others.profile(is_single=single and not result.strangers)
+    profiles = [(options.production, result.production.profile(is_single=not result.strangers))]
     profiles += [(command, of_others) for command in options.opportunistic]
     for command, profile in profiles:
         if profile != Profile():

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.benchmark import Metric
 from gpushare.measure.statistics import percentile, ratio
@@ -168,8 +168,15 @@ def latencies_of(windows: Sequence[Window]) -> list[float]:
     return [latency for window in windows for latency in window.latencies]
 
 
-def p99_interval(windows: Sequence[Window]) -> tuple[float, float | None] | None:
-    """Return the 95 % confidence interval of the 99th percentile; None: too few latencies, also for its upper end.
+class Interval(NamedTuple):
+    """The 95 % confidence interval of a p99; ``high`` None: too few latencies to bound it from above."""
+
+    low: float
+    high: float | None
+
+
+def p99_interval(windows: Sequence[Window]) -> Interval | None:
+    """Return the interval of the 99th percentile over all windows; None: too few latencies.
 
     By the ranks of the latencies: how many of n lie above their 99th percentile is binomial.
     """
@@ -177,28 +184,27 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float | None] | None
     count = len(latencies)
     if count < LEAST_LATENCIES:
         return None
-    middle = 0.99 * count
-    width = 1.96 * math.sqrt(count * 0.99 * 0.01)
-    low = max(1, math.floor(middle - width))
-    high = math.ceil(middle + width)
+    rank = 0.99 * count
+    half_width = 1.96 * math.sqrt(count * 0.99 * 0.01)
+    low_rank = max(1, math.floor(rank - half_width))
+    high_rank = math.ceil(rank + half_width)
     # That all of n lie below their 99th percentile has a chance of .99^n.
-    bounded = high <= count or count >= _BOUNDED_BY_MAXIMUM
-    return latencies[low - 1], latencies[min(high, count) - 1] if bounded else None
+    is_bounded = high_rank <= count or count >= _BOUNDED_BY_MAXIMUM
+    return Interval(latencies[low_rank - 1], latencies[min(high_rank, count) - 1] if is_bounded else None)
 
 
-def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> tuple[float, float | None] | None:
-    """Return the interval of the p99 together as a factor of the p99 alone; None: too few latencies, as `p99_interval`.
+def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> Interval | None:
+    """Return the interval of the factor by which the p99 together is that alone; None: too few latencies.
 
-    If the program printed its p99 itself, the interval comes from the spread between windows. Where few latencies alone do
-    not bound their p99 from above, their largest does: alone it hardly differs.
+    If the program printed its p99 itself, the interval comes from the spread between windows.
     """
     interval_alone = p99_interval(alone)
     interval_together = p99_interval(together)
     if interval_alone is not None and interval_together is not None:
-        low, high = interval_together
-        low_alone, high_alone = interval_alone
-        highest_alone = high_alone or max(latencies_of(alone))
-        return low / highest_alone, None if high is None else high / low_alone
+        # Alone the largest latency hardly differs from the p99, so that it bounds the p99 where there are few latencies.
+        high_alone = interval_alone.high or max(latencies_of(alone))
+        high = None if interval_together.high is None else interval_together.high / interval_alone.low
+        return Interval(interval_together.low / high_alone, high)
     if max(len(latencies_of(alone)), len(latencies_of(together))) >= LEAST_LATENCIES:
         return None
     printed_together = [window.printed_p99 for window in together if window.printed_p99 is not None]
@@ -208,7 +214,7 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
         return None
     # The factor is of medians; they scatter around it as around the mean.
     factor = (p99(together) or 0.0) / (p99(alone) or math.inf)
-    return factor * of_means.low / of_means.value, factor * of_means.high / of_means.value
+    return Interval(factor * of_means.low / of_means.value, factor * of_means.high / of_means.value)
 
 
 def dispersion(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> float | None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.base.benchmark import Ratio, Summary
 
 T = TypeVar("T")
 
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the smaller one is used.
+# Two-sided 95 % quantiles of Student's t by degrees of freedom.
 _T: Final = {
     1: 12.706,
     2: 4.303,
@@ -85,21 +85,28 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     return Ratio(value=value, low=value / factor, high=value * factor)
 
 
-def paired_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float | None] | None:
-    """Return the ratio of two means and its standard error, from pairs of measurements of about the same time.
+class Estimate(NamedTuple):
+    """A figure with its standard error; None: it was measured only once."""
 
-    The error is None for one pair. None: there is no ratio, as all below are 0 or one is negative. Slow drift is the same
-    in both of a pair and cancels out: the error comes from how far each pair is from the common ratio (the ratio estimator
-    of survey sampling).
+    value: float
+    error: float | None
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
+    """Return the mean of the first over that of the second, of pairs of measurements of about the same time.
+
+    None: there is no ratio, as all of the second are 0. Slow drift cancels out, because it is the same in both of a pair:
+    the error comes from how far each pair is from the common ratio (the ratio estimator of survey sampling).
     """
-    count = len(above)
-    if not count or count != len(below) or min(below) < 0 or not any(below):
+    if not any(below for _, below in pairs):
         return None
-    value = mean(above) / mean(below)
+    mean_below = mean([below for _, below in pairs])
+    value = mean([above for above, _ in pairs]) / mean_below
+    count = len(pairs)
     if count < 2:
-        return value, None
-    residuals = math.fsum((upper - value * lower) ** 2 for upper, lower in zip(above, below, strict=True))
-    return value, math.sqrt(residuals / (count - 1) / count) / mean(below)
+        return Estimate(value, None)
+    residuals = math.fsum((above - value * below) ** 2 for above, below in pairs)
+    return Estimate(value, math.sqrt(residuals / (count - 1) / count) / mean_below)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -118,6 +125,11 @@ def deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - middle) ** 2 for value in values) / (len(values) - 1))
 
 
+def relative_deviation(values: Sequence[float]) -> float | None:
+    """Return the standard deviation of a sample over its mean; None: fewer than two values, or a mean of 0."""
+    return deviation(values) / mean(values) if len(values) > 1 and mean(values) else None
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile by linear interpolation, so that 50 is the median."""
     ordered = sorted(values)
@@ -130,7 +142,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def t_quantile(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t, rounded up between the table's entries."""
+    """Return the two-sided 95 % quantile of Student's t; between two entries of the table the larger one."""
     return _T[max(known for known in _T if known <= freedom)]
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
@@ -33,16 +34,26 @@ from gpushare.measure.search import (
     Outcome,
     Search,
     Setting,
-    left_out,
     memory_warning,
     next_setting,
     outcome,
+    reason_to_skip,
 )
-from gpushare.measure.statistics import deviation, mean, mean_known, paired_ratio, percentile, t_quantile
+from gpushare.measure.statistics import (
+    Estimate,
+    deviation,
+    mean,
+    mean_known,
+    paired_ratio,
+    percentile,
+    relative_deviation,
+    t_quantile,
+)
 from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
-from gpushare.run.group import DEFAULT_US, check_production_outside, members, why_not_settable
+from gpushare.run.group import DEFAULT_US as FIRST_SERVER_US
+from gpushare.run.group import check_production_outside, members, why_not_settable
 from gpushare.run.plain import check_outside_mps
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
@@ -159,6 +170,22 @@ class Alone:
     dram: float | None = None
     busy: float | None = None
 
+    def profile(self, *, is_single: bool) -> Profile:
+        """Return what is kept of the job; its use only if it is a single one, and the only one that used the GPU."""
+        memory = self.peak or None
+        percent = self.busy if self.sm is None else self.sm
+        if percent is None or not is_single:
+            return Profile(memory_bytes=memory)
+        return Profile(memory_bytes=memory, use_percent=round(min(100.0, max(0.0, percent)), 1))
+
+
+class _Use(NamedTuple):
+    """How busy the GPU is, in percent: its SMs and its memory (by GPM), and the time with a kernel; None: unknown."""
+
+    sm: float | None
+    dram: float | None
+    busy: float | None
+
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
@@ -239,23 +266,36 @@ def tune(
     return Tuner(host, device, options, reporter or TuneReporter(), earlier).run()
 
 
-@dataclass
-class _Seen:
-    """A period in which jobs were watched: together under ``setting``; None: production alone, or the others alone.
-
-    ``window`` is of production, ``rates`` of each of the others (None where one printed nothing). Each is empty where
-    those jobs did not run.
-    """
+@dataclass(frozen=True)
+class _OthersAlone:
+    """A window in which production was stopped: the rate of each of the others (None: it printed nothing)."""
 
     start: float
     end: float
-    window: Window | None = None
+    rates: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """A window of production: alone, or together with the others under a ``setting``, with the rate of each of them."""
+
+    start: float
+    end: float
+    window: Window
     setting: Setting | None = None
     rates: tuple[float | None, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Return production's rate: one that makes no progress has a rate of 0, not an unknown one."""
+        return self.window.rate or 0.0
 
 
 class Tuner:
     """The search of all ways, one after the other."""
+
+    # Set by `run`.
+    _experiment: Experiment
 
     def __init__(
         self, host: Host, device: Device, options: TuneOptions, reporter: TuneReporter, earlier: Sequence[Figures] = ()
@@ -267,10 +307,12 @@ class Tuner:
         self._known = {figures.setting: figures for figures in earlier}
         self._search = options.search
         self._ways: dict[Way, WayResult] = {}
+        # When all jobs had printed, and the budget began.
         self._began: float | None = None
-        self._measuring = 0.0
-        self.others_alone: list[_Seen] = []
+        self._measuring_seconds = 0.0
+        self.others_alone: list[_OthersAlone] = []
         self._stages: list[Stage] = []
+        # Why ways could not be used.
         self._refused: list[GpushareError] = []
 
     def run(self) -> TuneResult:
@@ -279,12 +321,12 @@ class Tuner:
         grounds = Grounds(self.host, self.device, program).open(mps=True)
         stopped: KeyboardInterrupt | GpushareError | None = None
         over = False
-        with Experiment(self.host, grounds, grace_seconds=_GRACE_SECONDS) as experiment:
-            started = experiment.now()
+        with Experiment(self.host, grounds, grace_seconds=_GRACE_SECONDS) as self._experiment:
+            started = self._experiment.now()
             try:
                 for way in (Way.SLICES, Way.CAPS):
                     if way in self._search.ways:
-                        self._search_or_leave_out(experiment, way)
+                        self._search_or_leave_out(way)
             except _Over:
                 over = True
             except (KeyboardInterrupt, GpushareError) as error:
@@ -292,7 +334,7 @@ class Tuner:
                     raise
                 stopped = error
             began = self._began or started
-            ended = experiment.now()
+            ended = self._experiment.now()
         if not self._measured_now():
             raise self._nothing_measured_error(over=over)
         return self._result(ended - began, began - started, stopped, over=over)
@@ -307,14 +349,14 @@ class Tuner:
             code="no_numbers",
         )
 
-    def _search_or_leave_out(self, experiment: Experiment, way: Way) -> None:
+    def _search_or_leave_out(self, way: Way) -> None:
         """Search a way, unless it cannot be used here or cannot be better; keep its result, or why it was left out."""
-        reason = left_out(way, self._measured_now(), self._search.goal)
+        reason = reason_to_skip(way, self._measured_now(), self._search.goal)
         if reason is None and next_setting(self._search, way, self._known) is None:
             reason = "an earlier search found nothing better in it"
         try:
             if reason is None:
-                self._run_stage(experiment, way)
+                self._run_stage(way)
         except _LeftOut as without:
             self._refused.append(without.error)
             reason = f"{without.error.message}; {without.error.hint}"
@@ -327,26 +369,16 @@ class Tuner:
         """Return what this search has measured."""
         return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
 
-    def _run_stage(self, experiment: Experiment, way: Way) -> None:
+    def _run_stage(self, way: Way) -> None:
         """Start the jobs of a way, search it, and keep its result also if the search ends early."""
         self._check_usable(way)
         if self._stages:
-            # The jobs of this way start, too.
-            self.demand(self._stages[-1].start_took + FIRST_SECONDS)
-        stage = Stage(self, experiment, way)
+            # The jobs of this way will need about as long to start as those of the way before.
+            self.check_budget(self._stages[-1].start_took + FIRST_SECONDS)
+        stage = Stage(self, self._experiment, way)
         self._stages.append(stage)
         try:
-            try:
-                stage.begin()
-            except GpushareError as error:
-                # Let the other way do; what a job itself did wrong ends the search.
-                if error.code != "not_attached" or len(self._search.ways) == 1:
-                    raise
-                raise _LeftOut(error) from None
-            if stage.default_us:
-                self._search = replace(self._search, default_us=stage.default_us)
-            if stage.request_us is not None:
-                self._search = replace(self._search, request_us=stage.request_us)
+            self._begin_stage(stage)
             self._search_way(stage, way)
         finally:
             if stage.measured:
@@ -354,6 +386,20 @@ class Tuner:
                 result = outcome(self._search.goal, of_way, stable=stage.finished)
                 self._ways[way] = WayResult(way=way, outcome=result)
         stage.end()
+
+    def _begin_stage(self, stage: Stage) -> None:
+        """Start the jobs of a way, and let the search use what they show: the default slice, and how long a request takes."""
+        try:
+            stage.begin()
+        except GpushareError as error:
+            # Let the other way do; what a job itself did wrong ends the search.
+            if error.code != "not_attached" or len(self._search.ways) == 1:
+                raise
+            raise _LeftOut(error) from None
+        if stage.default_us:
+            self._search = replace(self._search, default_us=stage.default_us)
+        if stage.request_us is not None:
+            self._search = replace(self._search, request_us=stage.request_us)
 
     def _check_usable(self, way: Way) -> None:
         """Raise _LeftOut if a way cannot be used here."""
@@ -378,42 +424,39 @@ class Tuner:
 
     def _search_way(self, stage: Stage, way: Way) -> None:
         """Measure the settings of a way until there is an answer; `_Over` ends it, and what was measured is kept."""
-        while (step := next_setting(self._search, way, self._known, late=self._is_over_soon(way))) is not None:
-            setting = step.setting
-            if step.again is not None and self._is_late(stage, way):
+        while (wanted := next_setting(self._search, way, self._known, late=self._is_ending(way))) is not None:
+            setting, again = wanted
+            if again is not None and self._should_go_on_to_caps(way):
                 return
             known = self._known.get(setting)
-            is_of_earlier = known is not None and known.earlier is not None
-            text = setting.title if step.again is None else f"{setting.title} again: {step.again}"
-            self.demand(stage.least_seconds(setting))
+            text = setting.title if again is None else f"{setting.title} again: {again}"
+            self.check_budget(stage.least_seconds(setting))
             self.reporter.doing(text)
-            self.reporter.progress(text, self._spent(stage.experiment), self.options.most_seconds)
+            self.reporter.progress(text, self._spent(), self.options.most_seconds)
             try:
-                stage.measure(setting, longer=known is not None and not is_of_earlier)
+                stage.measure(setting, longer=known is not None and known.earlier is None)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for figures in stage.all_figures():
                     self._known[figures.setting] = figures
             figures_now = self._known[setting]
             self.reporter.measured(figures_now)
-            if known is not None and is_of_earlier:
+            if known is not None and known.earlier is not None:
                 self._forget_if_changed(way, known, figures_now)
         stage.finished = True
 
-    def _is_over_soon(self, way: Way) -> bool:
-        """Return whether the rest of the budget is for making the best setting certain: of the last way only."""
-        last = way is Way.CAPS or Way.CAPS not in self._search.ways
-        return last and self.seconds_left() < _ANSWER_PART * self.options.most_seconds
+    def _is_last(self, way: Way) -> bool:
+        return way is Way.CAPS or Way.CAPS not in self._search.ways
 
-    def _is_late(self, stage: Stage, way: Way) -> bool:
-        """Return whether it is time to leave slices for caps, which may be better."""
-        if (
-            way is Way.CAPS
-            or Way.CAPS not in self._search.ways
-            or left_out(Way.CAPS, self._measured_now(), self._search.goal)
-        ):
+    def _is_ending(self, way: Way) -> bool:
+        """Return whether the rest of the budget is for making the best setting certain, in the last way."""
+        return self._is_last(way) and self.seconds_left() < _ANSWER_PART * self.options.most_seconds
+
+    def _should_go_on_to_caps(self, way: Way) -> bool:
+        """Return whether slices have had their part of the budget, and caps may be better."""
+        if self._is_last(way) or self._spent() <= _SLICES_PART * self.options.most_seconds:
             return False
-        return self._spent(stage.experiment) > _SLICES_PART * self.options.most_seconds
+        return reason_to_skip(Way.CAPS, self._measured_now(), self._search.goal) is None
 
     def _forget_if_changed(self, way: Way, earlier: Figures, present: Figures) -> None:
         """Forget earlier figures of a way if one of them no longer holds."""
@@ -428,35 +471,33 @@ class Tuner:
                 if figures.earlier is None or setting.way != way
             }
 
-    def demand(self, seconds: float) -> None:
+    def check_budget(self, seconds: float) -> None:
         """Raise _Over unless so much of the budget is left."""
         if seconds > self.seconds_left():
             raise _Over
 
     def seconds_left(self) -> float:
-        """Return how much of the budget is left; all of it until all jobs have printed."""
-        if self._began is None:
-            return math.inf
-        return self.options.most_seconds - self._spent(self._stages[-1].experiment)
+        """Return how much of the budget is left; infinite until all jobs have printed, because it does not count yet."""
+        return math.inf if self._began is None else self.options.most_seconds - self._spent()
 
     def begin_budget(self) -> None:
         """Begin to count the budget, as all jobs have printed; later calls change nothing."""
         if self._began is None:
-            self._began = self._stages[-1].experiment.now()
+            self._began = self._experiment.now()
 
-    def _spent(self, experiment: Experiment) -> float:
+    def _spent(self) -> float:
         """Return the seconds of the budget that are used; 0 until all jobs have printed."""
-        return 0.0 if self._began is None else experiment.now() - self._began
+        return 0.0 if self._began is None else self._experiment.now() - self._began
 
     def count_window(self, seconds: float) -> None:
         """Add a window to the seconds that were measured."""
         if self._began is not None:
-            self._measuring += seconds
+            self._measuring_seconds += seconds
 
     def next_cap(self) -> Setting | None:
         """Return the cap that is measured next; None: there is an answer."""
-        step = next_setting(self._search, Way.CAPS, self._known)
-        return None if step is None else step.setting
+        wanted = next_setting(self._search, Way.CAPS, self._known)
+        return None if wanted is None else wanted.setting
 
     def _result(
         self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
@@ -468,7 +509,7 @@ class Tuner:
         stable = stopped is None and not over and all(each.stable for each in searched)
         first = next(stage for stage in self._stages if stage.measured)
         production = first.production_alone()
-        others = self._others_alone()
+        others = self._figures_of_others()
         strangers = {pid: name for stage in self._stages for pid, name in stage.strangers.items()}
         whole = outcome(goal, measured, stable=stable)
         sliced = whole.best is not None and whole.best.setting.way is Way.SLICES
@@ -480,7 +521,7 @@ class Tuner:
             others=others,
             warning=None if sliced else memory_warning(others.dram, production.dram),
             seconds=seconds,
-            measuring_seconds=self._measuring,
+            measuring_seconds=self._measuring_seconds,
             starting_seconds=starting,
             waits=any(figures.waits for figures in self._measured_now().values()),
             over=over,
@@ -489,64 +530,51 @@ class Tuner:
         )
 
     def _others_rates(self) -> list[float]:
-        """Return the rate of all others together in each window alone in which all printed."""
-        return [rate for seen in self.others_alone if (rate := _sum_if_known(seen.rates)) is not None]
+        """Return the rate of all others together in each window alone in which all of them printed."""
+        return [math.fsum(rate or 0.0 for rate in seen.rates) for seen in self.others_alone if None not in seen.rates]
 
     def others_spread(self) -> float | None:
-        """Return how far the others' windows alone scatter, relative to their mean; None: there is one at most."""
-        rates = self._others_rates()
-        return deviation(rates) / mean(rates) if len(rates) > 1 and mean(rates) else None
+        """Return the standard deviation of the others' windows alone, relative to their mean; None: there is one at most."""
+        return relative_deviation(self._others_rates())
 
-    def _others_alone(self) -> Alone:
+    def _figures_of_others(self) -> Alone:
         """Return the figures of the opportunistic jobs while production is stopped, over all stages."""
-        known_rates = self._others_rates()
-        uses = [use for stage in self._stages for use in stage.others_use]
         # Of each stage, the memory of each job.
         sizes_by_stage = [stage.others_memory for stage in self._stages if stage.others_memory]
-        sm, dram, busy = (mean_known(use[field] for use in uses) for field in range(3))
         return Alone(
-            rate=mean(known_rates) if known_rates else None,
+            rate=mean_known(self._others_rates()),
             spread=self.others_spread(),
             memory=max(map(sum, sizes_by_stage), default=None),
             peak=max(map(max, sizes_by_stage), default=None),
-            sm=sm,
-            dram=dram,
-            busy=busy,
+            **_mean_use([use for stage in self._stages for use in stage.others_use]),
         )
 
 
-def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False, use: bool = True) -> Profile:
-    """Return what is kept of a job; next to other programs, only its memory is its own."""
-    memory = (alone.peak if peak else alone.memory) or None
-    if strangers or not use:
-        return Profile(memory_bytes=memory)
-    part = alone.busy if alone.sm is None else alone.sm
-    return Profile(memory_bytes=memory, use_percent=None if part is None else round(min(100.0, max(0.0, part)), 1))
-
-
-def _sum_if_known(rates: Sequence[float | None]) -> float | None:
-    """Return the sum of the rates; None if one of them is unknown."""
-    known_rates = [rate for rate in rates if rate is not None]
-    return math.fsum(known_rates) if known_rates and len(known_rates) == len(rates) else None
+def _mean_use(uses: Sequence[_Use]) -> dict[str, float | None]:
+    """Return the fields of `Alone` for the use of several windows."""
+    return {name: mean_known(getattr(use, name) for use in uses) for name in _Use._fields}
 
 
 class Stage:
     """One way: a production job, and the opportunistic ones next to it."""
+
+    # Set by `begin`.
+    _production: Running
 
     def __init__(self, tuner: Tuner, experiment: Experiment, way: Way) -> None:
         self._tuner = tuner
         self.experiment = experiment
         self._way = way
         self._options = tuner.options
-        self._production: Running | None = None
         self._others: list[Running] = []
+        # What is in force: the limits of the others, the setting, and the slice of the others' server.
         self._limits = Limits()
         self._setting: Setting | None = None
+        self._server_us = DEFAULT_SERVER_US
+        # Whether the others are paused, and when they last went on.
         self._paused = False
         self._resumed: float | None = None
-        # The slice of the others' server under the setting.
-        self._server_us: int | None = None
-        # Of production alone.
+        # The latency that nearly all requests of production alone stay below, as it prints them.
         self._usual_latency: float | None = None
         self._window = self._options.window_seconds or _SHORTEST_SECONDS
         self._together_seconds = 2 * self._window
@@ -561,9 +589,10 @@ class Stage:
         host, device = tuner.host, tuner.device
         self._usage = UsageMeter(host, device)
         self._recorders = [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)]
-        # SMs, DRAM bandwidth and busy time of production and of the others, alone, by window.
-        self._production_use: list[tuple[float | None, float | None, float | None]] = []
-        self.others_use: list[tuple[float | None, float | None, float | None]] = []
+        # By window alone.
+        self._production_use: list[_Use] = []
+        self.others_use: list[_Use] = []
+        # The most memory of production, and that of each of the others in the last window alone.
         self._memory: int | None = None
         self.others_memory: list[int] = []
 
@@ -580,29 +609,33 @@ class Stage:
             "production", self._options.production, environment, self._options.metric, outside=outside_mps
         )
         self._start_others(first_limits)
-        self._until_warm(self._production, *self._others)
+        self._wait_until_warm(self._production, *self._others)
         self.start_took = self.experiment.now() - began
         self._tuner.begin_budget()
         if outside_mps:
-            try:
-                self.default_us = self.experiment.slice_of(self._production.program) or None
-                self._set_server(DEFAULT_US)
-            except GpushareError as error:
-                self.end()
-                if len(self._options.search.ways) == 1 or error.code == "job_ended":
-                    raise
-                raise _LeftOut(error) from None
+            self._try_slices()
         self._pause_others()
         self._fit_windows()
         if self._window <= _BRIEF_SECONDS:
             for _ in range(_FIRST_ALONE):
                 self._watch_alone()
-        if first_limits == Limits() and not self._tuner.others_alone:
+        if not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
             self._measure_others(first=True)
 
+    def _try_slices(self) -> None:
+        """Read production's slice, and set that of the others; end all jobs and raise if that cannot be done."""
+        try:
+            self.default_us = self.experiment.slice_of(self._production.program) or None
+            self._set_server(FIRST_SERVER_US)
+        except GpushareError as error:
+            self.end()
+            if len(self._options.search.ways) == 1 or error.code == "job_ended":
+                raise
+            raise _LeftOut(error) from None
+
     def _first_limits(self) -> Limits:
-        """Return how the others are started: without a cap where their rate alone is not known yet."""
+        """Return the limits of the others at the start: the first cap to measure, once their rate without one is known."""
         if self._way is Way.SLICES or not self._tuner.others_alone:
             return Limits()
         cap = self._tuner.next_cap()
@@ -620,47 +653,11 @@ class Stage:
             for _ in range(self._options.copies)
         ]
 
-    def _until_warm(self, *jobs: Running) -> None:
-        """Wait until jobs print what is measured, and a while longer."""
-        options = self._options
-        started = self.experiment.now()
-        reported: set[str] = set()
-
-        def tell(silent: Sequence[Running]) -> None:
-            """Tell the user once of each job that has been silent for long."""
-            waited = self.experiment.now() - started
-            for job in silent:
-                if waited >= _WAITS_SECONDS and job.program.title not in reported:
-                    reported.add(job.program.title)
-                    more = f"{max(0.0, options.start_seconds - waited):.0f} s more (--timeout)"
-                    self._tuner.reporter.doing(
-                        f"the {job.program.title} job has not printed {_awaited(job)} yet; tune waits for it for {more}"
-                    )
-
-        def ready() -> bool:
-            """Return whether all jobs have printed; raise if one has ended, or never prints a rate."""
-            self._demand_alive(*jobs)
-            silent = [job for job in jobs if not (job.printed.values or job.printed.lines)]
-            tell(silent)
-            for job in silent:
-                if pattern_is_hopeless(job.printed.refusals, self.experiment.now() - started):
-                    raise OperationFailed(
-                        f"the {job.program.title} job printed {quoted(job.printed.refused or '')} where --metric matches, which is not a rate or time",
-                        "put the brackets around the number: --metric 'rate=([0-9.]+)'",
-                        code="no_numbers",
-                    )
-            return not silent
-
-        if not self.experiment.wait(options.start_seconds, ready):
-            job = next(job for job in jobs if not (job.printed.values or job.printed.lines))
-            last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
-            raise TimedOut(
-                f"the {job.program.title} job did not print {_awaited(job)} in {options.start_seconds:g} s{last}",
-                "make it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
-                code="no_numbers",
-            )
-        self.experiment.wait(options.warm_seconds)
-        self._demand_alive(*jobs)
+    def _wait_until_warm(self, *jobs: Running) -> None:
+        """Wait until jobs print what is measured, and a while longer; raise if one is not the MPS client it should be."""
+        self._wait_until_printed(jobs)
+        self.experiment.wait(self._options.warm_seconds)
+        self._check_alive(*jobs)
         for job in jobs:
             if self.experiment.is_client(job) is False:
                 raise OperationFailed(
@@ -669,10 +666,50 @@ class Stage:
                     code="not_attached",
                 )
 
-    def _demand_alive(self, *jobs: Running | None) -> None:
+    def _wait_until_printed(self, jobs: Sequence[Running]) -> None:
+        """Wait until jobs print what is measured, and tell the user once of each that is silent for long.
+
+        Raises:
+            OperationFailed, TimedOut: one has ended, never prints a number, or has printed nothing in time.
+        """
+        most_seconds = self._options.start_seconds
+        started = self.experiment.now()
+        silent = list(jobs)
+        reported: set[str] = set()
+
+        def all_have_printed() -> bool:
+            self._check_alive(*jobs)
+            silent[:] = [job for job in jobs if not (job.printed.values or job.printed.lines)]
+            waited = self.experiment.now() - started
+            for job in silent:
+                title = job.program.title
+                if pattern_is_hopeless(job.printed.refusals, waited):
+                    raise OperationFailed(
+                        f"the {title} job printed {quoted(job.printed.refused or '')} where --metric matches, which is not a rate or time",
+                        "put the brackets around the number: --metric 'rate=([0-9.]+)'",
+                        code="no_numbers",
+                    )
+                if waited >= _WAITS_SECONDS and title not in reported:
+                    reported.add(title)
+                    more = f"{max(0.0, most_seconds - waited):.0f} s more (--timeout)"
+                    self._tuner.reporter.doing(
+                        f"the {title} job has not printed {_awaited(job)} yet; tune waits for it for {more}"
+                    )
+            return not silent
+
+        if not self.experiment.wait(most_seconds, all_have_printed):
+            job = silent[0]
+            last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
+            raise TimedOut(
+                f"the {job.program.title} job did not print {_awaited(job)} in {most_seconds:g} s{last}",
+                "make it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
+                code="no_numbers",
+            )
+
+    def _check_alive(self, *jobs: Running) -> None:
         """Raise OperationFailed if a job, or production, has ended."""
         for job in (*jobs, self._production):
-            if job is not None and not job.runs:
+            if not job.runs:
                 raise OperationFailed(
                     f"the {job.program.title} job ended before it was measured: {job.program.failure or 'exit code 0'}",
                     "give a command that runs until it is ended, at least for some minutes",
@@ -686,26 +723,27 @@ class Stage:
         for job in self._others:
             self.experiment.stop(job.program)
         self._paused = True
-        if self._server_us is not None and self._server_us < DEFAULT_SERVER_US:
+        if self._server_us < DEFAULT_SERVER_US:
             self._set_server(DEFAULT_SERVER_US)
         self.experiment.wait(self._options.drain_seconds)
 
     def _resume_others(self) -> None:
-        """Let the others go on, and wait until they work as before."""
-        if self._paused:
-            if self._server_us is not None and self._server_us < DEFAULT_SERVER_US:
-                self._set_server(self._server_us)
-            self._paused = False
-            self._resumed = self.experiment.now()
-            for job in self._others:
-                self.experiment.resume(job.program)
-            self.experiment.wait(self._options.settle_seconds)
+        """Let the others go on with the slice of the setting, and wait until they work as before."""
+        if not self._paused:
+            return
+        if self._server_us < DEFAULT_SERVER_US:
+            # While they were paused, they had a longer one.
+            self._set_server(self._server_us)
+        self._paused = False
+        self._resumed = self.experiment.now()
+        for job in self._others:
+            self.experiment.resume(job.program)
+        self.experiment.wait(self._options.settle_seconds)
 
     def _kill_others(self) -> None:
-        """Kill the opportunistic jobs, with their queues drained, so that the MPS server survives."""
+        """Kill the opportunistic jobs, stopped and with their queues drained, so that the MPS server survives."""
         self._pause_others()
         for job in self._others:
-            # It is stopped and its queue has drained, so it can be killed.
             self.experiment.kill(job.program, bound_seconds=_DRAINED_SECONDS)
         self._others = []
 
@@ -713,9 +751,7 @@ class Stage:
         """End all jobs of this way."""
         if self._others:
             self._kill_others()
-        if self._production is not None:
-            self.experiment.end([self._production.program])
-            self._production = None
+        self.experiment.end([self._production.program])
         self.experiment.forget_ended()
 
     def _set_server(self, microseconds: int) -> None:
@@ -723,32 +759,35 @@ class Stage:
         self.experiment.set_server_slice([job.program for job in self._others], microseconds)
 
     def _apply(self, setting: Setting) -> bool:
-        """Set the slices of a setting, or start the others with its cap; return whether they were started."""
+        """Put a setting in force, and return whether the others were started again for it."""
         if setting == self._setting:
             return False
         self._setting = setting
-        if self._way is Way.SLICES:
-            if self._production is not None and setting.production_slice_us is not None:
-                self.experiment.set_slice(self._production.program, setting.production_slice_us)
-            self._server_us = setting.other_slice_us
-            if self._server_us is not None and not self._paused:
-                self._set_server(self._server_us)
-                # Requests that began before are over.
-                self.experiment.wait(self._options.settle_seconds / 2)
+        if setting.production_slice_us is not None and setting.other_slice_us is not None:
+            self._set_slices(setting.production_slice_us, setting.other_slice_us)
             return False
         limits = _limits(setting)
-        if limits == self._limits and self._others:
+        if limits == self._limits:
             return False
         began = self.experiment.now()
         self._kill_others()
         self.experiment.forget_ended()
         self._start_others(limits)
-        self._until_warm(*self._others)
+        self._wait_until_warm(*self._others)
         self.start_took = self.experiment.now() - began
         return True
 
+    def _set_slices(self, production_us: int, server_us: int) -> None:
+        """Set the slices of production and of the others; paused others get theirs when they go on."""
+        self.experiment.set_slice(self._production.program, production_us)
+        self._server_us = server_us
+        if not self._paused:
+            self._set_server(server_us)
+            # Until the requests that began before are over.
+            self.experiment.wait(self._options.settle_seconds / 2)
+
     def _stretch_after_start(self) -> float:
-        """Return by how much the windows are longer for a setting that needed a start, so that most of the time measures."""
+        """Return by what factor the windows of a setting that needed a start are longer, so that the start pays."""
         round_seconds = self._window + self._together_seconds
         wanted = _STARTS_WORTH * (self.start_took + _PAUSES_SECONDS) / round_seconds
         return max(1.0, min(wanted, FIRST_SECONDS / self._together_seconds))
@@ -760,53 +799,65 @@ class Stage:
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
-    def _read_and_time(self) -> float:
-        """Read everything printed so far, which is of the time before the window, and return the time."""
+    def _begin_window(self) -> float:
+        """Read outputs and counters, so that only what comes later is of the window, and return the time."""
+        for recorder in self._recorders:
+            recorder.since_last()
         self.experiment.read_outputs()
         self._usage.sample([program.pid for program in self.experiment.programs if program.runs])
         return self.experiment.now()
 
-    def _watch(self, seconds: float) -> tuple[float, float]:
-        """Let the jobs run for this time, and return when the window began and ended."""
-        self._tuner.demand(seconds)
-        start = self._read_and_time()
-        self.experiment.wait(seconds)
-        self._demand_alive(*self._others)
+    def _end_window(self, start: float) -> float:
+        """Count a window that began at ``start``, and return the time; raise if a job has ended."""
+        self._check_alive(*self._others)
         end = self.experiment.now()
         self._tuner.count_window(end - start)
-        return start, end
+        return end
+
+    def _watch(self, seconds: float, setting: Setting | None = None) -> _Seen:
+        """Let the jobs run for this time, and return the window; ``setting`` None: production is alone."""
+        self._tuner.check_budget(seconds)
+        start = self._begin_window()
+        self.experiment.wait(seconds)
+        end = self._end_window(start)
+        rates = () if setting is None else self._rates_of_others(start, end)
+        return _Seen(start, end, self._production.printed.window(start, end), setting, rates)
+
+    def _use_since_last(self) -> _Use:
+        """Return how busy the GPU was in a window that ends now."""
+        sm, dram = (recorder.since_last() for recorder in self._recorders)
+        return _Use(sm, dram, utilization(self._tuner.host.nvml, self._tuner.device.gpu.index))
 
     def _fit_windows(self) -> None:
-        """Make the windows long enough for production to print several times in each, and no longer."""
-        if self._production is None:
-            return
+        """Watch production alone until it has printed several times, and make the windows long enough for that."""
         printed = self._production.printed
         self._wait_for_backlog()
-        started = self._read_and_time()
+        start = self._begin_window()
         while True:
             self.experiment.wait(max(1.0, self._window))
-            self._demand_alive()
-            ended = self.experiment.now()
-            moments = printed.moments(started, ended)
+            self._check_alive()
+            now = self.experiment.now()
+            moments = printed.moments(start, now)
             if len(moments) >= _LEAST_MOMENTS:
                 break
-            if ended - started > 3 * _LONGEST_SECONDS:
+            if now - start > 3 * _LONGEST_SECONDS:
                 raise TimedOut(
-                    f"the production job printed only {counted(len(moments), 'number')} in {ended - started:.0f} s",
+                    f"the production job printed only {counted(len(moments), 'number')} in {now - start:.0f} s",
                     "make it print its rate at least once a second",
                     code="no_numbers",
                 )
+        end = self._end_window(start)
         if self._options.window_seconds is None:
-            gap = max(after - before for before, after in zip([started, *moments], [*moments, ended], strict=False))
-            seconds = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS_PER_WINDOW * gap)
+            gap = max(after - before for before, after in pairwise([start, *moments, end]))
+            seconds = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (end - start) / len(moments), _GAPS_PER_WINDOW * gap)
             self._window = min(_LONGEST_SECONDS, seconds)
         self._together_seconds = 2 * self._window
-        self._log.append(_Seen(started, ended, printed.window(started, ended)))
-        self._tuner.count_window(ended - started)
-        alone = [value for at, value in printed.latencies if started < at <= ended]
-        unit = printed.latency_us
-        self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
-        self._usual_latency = percentile(alone, 95) if alone else None
+        window = printed.window(start, end)
+        self._log.append(_Seen(start, end, window))
+        if window.latencies:
+            self._usual_latency = percentile(window.latencies, 95)
+            if printed.latency_us is not None:
+                self.request_us = printed.latency_us * percentile(window.latencies, 50)
 
     def _measure_alone(self) -> None:
         """Watch production while the others are paused; now and then the others first, while production is."""
@@ -820,14 +871,9 @@ class Stage:
 
     def _watch_alone(self) -> None:
         """Watch production alone for one window, and lengthen the windows if it prints more seldom."""
-        for recorder in self._recorders:
-            recorder.since_last()
-        start, end = self._watch(self._stretch * self._window)
-        if self._production is None:
-            return
-        window = self._production.printed.window(start, end)
-        moments = self._production.printed.moments(end - 3 * _LONGEST_SECONDS, end)
-        gap = end - (moments[-1] if moments else end - 3 * _LONGEST_SECONDS)
+        seen = self._watch(self._stretch * self._window)
+        moments = self._production.printed.moments(seen.end - 3 * _LONGEST_SECONDS, seen.end)
+        gap = seen.end - moments[-1] if moments else 3 * _LONGEST_SECONDS
         if gap > max(_SILENT_SECONDS, 2 * self._window):
             raise OperationFailed(
                 "the production job no longer prints anything, even without the other job",
@@ -837,61 +883,59 @@ class Stage:
         if self._options.window_seconds is None and gap > self._window:
             self._window = min(_SILENT_SECONDS, _GAPS_PER_WINDOW * gap)
             self._together_seconds = max(2 * self._window, self._together_seconds)
-        self._log.append(_Seen(start, end, window))
-        host, device = self._tuner.host, self._tuner.device
-        sm, dram = (recorder.since_last() for recorder in self._recorders)
-        self._production_use.append((sm, dram, utilization(host.nvml, device.gpu.index)))
-        memory = peak_memory(host, device, self._production.program)
+        self._log.append(seen)
+        self._production_use.append(self._use_since_last())
+        memory = self._peak_memory(self._production)
         self._memory = memory if self._memory is None else max(self._memory, memory or 0)
 
     def _measure_others(self, *, first: bool = False) -> None:
-        """Watch the others while production is paused, which then catches up with what has come meanwhile."""
-        production = self._production
-        self._tuner.demand(self._others_seconds)
+        """Watch the others while production is stopped; it then catches up with what has come meanwhile.
+
+        The ``first`` window lasts until each of them has printed a few times, and decides how long the later ones are.
+        """
+        self._tuner.check_budget(self._others_seconds)
         self._resume_others()
-        if production is not None:
-            self.experiment.stop(production.program)
-            self.experiment.wait(self._options.drain_seconds)
+        self.experiment.stop(self._production.program)
+        self.experiment.wait(self._options.drain_seconds)
         try:
-            for recorder in self._recorders:
-                recorder.since_last()
-            start = self._read_and_time()
+            start = self._begin_window()
             self.experiment.wait(self._others_seconds)
             if first:
-                self.experiment.wait(_SILENT_SECONDS, lambda: self._fewest(start) >= _LEAST_OF_OTHERS)
-            self._demand_alive(*self._others)
-            end = self.experiment.now()
-            self._tuner.count_window(end - start)
-            rates = tuple(self._rate(job, start, end) for job in self._others)
-            sm, dram = (recorder.since_last() for recorder in self._recorders)
+                self.experiment.wait(_SILENT_SECONDS, lambda: self._fewest_outputs(start) >= _LEAST_OF_OTHERS)
+            end = self._end_window(start)
+            rates = self._rates_of_others(start, end)
+            use = self._use_since_last()
         finally:
-            if production is not None:
-                self.experiment.resume(production.program)
-        if first and rates and all(rate == 0 for rate in rates):
+            self.experiment.resume(self._production.program)
+        if first:
+            self._fit_windows_of_others(start, end, rates)
+        self.others_use.append(use)
+        sizes = [self._peak_memory(job) for job in self._others]
+        if None not in sizes:
+            self.others_memory = [size or 0 for size in sizes]
+        self._tuner.others_alone.append(_OthersAlone(start, end, rates))
+
+    def _fit_windows_of_others(self, start: float, end: float, rates: Sequence[float | None]) -> None:
+        """Make windows with the others long enough for each to print several times, by their first window alone."""
+        if all(rate == 0 for rate in rates):
             raise OperationFailed(
                 "the opportunistic job alone printed only rates of 0: it does no measurable work",
                 "make it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
                 code="no_numbers",
             )
-        if first:
-            gap = (end - start) / max(1, self._fewest(start))
-            self._others_seconds = max(2 * self._window, min(_LEAST_OF_OTHERS * gap, _LONGEST_FOR_OTHERS_SECONDS))
-            self._together_seconds = max(self._together_seconds, self._others_seconds)
-        host, device = self._tuner.host, self._tuner.device
-        self.others_use.append((sm, dram, utilization(host.nvml, device.gpu.index)))
-        sizes = [peak_memory(host, device, job.program) for job in self._others]
-        if all(size is not None for size in sizes):
-            self.others_memory = [size for size in sizes if size is not None]
-        self._tuner.others_alone.append(_Seen(start, end, rates=rates))
+        gap = (end - start) / max(1, self._fewest_outputs(start))
+        self._others_seconds = max(2 * self._window, min(_LEAST_OF_OTHERS * gap, _LONGEST_FOR_OTHERS_SECONDS))
+        self._together_seconds = max(self._together_seconds, self._others_seconds)
 
-    def _fewest(self, start: float) -> int:
+    def _peak_memory(self, job: Running) -> int | None:
+        return peak_memory(self._tuner.host, self._tuner.device, job.program)
+
+    def _fewest_outputs(self, start: float) -> int:
         """Return how many outputs the opportunistic job that printed the least has printed since then."""
-        return min((len(job.printed.moments(start, self.experiment.now())) for job in self._others), default=0)
+        return min(len(job.printed.moments(start, self.experiment.now())) for job in self._others)
 
     def _wait_for_backlog(self) -> None:
-        """Wait until the latencies of production alone fall no more: it has served what came while all started."""
-        if self._production is None:
-            return
+        """Wait until production alone has served the requests that came while all started: its latencies fall no more."""
         printed = self._production.printed
         last_median = math.inf
         deadline = self.experiment.now() + _BACKLOG_SECONDS
@@ -906,47 +950,46 @@ class Stage:
     def _wait_until_caught_up(self) -> None:
         """Wait until production has served the requests that came while it was stopped or too slow for them.
 
-        In the windows alone they would be late, and more than there are.
+        A window alone would count them as its own, with latencies that are not those of production alone.
         """
-        production = self._production
-        if production is None:
+        if self._usual_latency is None:
             return
         began = self.experiment.now()
         # Where a CUDA graph runs, latencies differ less from each other than the clock of the GPU changes them.
-        bound = None if self._usual_latency is None else _AS_FAST_AS_ALONE * self._usual_latency
+        bound = _AS_FAST_AS_ALONE * self._usual_latency
 
-        def caught_up() -> bool:
+        def has_caught_up() -> bool:
             """Return whether production has served some requests in a row as fast as when it was alone."""
-            recent = [value for at, value in production.printed.latencies[-_CAUGHT_UP_REQUESTS:] if at > began]
-            return bound is not None and len(recent) == _CAUGHT_UP_REQUESTS and max(recent) <= bound
+            recent = [value for at, value in self._production.printed.latencies[-_CAUGHT_UP_REQUESTS:] if at > began]
+            return len(recent) == _CAUGHT_UP_REQUESTS and max(recent) <= bound
 
-        if bound is not None:
-            self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.seconds_left())), caught_up)
+        self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.seconds_left())), has_caught_up)
 
-    def _rate(self, job: Running, start: float, end: float) -> float | None:
-        """Return the rate of one of the others in a window, without its first number after a pause if there are others.
+    def _rates_of_others(self, start: float, end: float) -> tuple[float | None, ...]:
+        """Return the rate of each of the others in a window; None: it printed nothing."""
+        return tuple(self._rate_of_other(job, start, end) for job in self._others)
 
-        That number may include the pause.
+    def _rate_of_other(self, job: Running, start: float, end: float) -> float | None:
+        """Return the rate of one of the others in a window.
+
+        Its first number after a pause may include the pause: it counts only if it is the only one in the window.
         """
-        is_first = self._resumed is not None and not job.printed.moments(self._resumed, start)
-        without_first = job.printed.window(start, end, skip=1).rate if is_first else None
-        return job.printed.window(start, end).rate if without_first is None else without_first
+        if self._resumed is not None and not job.printed.moments(self._resumed, start):
+            without_first = job.printed.window(start, end, skip=1).rate
+            if without_first is not None:
+                return without_first
+        return job.printed.window(start, end).rate
 
     def _together(self, setting: Setting) -> None:
         """Watch production and the opportunistic jobs together for one window."""
         self._resume_others()
-        start, end = self._watch(self._stretch * self._together_seconds)
-        if self._production is None:
-            return
-        rates = tuple(self._rate(job, start, end) for job in self._others)
-        self._log.append(_Seen(start, end, self._production.printed.window(start, end), setting, rates))
+        self._log.append(self._watch(self._stretch * self._together_seconds, setting))
 
     def measure(self, setting: Setting, *, longer: bool) -> None:
         """Watch production under a setting, and alone in turn, until the figures decide.
 
-        ``longer``: until they are certain, or will not be.
+        ``longer``: until they are certain, or will not become so.
         """
-        goal = self._options.search.goal
         rounds = 0
         started_again = self._apply(setting)
         self._stretch = 1.0
@@ -959,27 +1002,30 @@ class Stage:
             self._together(setting)
             rounds += 1
             figures = self.figures(setting)
-            if figures is None:
-                if rounds > _MOST_SILENT_ROUNDS:
-                    raise OperationFailed(
-                        "the production job printed nothing that can be measured",
-                        "give --metric a number that it prints at least once a second",
-                        code="no_numbers",
-                    )
-                continue
-            if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
+            if figures is not None and self._is_decided(figures, longer=longer):
+                return
+            if figures is None and rounds > _MOST_SILENT_ROUNDS:
                 raise OperationFailed(
-                    "the production job prints too few latencies for a p99",
-                    "make it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
-                    code="no_latencies",
+                    "the production job printed nothing that can be measured",
+                    "give --metric a number that it prints at least once a second",
+                    code="no_numbers",
                 )
-            if figures.seconds >= figures.most_seconds(goal):
-                return
-            if not longer and (figures.seconds >= FIRST_SECONDS or figures.clear(goal)):
-                return
-            verdict = figures.verdict(goal)
-            if verdict is False or (verdict and (not longer or figures.precise(goal))):
-                return
+
+    def _is_decided(self, figures: Figures, *, longer: bool) -> bool:
+        """Return whether a setting need not be watched any more: for the search, or if ``longer`` for an answer."""
+        goal = self._options.search.goal
+        if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
+            raise OperationFailed(
+                "the production job prints too few latencies for a p99",
+                "make it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
+                code="no_latencies",
+            )
+        verdict = figures.verdict(goal)
+        if figures.seconds >= figures.most_seconds(goal) or verdict is False:
+            return True
+        if longer:
+            return verdict is True and figures.certain(goal)
+        return verdict is True or figures.seconds >= FIRST_SECONDS or figures.meets_clearly(goal)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -1001,123 +1047,121 @@ class Stage:
 
     def figures(self, setting: Setting) -> Figures | None:
         """Return what the windows say of a setting; None: too little was printed."""
-        places = [place for place, seen in enumerate(self._log) if seen.setting == setting]
-        together = [self._log[place] for place in places]
-        pairs = [(_rate_of(self._log[place]), self._rate_alone_near(place)) for place in places]
-        # Where it printed nothing in both, it stood still by itself.
-        pairs = [(rate, base) for rate, base in pairs if rate or base]
-        ratio = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
-        if ratio is None:
+        indexes = [index for index, seen in enumerate(self._log) if seen.setting == setting]
+        together = [self._log[index] for index in indexes]
+        pairs = [(self._log[index].rate, self._rate_alone_near(index)) for index in indexes]
+        # Where production printed nothing in both, it stood still by itself.
+        pairs = [(rate, alone) for rate, alone in pairs if rate or alone]
+        kept = paired_ratio(pairs)
+        if kept is None:
             return None
-        kept, own_error = ratio
         alone = self._windows_to_compare(together)
-        windows = [seen.window for seen in together if seen.window is not None]
+        windows = [seen.window for seen in together]
         p99_alone = p99(alone)
         p99_together = p99(windows)
-        between = p99_factor_interval(alone, windows)
-        share, share_error = self._share(together)
+        interval = p99_factor_interval(alone, windows)
+        share = self._share(together)
         return Figures(
             setting=setting,
-            kept=kept,
-            error=self._error(own_error, len(pairs)),
+            kept=kept.value,
+            error=self._error_of_kept(kept.error, len(pairs)),
             p99=p99_together / p99_alone if p99_alone and p99_together is not None else None,
-            p99_low=None if between is None else between[0],
-            p99_high=None if between is None else between[1],
-            share=share,
-            share_error=share_error,
-            waits=self._waits(),
+            p99_low=None if interval is None else interval.low,
+            p99_high=None if interval is None else interval.high,
+            share=None if share is None else share.value,
+            share_error=None if share is None else share.error,
+            waits=self._waits_for_requests(),
             seconds=math.fsum(seen.end - seen.start for seen in together),
             windows=len(together),
         )
 
-    def _rate_alone_near(self, place: int) -> float:
-        """Return the mean rate of the windows alone right before and after one together."""
-        neighbours = [self._log[number] for number in (place - 1, place + 1) if 0 <= number < len(self._log)]
-        alone = [_rate_of(seen) for seen in neighbours if seen.setting is None]
-        return mean(alone) if alone else 0.0
+    @property
+    def _log_alone(self) -> list[_Seen]:
+        """Return the windows of production alone."""
+        return [seen for seen in self._log if seen.setting is None]
 
-    def _error(self, own_error: float | None, count: int) -> float:
-        """Return the standard error of a share: by its own windows, or by those alone if they scatter more."""
+    def _rate_alone_near(self, index: int) -> float:
+        """Return the mean rate of the windows alone right before and after one together."""
+        neighbours = [*self._log[index - 1 : index], *self._log[index + 1 : index + 2]]
+        return mean_known(seen.rate for seen in neighbours if seen.setting is None) or 0.0
+
+    def _error_of_kept(self, own_error: float | None, count: int) -> float:
+        """Return the standard error of the rate that is kept, from ``count`` pairs of windows, together and alone.
+
+        It is the pairs' own, or that of production's windows alone if they scatter more.
+        """
         alone = self._rates_alone()
-        spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
-        # A spread of few windows is itself uncertain: Student's quantile is that much above the 2 of many windows.
-        pooled = (
-            max(_LEAST_SCATTER, spread) * math.sqrt(_PAIRED_VARIANCE / count) * t_quantile(max(1, len(alone) - 1)) / 2
-        )
-        return max(pooled, _SHARED_WINDOW_FACTOR * (own_error or 0.0))
+        scatter = max(_LEAST_SCATTER, relative_deviation(alone) or 0.0) * math.sqrt(_PAIRED_VARIANCE / count)
+        # A scatter of few windows is itself uncertain: Student's quantile is that much above the 2 of many windows.
+        uncertainty = t_quantile(max(1, len(alone) - 1)) / 2
+        return max(scatter * uncertainty, _SHARED_WINDOW_FACTOR * (own_error or 0.0))
 
     def _rates_alone(self) -> list[float]:
         """Return the rate of each window of production alone in which it worked."""
-        return [rate for seen in self._log if seen.setting is None and (rate := _rate_of(seen)) > 0]
+        return [seen.rate for seen in self._log_alone if seen.rate > 0]
 
     def _windows_to_compare(self, together: Sequence[_Seen]) -> list[Window]:
-        """Return the windows alone to compare a p99 with: those nearest in time, until they have enough requests.
+        """Return the windows alone to compare a p99 with: the nearest in time, more than those together, with enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
         """
-        alone = [seen for seen in self._log if seen.setting is None and seen.window is not None]
-        alone.sort(key=lambda seen: min(abs(seen.start - other.start) for other in together))
+        nearest = sorted(self._log_alone, key=lambda seen: min(abs(seen.start - other.start) for other in together))
         chosen: list[Window] = []
-        for number, seen in enumerate(alone):
-            if number > len(together) and len(latencies_of(chosen)) >= _REQUESTS_ALONE:
+        for seen in nearest:
+            if len(chosen) > len(together) and len(latencies_of(chosen)) >= _REQUESTS_ALONE:
                 break
-            if seen.window is not None:
-                chosen.append(seen.window)
+            chosen.append(seen.window)
         return chosen
 
-    def _share(self, together: Sequence[_Seen]) -> tuple[float | None, float | None]:
-        """Return the share of their rates alone that the others have, as a mean of them, and its standard error."""
-        shares = []
-        for seen in together:
-            alone = sorted(self._tuner.others_alone, key=lambda other: abs(other.start - seen.start))[:2]
-            parts = []
-            for number, rate in enumerate(seen.rates):
-                base = mean_known(each.rates[number] for each in alone if number < len(each.rates))
-                if rate is not None and base:
-                    parts.append(rate / base)
-            if parts and len(parts) == len(seen.rates):
-                shares.append(mean(parts))
+    def _share(self, together: Sequence[_Seen]) -> Estimate | None:
+        """Return which share of its rate alone each of the others has, as a mean of them and of these windows."""
+        shares = [share for seen in together if (share := self._share_in(seen)) is not None]
         if not shares:
-            return None, None
+            return None
         if len(shares) > 1:
-            return mean(shares), deviation(shares) / math.sqrt(len(shares))
+            return Estimate(mean(shares), deviation(shares) / math.sqrt(len(shares)))
         # One window scatters as those of the others alone do.
         spread = self._tuner.others_spread()
-        return shares[0], None if spread is None else spread * shares[0]
+        return Estimate(shares[0], None if spread is None else spread * shares[0])
 
-    def _waits(self) -> bool:
+    def _share_in(self, seen: _Seen) -> float | None:
+        """Return the mean share of its rate alone that each of the others has in a window; None: one is not known."""
+        nearest = sorted(self._tuner.others_alone, key=lambda alone: abs(alone.start - seen.start))[:2]
+        shares = []
+        for job, rate in enumerate(seen.rates):
+            rate_alone = mean_known(alone.rates[job] for alone in nearest)
+            if rate is None or not rate_alone:
+                return None
+            shares.append(rate / rate_alone)
+        return mean(shares)
+
+    def _waits_for_requests(self) -> bool:
         """Return whether production waits for requests that come at random: its rate is then the demand."""
-        production = self._production
-        if production is None or not production.printed.latencies or not production.printed.latency_us:
+        printed = self._production.printed
+        latencies = latencies_of([seen.window for seen in self._log_alone])
+        if not latencies or not printed.latency_us:
             return False
-        spans = [(seen.start, seen.end) for seen in self._log if seen.setting is None]
-        scatter = dispersion([at for at, _ in production.printed.latencies], spans)
-        latencies = latencies_of([seen.window for seen in self._log if seen.setting is None and seen.window])
-        seconds = math.fsum(end - start for start, end in spans)
-        if scatter is None or not latencies or not seconds:
+        spans = [(seen.start, seen.end) for seen in self._log_alone]
+        scatter = dispersion([at for at, _ in printed.latencies], spans)
+        if scatter is None:
             return False
-        load = len(latencies) / seconds * mean(latencies) * production.printed.latency_us / 1e6
+        # Requests per second, times the seconds that each takes.
+        load = (
+            len(latencies) / math.fsum(end - start for start, end in spans) * mean(latencies) * printed.latency_us / 1e6
+        )
         return scatter >= _RANDOM_SCATTER and load < _WAITING_LOAD
 
     def production_alone(self) -> Alone:
         """Return what was seen of production alone."""
         rates = self._rates_alone()
-        use = self._production_use
         return Alone(
-            rate=mean(rates) if rates else None,
-            spread=deviation(rates) / mean(rates) if len(rates) > 1 else None,
-            p99=p99([seen.window for seen in self._log if seen.setting is None and seen.window is not None]),
+            rate=mean_known(rates),
+            spread=relative_deviation(rates),
+            p99=p99([seen.window for seen in self._log_alone]),
             memory=self._memory,
             peak=self._memory,
-            sm=mean_known(sm for sm, _, _ in use),
-            dram=mean_known(dram for _, dram, _ in use),
-            busy=mean_known(busy for _, _, busy in use),
+            **_mean_use(self._production_use),
         )
-
-
-def _rate_of(seen: _Seen) -> float:
-    # A production job that makes no progress has a rate of 0, not an unknown one, both together and alone.
-    return (seen.window.rate if seen.window is not None else None) or 0.0
 
 
 def _awaited(job: Running) -> str:

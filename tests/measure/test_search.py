@@ -20,10 +20,10 @@ from gpushare.measure.search import (
     Search,
     Setting,
     best_of,
-    reason_to_skip,
     memory_warning,
     next_setting,
     outcome,
+    reason_to_skip,
     sliced,
 )
 
