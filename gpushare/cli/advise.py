@@ -8,13 +8,13 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import typer
 from typer.core import TyperOption
 
-from gpushare.advice.advise import Advice, advice_answer
+from gpushare.advice.advise import Advice, AdviceAnswer, advice_answer
 from gpushare.advice.advise import advise as advice_for
 from gpushare.advice.case import (
     Case,
@@ -33,6 +33,7 @@ from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, mea
 from gpushare.advice.measured import measured_answer as answer_of
 from gpushare.advice.place import first_gpu
 from gpushare.advice.questions import next_question, with_answer
+from gpushare.advice.rules import WayVerdict
 from gpushare.advice.situation import MPS_CONTEXT_BYTES, Situation
 from gpushare.advice.steps import Change, Recipe, Verb
 from gpushare.advice.table import load_table
@@ -89,7 +90,7 @@ from gpushare.plan import Plan, Step
 from gpushare.run.jobs import PRODUCTION, is_running, records
 from gpushare.show.advise import answer_table, reasons_table, verdicts_table
 from gpushare.show.plan import plan_result, with_undo
-from gpushare.show.result import OutputFormat, Result
+from gpushare.show.result import OutputFormat, Result, Table
 from gpushare.snapshot import HostState, Observer
 from gpushare.timeslice.policy import plan_level
 
@@ -98,6 +99,8 @@ if TYPE_CHECKING:
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.bench import Settings as BenchSettings
 
+
+T = TypeVar("T")
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
@@ -229,10 +232,8 @@ def advise(
     root = words.pop("root")
     destroy = words.pop("destroy")
     production_saturating = words.pop("production_saturating")
-    role_counts = (
-        _parse_count("--production", words.pop("production")),
-        _parse_count("--opportunistic", words.pop("opportunistic")),
-    )
+    production = _parse_count("--production", words.pop("production"))
+    opportunistic = _parse_count("--opportunistic", words.pop("opportunistic"))
     command = words["command"]
     if program and command is None:
         words["command"] = shlex.join(program)
@@ -240,12 +241,13 @@ def advise(
     explained = None if way is None else way_of(way)
     measuring = None
     if measure:
-        argv = program or []
-        if command and not program:
-            argv = split_command("--command", command)
+        argv = program or (split_command("--command", command) if command else [])
         measuring = parse_measuring(argv, copies, metric, window, repeat, timeout, lower=lower)
     # All words are checked before the host is asked, so that a typo costs nothing.
-    case = _typed_case(words, file, root, role_counts)
+    if file is None:
+        case = case_of(words, production, opportunistic, root=root)
+    else:
+        case = overlaid(case_from_file(file, root=root), words)
     from_host = live or recording is not None
     if not from_host:
         case = check_users(_with_production_saturating(case, production_saturating))
@@ -258,21 +260,26 @@ def advise(
     state = HostState(host)
     # Few answers name jobs: only these look for those that run.
     facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
-    chosen, among = _gpu_of_option(state, facts, gpu)
+    fixed_gpu, among = _gpu_choice(state, facts, gpu)
     if from_host:
-        chosen = chosen or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
-        seen = _seen_case(host, recording, chosen.index, root)
+        fixed_gpu = fixed_gpu or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
+        seen = _seen_case(host, fixed_gpu.index, recording, root=root)
         case = check_users(_with_production_saturating(overlaid(seen, words), production_saturating))
     if destroy is not None:
         case = replace(case, destroy=destroy)
-    _check_sms(case, facts.gpus if chosen is None else (chosen,))
-    gpu_facts = chosen or _first_answering_gpu(facts, among, lambda _: True)
+    _check_sms(case, facts.gpus if fixed_gpu is None else (fixed_gpu,))
+    gpu_facts = fixed_gpu or _first_answering_gpu(facts, among, lambda _: True)
     situation = Situation(case, facts, gpu_facts, load_table(), among=among, consolidate=consolidate)
     asks = not no_input and _may_ask(explained=explained is not None)
-    situation = _with_gpu_and_answers(situation, named=chosen is not None, single=measure, asks=asks)
+    situation = _judged_situation(situation, gpu_is_fixed=fixed_gpu is not None, one_gpu=measure, asks=asks)
     if measuring is not None:
         return measure_and_answer(host, situation, measuring, copies, live=live, apply=apply)
-    return _advice_result(advice_for(situation), explained, live=live, apply=apply)
+    advice = advice_for(situation)
+    data = advice_answer(advice)
+    notes = [*data.notes, *([RUNS_ON] if live else [])]
+    if apply:
+        return carry_out_setup(advice, notes)
+    return _advice_result(data, notes) if explained is None else _explained_result(data, advice.of(explained), notes)
 
 
 def _with_production_saturating(case: Case, value: bool | None) -> Case:
@@ -289,34 +296,18 @@ def _with_production_saturating(case: Case, value: bool | None) -> Case:
     return replace(case, workloads=works)
 
 
-def _typed_case(
-    words: dict[str, Any], file: str | None, root: bool | None, role_counts: tuple[int | None, int | None]
-) -> Case:
-    """Return the case of a file or of the options alone; ``role_counts`` as in `case_of`."""
-    if file is not None:
-        return overlaid(case_from_file(file, root=root), words)
-    return case_of(words, root=root, role_counts=role_counts)
+def _judged_situation(situation: Situation, *, gpu_is_fixed: bool, one_gpu: bool, asks: bool) -> Situation:
+    """Return the situation that is judged: on the best GPU, and, if gpushare ``asks`` questions, with the user's answers.
 
-
-def _seen_case(host: Host, recording: str | None, index: int, root: bool | None) -> Case:
-    """Return what runs on a GPU now, or what ran on it in a recording, as a case."""
-    if recording is None:
-        return case_from_now(host, index, root=root)
-    return case_from_recording(recording, index, root=root)
-
-
-def _with_gpu_and_answers(situation: Situation, *, named: bool, single: bool, asks: bool) -> Situation:
-    """Return the situation with the GPU that the answer begins with, and with the user's answers to questions (``asks``).
-
-    ``named``: the user has named the GPU; ``single``: the answer is for one GPU.
+    ``gpu_is_fixed``: the GPU of the situation stays, and is the only one. ``one_gpu``: the advice is for one GPU.
     """
-    if not named:
+    if not gpu_is_fixed:
         situation = replace(situation, gpu=_gpu_to_begin_with(situation))
-    if named or single:
+    if gpu_is_fixed or one_gpu:
         situation = replace(situation, among=(situation.gpu.index,))
     if asks:
         situation = ask_questions(ask_numbers(situation))
-        if not named:
+        if not gpu_is_fixed:
             # After the answers, another GPU may be better.
             situation = replace(situation, gpu=_gpu_to_begin_with(situation))
     return situation
@@ -351,20 +342,27 @@ def _running_jobs(host: Host) -> Iterator[RunningJob]:
             yield RunningJob(record.name, production=production, mps=record.mps, devices=record.devices)
 
 
-def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
-    """Return the one GPU or MIG instance that -g names; or None, and the indexes of the GPUs to choose from (none: all)."""
+class _GpuChoice(NamedTuple):
+    """The one GPU or MIG instance that -g names, or else the indexes of the GPUs to choose from; no index: all GPUs."""
+
+    fixed_gpu: GpuFacts | None = None
+    among: tuple[int, ...] = ()
+
+
+def _gpu_choice(state: HostState, facts: HostFacts, gpu: str | None) -> _GpuChoice:
+    """Return the GPUs that the value of -g allows. Raises GpuLost if none of all GPUs answers."""
     if not facts.gpus:
         raise no_gpu_error()
     if gpu is None or is_any(gpu):
         if all(gpu.error is not None for gpu in facts.gpus):
             raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
-        return None, ()
+        return _GpuChoice()
     devices = select_for_change(gpu, state.gpus)
     if len(devices) > 1 and all(device.mig is None for device in devices):
-        return None, tuple(device.gpu.index for device in devices)
+        return _GpuChoice(among=tuple(device.gpu.index for device in devices))
     device = select_one(gpu, state.gpus)
-    whole = next(gpu for gpu in facts.gpus if gpu.index == device.gpu.index)
-    return whole if device.mig is None else instance_facts(state, whole, device.mig), ()
+    whole_gpu = next(gpu for gpu in facts.gpus if gpu.index == device.gpu.index)
+    return _GpuChoice(whole_gpu if device.mig is None else instance_facts(state, whole_gpu, device.mig))
 
 
 def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:
@@ -407,33 +405,30 @@ def _may_ask(*, explained: bool) -> bool:
 RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
 
 
-def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
-    """Return the advice as a result; with ``explained`` one way's reasons; with ``apply`` the setup is carried out."""
-    data = advice_answer(advice)
-    notes = list(data.notes)
-    if live:
-        notes.append(RUNS_ON)
-    if explained is not None:
-        verdict = advice.of(explained)
-        table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome.value}")
-        if data.winner != verdict.way:
-            notes.append(f"the advice for this case is: {data.answer} (drop --way to see it)")
-        return Result(data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
-    if apply:
-        return carry_out_setup(advice, notes)
-    tables = [answer_table(data, whole=settings.verbose), verdicts_table(data)]
+def _explained_result(data: AdviceAnswer, verdict: WayVerdict, notes: list[str]) -> Result:
+    """Return the result of --way: why one way fits or does not."""
+    table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome.value}")
+    if data.winner != verdict.way:
+        notes = [*notes, f"the advice for this case is: {data.answer} (drop --way to see it)"]
+    return Result(data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
+
+
+def _advice_result(
+    data: AdviceAnswer, notes: Sequence[str], measured_tables: Sequence[Table] = (), **errors: Any
+) -> Result:
+    """Return advice as a result, with the tables of what was measured, if anything was."""
+    verdicts = verdicts_table(data)
+    tables = [answer_table(data, whole=settings.verbose), *measured_tables, verdicts]
     if settings.verbose:
         tables.append(reasons_table(data.verdicts, "every rule"))
-    return Result(data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
+    return Result(data=data, tables=tuple(tables), csv=verdicts, notes=tuple(notes), **errors)
 
 
-def case_of(words: Mapping[str, Any], *, root: bool | None, role_counts: tuple[int | None, int | None]) -> Case:
-    """Return the case of the options.
+def case_of(words: Mapping[str, Any], production: int | None, opportunistic: int | None, *, root: bool | None) -> Case:
+    """Return the case of the options: ``words`` are the properties of a workload, by their names in a file.
 
-    ``words`` are those of a workload, by their names in a file. ``role_counts`` are the numbers of production and of
-    opportunistic processes; if both are None, the processes have no such roles.
+    ``production`` and ``opportunistic`` are numbers of processes; if both are None, the processes have no such roles.
     """
-    production, opportunistic = role_counts
     if production is None and opportunistic is None:
         return Case(workloads=workloads_of(words), root=root)
     repeated = [f"--{name}" for name in ("processes", "role") if words.get(name) is not None]
@@ -444,16 +439,17 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, role_counts: tuple[i
             code="two_counts",
         )
     sizes = sizes_of(words.get("memory"))
-    if len(sizes) not in {0, 1, 2}:
+    if len(sizes) > 2:
         raise BadUsage(f"{len(sizes)} sizes of memory for two jobs", "give --memory 60G,40G", code="bad_count")
-    workload = workload_of({**words, "memory": sizes[0] if sizes else None})
-    opportunistic_memory = workload_of({"memory": sizes[-1]}).memory if sizes else None
+    # A single size is that of both jobs.
+    production_size, opportunistic_size = (sizes[0], sizes[-1]) if sizes else (None, None)
+    workload = workload_of({**words, "memory": production_size})
+    # --opportunistic alone: there is one production process.
     production_job = replace(workload, role=Role.PRODUCTION, processes=production or 1, bandwidth_bound=None)
     if opportunistic is None:
         return Case(workloads=(production_job,), root=root)
-    opportunistic_job = replace(
-        workload, role=Role.OPPORTUNISTIC, processes=opportunistic or 1, memory=opportunistic_memory
-    )
+    opportunistic_memory = workload_of({"memory": opportunistic_size}).memory
+    opportunistic_job = replace(workload, role=Role.OPPORTUNISTIC, processes=opportunistic, memory=opportunistic_memory)
     # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
     return Case(workloads=(replace(production_job, saturating=None), opportunistic_job), root=root)
 
@@ -477,6 +473,13 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 
 # -- what runs, and what ran -----------------------------------------------------------------------
+
+
+def _seen_case(host: Host, index: int, recording: str | None, *, root: bool | None) -> Case:
+    """Return the programs that run on a GPU now, or that ran on it in a ``recording``, as a case."""
+    if recording is None:
+        return case_from_now(host, index, root=root)
+    return case_from_recording(recording, index, root=root)
 
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
@@ -584,32 +587,38 @@ def ask_numbers(situation: Situation) -> Situation:
         name = workload.name or role
         of_name = f" of {name}" if name else ""
         if workload.processes is None and single:
-            (workload,) = _ask_property(workload, "processes", "How many processes are to share the GPU?", "4")
-        if workload.memory is None:
-            text = f"How much GPU memory does one process{of_name} need at its peak, without its CUDA context?"
-            example = "6G or 34G,17G" if single else "6G"
-            workloads += _ask_property(workload, "memory", text, example, may_differ=single)
-        else:
+            count = _ask_until_valid("How many processes are to share the GPU?", "4", _count_typed)
+            workload = replace(workload, processes=count)
+        if workload.memory is not None:
             workloads.append(workload)
+            continue
+        text = f"How much GPU memory does one process{of_name} need at its peak, without its CUDA context?"
+        example = "6G or 34G,17G" if single else "6G"
+        with_memory = _ask_until_valid(text, example, partial(_with_memory_typed, workload, may_differ=single))
+        workloads += with_memory or [workload]
     return replace(situation, case=replace(situation.case, workloads=tuple(workloads)))
 
 
-def _ask_property(
-    workload: Workload, name: str, text: str, example: str, *, may_differ: bool = False
-) -> tuple[Workload, ...]:
-    """Ask for the property ``name`` until the answer is valid or empty, and return the workload with it.
-
-    ``may_differ``: several sizes of memory are an answer, too, and give one workload for each process.
-    """
+def _ask_until_valid(text: str, example: str, read: Callable[[str], T]) -> T | None:
+    """Ask until ``read`` accepts the line, and return what it makes of it; None: the line is empty."""
     while line := ask_line(_prompt(text, [f"like {example}"])).strip():
-        sizes = sizes_of(line) if may_differ else [line]
         try:
-            if len(sizes) > 1:
-                return workloads_of_sizes(workload, sizes)
-            return (replace(workload, **{name: getattr(workload_of({name: line}), name)}),)
+            return read(line)
         except BadUsage as error:
             sys.stderr.write(f"  {error.message}; {error.hint}\n")
-    return (workload,)
+    return None
+
+
+def _count_typed(line: str) -> int | None:
+    return workload_of({"processes": line}).processes
+
+
+def _with_memory_typed(workload: Workload, line: str, *, may_differ: bool) -> Sequence[Workload]:
+    """Return a workload with a size of memory; if its processes ``may_differ``, one workload for each of several sizes."""
+    sizes = sizes_of(line) if may_differ else [line]
+    if len(sizes) > 1:
+        return workloads_of_sizes(workload, sizes)
+    return [replace(workload, memory=workload_of({"memory": line}).memory)]
 
 
 def ask_questions(situation: Situation) -> Situation:
@@ -639,50 +648,56 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
         NotSupported: nothing fits, or the lines need several shells.
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
-    recipe = _recipe_to_carry_out(advice)
+    if advice.best is None or advice.recipe is None:
+        raise NotSupported(
+            "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
+        )
+    way, recipe = advice.best.way, advice.recipe
+    if recipe.several_shells:
+        raise NotSupported(
+            f"{way.label}: its lines name the instances that earlier ones create, so --apply cannot plan it as a whole",
+            f"run them in order: {'; '.join(line.command for line in recipe.lines if line.command)}",
+            code="several_shells",
+        )
     changes = [change for line in recipe.lines if line.change is not None for change in line.change.each]
     if not changes:
         notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
-        return plan_result(plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
-    result = _carry_out_changes(changes)
-    result_notes = list(result.notes)
-    done = result.done
-    # The undo of the recipe is shown, unless a line of it is known only after the change: then that of the plan is.
-    if result.data.steps and all(line.command is not None for line in recipe.undo):
-        result_notes = [text for text in result_notes if not text.startswith("undo: ")]
-        undo = "; ".join(line.command for line in recipe.undo if line.command)
-        done = with_undo([text for text, _ in done], undo) if done else done
+        return plan_result(plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(way))
+    result = _with_undo_of_recipe(_carry_out_changes(changes), recipe)
     later = [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
-    return replace(result, notes=(*notes, *result_notes, *later), done=done)
+    return replace(result, notes=(*notes, *result.notes, *later))
 
 
-def _nothing_to_set_up(advice: Advice) -> str:
-    """Return why the answer needs no setup."""
-    way = None if advice.best is None else advice.best.way
+def _nothing_to_set_up(way: Way) -> str:
+    """Return why a way needs no setup."""
     if way is Way.MEASURE:
         return "nothing was set up: the answer is to measure it first"
     if way is Way.FIX:
         return "nothing was set up: the answer is a change of the application"
-    return f"nothing to set up for {'this answer' if way is None else way.label}: the host can stay as it is"
+    return f"nothing to set up for {way.label}: the host can stay as it is"
+
+
+def _with_undo_of_recipe(result: Result, recipe: Recipe) -> Result:
+    """Return the result of the changes with the undo of the recipe in place of the plan's.
+
+    The plan's stays if the recipe has an undo line without a command: its command is known only after the change.
+    """
+    if not result.data.steps or any(line.command is None for line in recipe.undo):
+        return result
+    notes = tuple(text for text in result.notes if not text.startswith("undo: "))
+    undo = "; ".join(line.command for line in recipe.undo if line.command)
+    done = with_undo([text for text, _ in result.done], undo) if result.done else ()
+    return replace(result, notes=notes, done=done)
 
 
 def _carry_out_changes(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
-    from gpushare.cli.mig_change import carry_out_change
-
-    of_mig = [change for change in changes if change.verb.value.startswith("mig ")]
-    if of_mig:
-        if len({change.verb for change in of_mig}) > 1 or (len(of_mig) > 1 and of_mig[0].verb is Verb.MIG_CREATE):
-            needs = ", ".join(f"GPU {change.selector} needs `{change.verb.value}`" for change in of_mig)
-            raise NotSupported(
-                f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
-                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *change.words]) for change in of_mig)}",
-                code="several_changes",
-            )
+    mig_changes = [change for change in changes if change.verb.value.startswith("mig ")]
+    if mig_changes:
         # What comes before is to stop our MPS daemon, and the MIG change does that itself.
-        later = [change for change in changes[changes.index(of_mig[0]) + 1 :] if change not in of_mig]
-        return carry_out_change(lambda host, ledger: _mig_change(host, ledger, of_mig, later))
+        later = [change for change in changes[changes.index(mig_changes[0]) + 1 :] if change not in mig_changes]
+        return _carry_out_mig_changes(mig_changes, later)
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
@@ -691,6 +706,24 @@ def _carry_out_changes(changes: Sequence[Change]) -> Result:
     return ask_and_carry_out(
         _plan_changes(host, device, changes), homes=homes, replan=lambda: _plan_changes(host, device, changes)
     )
+
+
+def _carry_out_mig_changes(mig_changes: Sequence[Change], later: Sequence[Change]) -> Result:
+    """Carry out changes of MIG, and the ``later`` ones that need the new instances, as one transaction."""
+    from gpushare.cli.mig_change import carry_out_change
+
+    several_verbs = len({change.verb for change in mig_changes}) > 1
+    # Each GPU gets its own instances, but a transaction creates one wish.
+    several_wishes = len(mig_changes) > 1 and mig_changes[0].verb is Verb.MIG_CREATE
+    if several_verbs or several_wishes:
+        needs = ", ".join(f"GPU {change.selector} needs `{change.verb.value}`" for change in mig_changes)
+        commands = "; ".join(shlex.join(["gpushare", *change.words]) for change in mig_changes)
+        raise NotSupported(
+            f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
+            f"run them one after the other: {commands}",
+            code="several_changes",
+        )
+    return carry_out_change(lambda host, ledger: _mig_change(host, ledger, mig_changes, later))
 
 
 def _mig_change(host: Host, ledger: MigLedger, of_mig: Sequence[Change], later: Sequence[Change]) -> MigChange:
@@ -742,33 +775,21 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 
 def _later_step(host: Host, change: Change) -> Step:
-    """Return the step of a change that follows another one: a level or an MPS daemon. It is planned when it acts."""
+    """Return the step that sets a level or starts an MPS daemon after another change of the GPU.
+
+    The daemon is planned when the step acts: the device that it serves may not be there before the other change.
+    """
     gpu = host.nvml.gpu(change.gpus[0])
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
     wish = MpsWish(limits=change.limits or Limits())
 
-    def find() -> Device:
-        now = host.nvml.gpu(gpu.index)
-        return Device(gpu=now) if change.instance is None else select_one(change.instance, [now])
+    def current_device() -> Device:
+        gpu_now = host.nvml.gpu(gpu.index)
+        return Device(gpu=gpu_now) if change.instance is None else select_one(change.instance, [gpu_now])
 
-    title = f"GPU {gpu.index}" if change.instance is None else find().title
-    return daemon_step(host, title, find, wish, selector=change.selector)
-
-
-def _recipe_to_carry_out(advice: Advice) -> Recipe:
-    """Return the recipe of the winner, if one plan can carry it out."""
-    if advice.best is None or advice.recipe is None:
-        raise NotSupported(
-            "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
-        )
-    if advice.recipe.several_shells:
-        raise NotSupported(
-            f"{advice.best.way.label}: its lines name the instances that earlier ones create, so --apply cannot plan it as a whole",
-            f"run them in order: {'; '.join(line.command for line in advice.recipe.lines if line.command)}",
-            code="several_shells",
-        )
-    return advice.recipe
+    title = f"GPU {gpu.index}" if change.instance is None else current_device().title
+    return daemon_step(host, title, current_device, wish, selector=change.selector)
 
 
 # Fewer copies do not share; so many are measured if the number of processes is unknown.
@@ -829,12 +850,12 @@ def measure_and_answer(
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
-    situation, copies = _with_copies(situation, asked_copies)
-    advice = advice_for(situation)
-    notes = _first_notes(situation, copies, assumed=asked_copies is None, live=live)
+    copies = _number_of_copies(situation) if asked_copies is None else asked_copies
+    notes = _notes_of_copies(situation.case, copies, assumed=asked_copies is None, live=live)
+    advice = advice_for(_with_processes(situation, copies))
     reason = _why_not_measured(advice)
     if reason is not None:
-        return _measured_result(unmeasured(advice, reason, copies), None, notes, apply=apply)
+        return _set_up_or_show(unmeasured(advice, reason, copies), None, notes, apply=apply)
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
         ways = parse_ways(",".join(bench_ways(advice)))
@@ -847,9 +868,9 @@ def measure_and_answer(
     except NotSupported as error:
         # The rules still have an answer.
         advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
-        return _measured_result(advice_of_rules, None, notes, apply=False, error=error)
+        return _set_up_or_show(advice_of_rules, None, notes, apply=False, error=error)
     early = _early_end_error(measurement)
-    return _measured_result(
+    return _set_up_or_show(
         measured(advice, data, copies),
         data,
         notes,
@@ -859,30 +880,32 @@ def measure_and_answer(
     )
 
 
-def _with_copies(situation: Situation, copies: int | None) -> tuple[Situation, int]:
-    """Return the situation with a number of processes, and how many copies to measure; ``copies``: so many are asked for.
+def _number_of_copies(situation: Situation) -> int:
+    """Return how many copies are measured without --copies: as many processes of the case as can run at once."""
+    if situation.case.processes is None:
+        return _FEWEST_COPIES
+    at_a_time = [situation.wave_size(way) for way in (Way.TIMESLICE, Way.MPS)]
+    return min((count for count in at_a_time if count is not None), default=situation.case.processes)
 
-    Without --copies as many as run at the same time; without --processes there are as many processes as copies.
-    """
+
+def _with_processes(situation: Situation, copies: int) -> Situation:
+    """Return the situation with a number of processes: as many as copies, if the number is unknown."""
     case = situation.case
     if case.processes is not None:
-        if copies is None:
-            at_a_time = [situation.wave_size(way) for way in (Way.TIMESLICE, Way.MPS)]
-            copies = min((count for count in at_a_time if count is not None), default=case.processes)
-        return situation, copies
-    copies = copies or _FEWEST_COPIES
+        return situation
     works = tuple(replace(work, processes=copies) for work in case.workloads)
-    return replace(situation, case=replace(case, workloads=works)), copies
+    return replace(situation, case=replace(case, workloads=works))
 
 
-def _first_notes(situation: Situation, copies: int, *, assumed: bool, live: bool) -> list[str]:
-    """Return how what is measured differs from the case; ``assumed``: no number of copies was given."""
+def _notes_of_copies(case: Case, copies: int, *, assumed: bool, live: bool) -> list[str]:
+    """Return how the copies that are measured differ from the case; ``assumed``: the user did not give their number."""
     notes = [RUNS_ON] if live else []
-    if copies != situation.case.processes:
-        notes.append(f"measured with {copies} copies; the case has {situation.case.processes} processes")
-    elif assumed and copies == _FEWEST_COPIES and len(situation.case.workloads) == 1:
+    several = len(case.workloads) > 1
+    if case.processes is None and assumed and not several:
         notes.append(f"assuming {copies} processes; for another number: --processes N")
-    if len(situation.case.workloads) > 1:
+    if case.processes not in {None, copies}:
+        notes.append(f"measured with {copies} copies; the case has {case.processes} processes")
+    if several:
         notes.append("copies of one program were measured; the case has several programs")
     return notes
 
@@ -920,7 +943,7 @@ def _early_end_error(measurement: Measurement) -> GpushareError | None:
     return measurement.error
 
 
-def _measured_result(
+def _set_up_or_show(
     measured_advice: MeasuredAdvice,
     bench: BenchAnswer | None,
     notes: Sequence[str],
@@ -929,7 +952,7 @@ def _measured_result(
     error: GpushareError | None = None,
     exit_code: int | None = None,
 ) -> Any:
-    """Return the answer after a measurement; with ``apply`` its setup is carried out instead."""
+    """With ``apply`` carry out the setup of the answer after a measurement, else return the answer as a result."""
     from gpushare.cli.bench import bench_notes
     from gpushare.show.bench import bench_result
 
@@ -939,24 +962,17 @@ def _measured_result(
         all_notes += bench_notes(bench)
     if apply:
         return carry_out_setup(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
-    tables = [answer_table(data, whole=settings.verbose)]
-    if bench is not None and bench.cells:
-        tables += bench_result(_with_chosen_way(bench, measured_advice)).tables
-    verdicts = verdicts_table(data)
-    tables.append(verdicts)
-    if settings.verbose:
-        tables.append(reasons_table(data.verdicts, "every rule"))
-    more: dict[str, Any] = {}
-    if error is not None:
-        more = {"errors": (error,), "exit_code": exit_code}
-    return Result(data=data, tables=tuple(tables), csv=verdicts, notes=tuple(all_notes), **more)
+    tables = bench_result(_with_chosen_way(bench, measured_advice)).tables if bench is not None and bench.cells else ()
+    if error is None:
+        return _advice_result(data, all_notes, tables)
+    return _advice_result(data, all_notes, tables, errors=(error,), exit_code=exit_code)
 
 
 def _with_chosen_way(bench: BenchAnswer, measured_advice: MeasuredAdvice) -> BenchAnswer:
-    """Return the measurement with the cells of the final answer's way marked, instead of those with the best figures."""
+    """Return the measurement with the cells of the final answer marked as chosen, instead of those with the best figures."""
     copies = measured_advice.copies
-    chosen = None if measured_advice.chosen is None else measured_advice.chosen.name
+    name = None if measured_advice.chosen is None else measured_advice.chosen.name
     # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
-    measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (chosen, copies)]
-    chosen = next((cell.way for cell in measured_as if cell.copies == copies), chosen)
-    return replace(bench, cells=tuple(replace(cell, chosen=cell.way == chosen) for cell in bench.cells))
+    measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (name, copies)]
+    shown_name = next((cell.way for cell in measured_as if cell.copies == copies), name)
+    return replace(bench, cells=tuple(replace(cell, chosen=cell.way == shown_name) for cell in bench.cells))

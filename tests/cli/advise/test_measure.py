@@ -132,9 +132,10 @@ def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
 
 def test_one_way_alone_is_not_measured(cli: Cli) -> None:
     words = ("--processes", "2", "--memory", "100G")
-    data = measured(cli, *words, "--", "gs-no-such-program")
-    assert (data["winner"], data["measurement"]) == ("whole-gpu", None)
-    assert "nothing to compare" in data["measured"]["sentence"]
+    answer = cli("-o", "json", "advise", "--measure", *words, "--", "gs-no-such-program").ok()
+    assert (answer.data["winner"], answer.data["measurement"]) == ("whole-gpu", None)
+    assert "nothing to compare" in answer.data["measured"]["sentence"]
+    assert "assuming 2 processes" not in answer.err, "their number was given"
 
 
 def test_one_process_is_not_measured(cli: Cli) -> None:
