@@ -40,7 +40,7 @@ from gpushare.cli.options import (
 )
 from gpushare.host.host import Host
 from gpushare.host.users import has_records
-from gpushare.memory.swap import BACK, swaps
+from gpushare.memory.swapped import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
 from gpushare.mig.driver import MigReader, need_rights

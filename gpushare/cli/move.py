@@ -22,7 +22,7 @@ from gpushare.cli.options import (
     verb,
 )
 from gpushare.hostfile.kept import kept_limits
-from gpushare.memory.room import repair_first
+from gpushare.memory.swap import repair_first
 from gpushare.run.moving import MovedJob, Mover
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.waiting import waiting_line

@@ -24,7 +24,7 @@ from gpushare.cli.options import (
 )
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import wall_time
-from gpushare.memory.swap import BACK, Swap, swaps
+from gpushare.memory.swapped import BACK, Swap, swaps
 from gpushare.run.swap_job import back_to_gpu, plan_swap_out
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table

@@ -51,7 +51,8 @@ from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.ledger import owners_of, reservations
 from gpushare.memory.peaks import PROFILES
-from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, check_host, swaps
+from gpushare.memory.swap import check_host
+from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, swaps
 from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons

@@ -190,7 +190,7 @@ def _processes_off_gpu(host: Host, jobs: Sequence[Reservation]) -> set[tuple[int
     """
     if not has_records(host, "swap"):
         return set()
-    from gpushare.memory.swap import LOST, OUT, swaps
+    from gpushare.memory.swapped import LOST, OUT, swaps
 
     swapped = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
     # Without the first process of a claim, its gpushare: a job that comes back has a new place, which is that one's alone.

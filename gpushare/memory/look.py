@@ -12,7 +12,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
-from gpushare.memory.swap import BACK, Swap, swaps
+from gpushare.memory.swapped import BACK, Swap, swaps
 
 
 def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:

@@ -16,7 +16,9 @@ from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes
 from gpushare.host.host import Host
 from gpushare.host.store import JobProcess
-from gpushare.memory.swap import SWAPS, Keep, Swap, come_in, go_out
+from gpushare.memory.room import room_kept
+from gpushare.memory.swap import come_in, go_out
+from gpushare.memory.swapped import SWAPS, Swap
 
 FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.
@@ -103,7 +105,7 @@ def assign_gpus(needs: Mapping[int, int], free: Mapping[int, int]) -> dict[int, 
     return chosen
 
 
-def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobProcess]], keep: Keep) -> Swap:
+def move(host: Host, swap: Swap, target: Gpu, read_processes: Callable[[], Sequence[JobProcess]]) -> Swap:
     """Move a job whose room on ``target`` is reserved; return its record. The caller holds the lock and has the guard.
 
     Raises:
@@ -112,8 +114,7 @@ def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobPr
             there is no longer room; or it is lost (``job_lost``).
         NotFound: it has ended.
     """
-    source_uuid = swap.gpu_uuid
-    moving = go_out(host, swap, again, keep, target_uuid=target.uuid)
+    moving = go_out(host, swap, read_processes, target_uuid=target.uuid)
     try:
         return come_in(host, moving)
     except (OperationFailed, InUse) as error:
@@ -122,17 +123,18 @@ def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobPr
         out = SWAPS.read(swap.path)
         if out is None:
             raise NotFound(f"{swap.title} has ended", "see what runs: gpushare jobs", code="no_job") from error
-        _bring_back(host, out, source_uuid, keep)
+        _bring_back(host, out, swap.gpu_uuid)
         raise OperationFailed(
             f"{swap.title} is where it was: {error.message}", "see: sudo dmesg | tail", code="move_refused"
         ) from error
 
 
-def _bring_back(host: Host, out: Swap, source_uuid: str, keep: Keep) -> None:
+def _bring_back(host: Host, out: Swap, source_uuid: str) -> None:
     """Bring a job that was refused on its new GPU back to the GPU it left. Raises InUse if that no longer has room."""
     to_source = retargeted(out, source_uuid)
-    with keep(host, to_source) as room:
-        if room(to_source.memory_bytes) is False:
+    with room_kept(host, to_source, to_source.memory_bytes) as has_room:
+        # None: unknown.
+        if has_room is False:
             raise InUse(
                 f"{out.title} is swapped out: its new GPU refused it, and another program took its {format_bytes(out.memory_bytes)}",
                 f"bring it back when there is room: gpushare swap in {out.selector} --wait",
@@ -142,20 +144,18 @@ def _bring_back(host: Host, out: Swap, source_uuid: str, keep: Keep) -> None:
 
 
 def retargeted(out: Swap, uuid: str) -> Swap:
-    """Return the record of a swapped-out job with ``uuid`` as the GPU to come in to.
+    """Return the record of a swapped-out job, changed so that the job comes in to GPU ``uuid``.
 
-    ``gpu_uuid`` is the GPU to come in to, ``left_uuid`` the one that the images come from, if that is another, and
-    ``arrived`` are the processes whose images are of ``gpu_uuid`` all the same: those that a move had brought there before it
-    was broken off. The driver restores each process to the GPU of its image, or by pairs to another one.
+    The driver restores a process to the GPU that its image is of, or by pairs to another one. In the record all images are of
+    ``left_uuid`` (None: of ``gpu_uuid``), but those of ``arrived``, which a broken-off move had brought to ``gpu_uuid``.
 
     Raises:
         NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
     """
-    source = out.left_uuid or out.gpu_uuid
     if uuid == out.gpu_uuid:
         return out
-    if uuid == source:
-        # Back: those that had arrived cross again, and the images of the others are of this GPU already.
+    if uuid == out.left_uuid:
+        # Back where it left: the processes that had arrived move again, and the images of the others are of this GPU.
         not_arrived = tuple(image.pid for image in out.images if image.pid not in out.arrived)
         return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=not_arrived)
     if out.arrived:
@@ -164,4 +164,4 @@ def retargeted(out: Swap, uuid: str) -> Swap:
             f"bring it back first: gpushare swap in {out.selector}",
             code="several_gpus",
         )
-    return replace(out, gpu_uuid=uuid, left_uuid=source, arrived=())
+    return replace(out, gpu_uuid=uuid, left_uuid=out.left_uuid or out.gpu_uuid, arrived=())

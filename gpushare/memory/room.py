@@ -40,7 +40,7 @@ from gpushare.memory.ledger import (
     would_take,
 )
 from gpushare.memory.peaks import KnownCommands, find_profile
-from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair, several_gpus_error
+from gpushare.memory.swapped import GPU_MARGIN_BYTES, Swap, has_room, several_gpus_error
 
 # Shows what a job waits for, how long it has, and how long it waits at most (`show.waiting`).
 Draw = Callable[[str, float, "float | None"], None]
@@ -51,8 +51,6 @@ _MOST_NAMED: Final = 4
 _HARM_STEP_PERCENT: Final = 10
 # Of more jobs, the rest is only seen in the utilization of the GPU.
 _MOST_LOOKED_UP: Final = 64
-# Before each try: a driver that does not answer, or too many open files, may be a matter of a moment.
-_REPAIR_PAUSES_SECONDS: Final = (0.0, 1.0, 5.0, 30.0)
 
 
 def read_lines(
@@ -311,56 +309,24 @@ def room_reserved(
         place.leave()
 
 
-def repair_after_death(host: Host, _processes: object, _word: str) -> None:
-    """Do what the guard of a gpushare that died does: finish or undo the swaps that it had begun.
-
-    It tries again after longer and longer pauses, and gives up silently after the last: nobody reads what it says.
-    """
-    for seconds in _REPAIR_PAUSES_SECONDS:
-        time.sleep(seconds)
-        try:
-            repair(host, room_kept)
-        except (GpushareError, OSError):
-            continue
-        return
-
-
-def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> list[Swap]:
-    """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
-    if dry_run:
-        return []
-    repaired = repair(host, room_kept, say)
-    for job in repaired:
-        say(f"{job.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
-    return repaired
-
-
 @contextlib.contextmanager
-def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
-    """Yield what reserves room for a job that comes back, and leave the reserved places at the end; a `Keep`.
+def room_kept(host: Host, swap: Swap, size: int) -> Iterator[bool | None]:
+    """Reserve these bytes for a job that comes back while the block runs; yield whether there is room (None: unknown).
 
     A place that the job itself still has in the ledger is enough.
     """
-    places: list[Place] = []
-
-    def keep(size: int) -> bool | None:
-        """Return whether there is room for the job, which is then reserved; None: unknown."""
-        is_free = has_room(host, swap, size)
-        devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
-        jobs = reservations(host)
-        if not is_free or jobs is None or not devices:
-            return is_free
-        if has_place(host, jobs, swap, swap.gpu_uuid, size):
-            return True
-        need = back_bytes(host, devices[0], size)
-        places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
-        return places[-1].try_to_take(devices, {}, {})
-
+    is_free = has_room(host, swap, size)
+    devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
+    jobs = reservations(host)
+    if not is_free or jobs is None or not devices or has_place(host, jobs, swap, swap.gpu_uuid, size):
+        yield is_free
+        return
+    need = back_bytes(host, devices[0], size)
+    place = Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name))
     try:
-        yield keep
+        yield place.try_to_take(devices, {}, {})
     finally:
-        for place in places:
-            place.leave()
+        place.leave()
 
 
 @dataclass(frozen=True, kw_only=True)

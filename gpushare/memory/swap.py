@@ -10,177 +10,55 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Final, NamedTuple
+from functools import partial
+from typing import Final
 
-from gpushare.base.errors import (
-    GpushareError,
-    InUse,
-    NoPermission,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-    TimedOut,
-    or_none,
-)
-from gpushare.base.typed import Count, JobName, Most, Pid, Shown, Within
-from gpushare.base.units import MIB, format_apart, format_bytes
-from gpushare.base.values import dataclass
-from gpushare.host.capabilities import user_name
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut, or_none
+from gpushare.base.units import format_apart, format_bytes
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.process import signal_all
-from gpushare.host.store import Job, JobProcess, Kept, Named, Past, RecordStore, named_after_living
+from gpushare.host.store import Job, JobProcess, Named
+from gpushare.memory.cost import HOST_MARGIN_BYTES, host_bytes
+from gpushare.memory.room import room_kept
+from gpushare.memory.swapped import (
+    BACK,
+    LEAVING,
+    LOST,
+    OUT,
+    RETURNING,
+    SAY_SECONDS,
+    SWAPS,
+    Image,
+    Swap,
+    find_swap,
+    forget,
+    has_room,
+    is_on_its_way,
+    locked,
+    lost_error,
+    same_job,
+    several_gpus_error,
+    swaps,
+    write_if_living,
+)
 from gpushare.pause.change import paused_by_run_error
 from gpushare.pause.record import paused_processes
 
-# States of a record. `back`: it is on the GPU again.
-LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
 LOCK_SECONDS: Final = 10.0
 # A job that starts processes on the GPU while it goes out is looked at this often.
 _ROUNDS: Final = 3
-# Another swap of this user takes as long as its copy. After a moment the one that waits says so.
 # Root waits so long for a user who says to be swapping the same job.
 _USERS_SECONDS: Final = 30.0
 _LOOK_SECONDS: Final = 0.1
-_SAY_SECONDS: Final = 2.0
 # What ends a job waits for so long for the swap that another gpushare, or its guard, does.
 _END_SECONDS: Final = 30.0
-# Left free on the GPU besides the job itself.
-GPU_MARGIN_BYTES: Final = 256 * MIB
-
-
-class Image(NamedTuple):
-    """A process of a job that is swapped out or being swapped: identity, and bytes held in host memory or on the GPU."""
-
-    pid: Pid
-    started: Count
-    memory_bytes: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class Swap(Kept, Named):
-    """A job that is swapped out or being swapped. ``images`` are its processes, in the order of leaving.
-
-    ``gpu_uuid`` is where it comes back. ``reserved_bytes`` is what it had reserved there (0: nothing, None: all of the GPU).
-    ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
-    ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`). ``left_uuid``: the GPU that it
-    moves from (`move.py`); None: it comes back to where it was. The images of ``arrived`` are of ``gpu_uuid`` already.
-    """
-
-    pid: Pid
-    started: Count
-    name: JobName | None
-    uid: int | None
-    gpu_uuid: Shown
-    state: Annotated[str, {LEAVING, OUT, RETURNING, BACK, LOST}.__contains__]
-    since: Past
-    images: Annotated[tuple[Image, ...], Most(256)]
-    reserved_bytes: Count | None = 0
-    out_seconds: Annotated[float, Within(0, 1e6)] | None = None
-    restored: bool = False
-    left_uuid: Shown | None = None
-    arrived: Annotated[tuple[Pid, ...], Most(256)] = ()
-
-    def is_named(self, text: str) -> bool:
-        """Return whether this is its name, or the PID of one of its processes."""
-        return text in {self.name, str(self.pid), *(str(image.pid) for image in self.images)}
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return what it holds, in host memory or on the GPU."""
-        return sum(image.memory_bytes for image in self.images)
-
-    def living(self, host: Host) -> tuple[Image, ...]:
-        """Return the images of its processes that still run."""
-        return tuple(image for image in self.images if host.processes.identity(image.pid) == image[:2])
-
-    def identities(self, host: Host) -> list[tuple[int, int]]:
-        """Return PID and start time of its processes that still run."""
-        return [image[:2] for image in self.living(host)]
-
-
-SWAPS: Final = RecordStore(Swap, "swap", "the record of a swapped job", durable=True)
-
-
-def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
-    """Return the records of swapped jobs, each with its processes that still run: this user's, with ``shared`` root's too.
-
-    Root sees those of all users. If both root and its user have swapped a job, root's record counts while root has it
-    swapped out, otherwise the later record. This user's records of ended jobs are removed.
-    """
-    records = SWAPS.all(host, shared=shared)
-    if not all(swap.living(host) for swap in records if swap.keeper_uid is None):
-        forget_ended(host)
-    living_swaps = [
-        named_after_living(host, replace(swap, images=living), living)
-        for swap in records
-        if (living := swap.living(host))
-    ]
-
-    def rank(swap: Swap) -> tuple[bool, float, bool]:
-        """Return the rank of a record, of which the lowest of a job counts."""
-        is_of_root = _is_of_root(host, swap)
-        # Where the times are the same, root has put back what its user had taken out.
-        return not is_of_root or swap.state == BACK, -swap.since, not is_of_root
-
-    counted: list[Swap] = []
-    for swap in sorted(living_swaps, key=rank):
-        if not any(_same_job(swap, other) for other in counted):
-            counted.append(swap)
-    return [swap for swap in living_swaps if swap in counted]
-
-
-def _is_of_root(host: Host, swap: Swap) -> bool:
-    """Return whether root keeps this record."""
-    return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.root)
-
-
-def _same_job(swap: Swap, other: Swap) -> bool:
-    """Return whether two records are of one job."""
-    return not {image[:2] for image in swap.images}.isdisjoint(image[:2] for image in other.images)
-
-
-def check_same_namespace(host: Host, text: str) -> None:
-    """Raise if a job of this name or PID was swapped in another PID namespace.
-
-    Raises:
-        NotSupported: it was (code ``pid_namespace``).
-    """
-    for swap in SWAPS.elsewhere(host):
-        if swap.is_named(text):
-            raise NotSupported(
-                f"{swap.title} was swapped out in another PID namespace, a container or its host, where PIDs differ",
-                f"run it there: gpushare swap in {swap.selector}",
-                code="pid_namespace",
-            )
-
-
-def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
-    """Return the record of a job, or else of a part of it that was swapped by its own PID; None: none was.
-
-    A record of a swapped-out job comes before one of a job that is back. A job that was swapped out while it started has
-    gpushare's PID in its record and is found by its name.
-    """
-    records = swaps(host)
-    if not records:
-        return None
-    family = set(host.processes.descendants(pid))
-    info = host.processes.describe(pid)
-    uid = None if info is None else info.uid
-    # A user's record counts only for that user's programs.
-    candidates = [
-        swap
-        for swap in records
-        if swap.keeper_uid in {None, 0, uid} and (swap.pid == pid or family & {image.pid for image in swap.images})
-    ]
-    if not candidates and name is not None:
-        # To root, jobs of several users may have this name.
-        candidates = [swap for swap in records if swap.name == name and swap.uid in {None, uid}]
-    return min(candidates, key=lambda swap: swap.state == BACK, default=None)
+# Before each try: a driver that does not answer, or too many open files, may be a matter of a moment.
+_REPAIR_PAUSES_SECONDS: Final = (0.0, 1.0, 5.0, 30.0)
 
 
 def swapped_out(host: Host, job: Job) -> Swap | None:
@@ -189,73 +67,14 @@ def swapped_out(host: Host, job: Job) -> Swap | None:
     return None if swap is None or swap.state == BACK or is_back(host, swap) else swap
 
 
-def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
-    """Return a job without a readable record that the driver reports as swapped out; None: it is not.
-
-    Its memory is at most what it has in host memory. Its GPU is unknown: the fullest one is assumed, because if that has
-    room, every GPU has.
-    """
-    checkpoint = host.open_checkpoint()
-    members = [member for member in host.processes.descendants(pid) if checkpoint.state(member) == CHECKPOINTED]
-    first = host.processes.identity(pid)
-    gpus = [gpu for gpu in host.nvml.sweep() if gpu.uuid and not gpu.mig_enabled] if members else []
-    if first is None or not gpus:
-        return None
-    fullest = min(gpus, key=lambda gpu: (gpu.memory_total_bytes or 0) - (gpu.memory_used_bytes or 0))
-    images = []
-    for process in filter(None, map(host.processes.identity, members)):
-        size = host.machine.resident_bytes(process.pid)
-        # Unknown: all of a GPU.
-        images.append(Image(*process, size if size is not None else fullest.memory_total_bytes or 0))
-    return Swap(
-        pid=pid,
-        started=first.started,
-        name=name,
-        uid=uid,
-        gpu_uuid=fullest.uuid or "",
-        state=OUT,
-        since=uptime(),
-        images=tuple(images),
-        path=SWAPS.path(host, pid),
-    )
-
-
-@contextlib.contextmanager
-def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: float | None = None) -> Iterator[None]:
-    """Hold the lock of this user's swaps. Waits for another gpushare that has it, ``seconds`` at most.
-
-    Raises:
-        NoPermission, OperationFailed: it cannot be created.
-        InUse: another gpushare has it for longer (code ``swap_busy``).
-    """
-    reported = False
-
-    def report_wait(so_far: float) -> None:
-        """Say once that the lock is waited for; raise after ``seconds``. It is called with the seconds waited."""
-        nonlocal reported
-        if seconds is not None and so_far >= seconds:
-            raise InUse(
-                "another gpushare of this user is swapping a job",
-                "try again when it is done: gpushare swap list",
-                code="swap_busy",
-            )
-        if so_far >= _SAY_SECONDS and not reported:
-            reported = True
-            say("waits until another gpushare of this user has swapped its job")
-
-    with SWAPS.locked(host, on_wait=report_wait):
-        yield
-
-
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
 def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
-    """Raise unless a job can go out.
+    """Raise unless a job, whose processes on GPUs are ``processes``, can go out.
 
     Raises:
-        NotSupported: a client of MPS, on several GPUs, a driver before 570, another PID
-            namespace than the host's.
+        NotSupported: as `check_host`, or it is a client of MPS, or on several GPUs.
         InUse: it is stopped or paused (which hangs the lock), or host memory is short.
     """
     check_host(host)
@@ -270,27 +89,17 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     if len(gpus) > 1:
         raise several_gpus_error(job, gpus)
     _check_stopped(host, job, processes)
-    from gpushare.memory.cost import host_bytes
-
+    need = host_bytes(sum(process.memory_bytes or 0 for process in processes))
     for process in processes:
+        # Each process may be in a cgroup with a limit of its own.
         free = host.machine.free_memory(process.pid)
-        most = host_bytes(sum(other.memory_bytes or 0 for other in processes))
-        if free is not None and most > free:
-            needed, available = format_apart(most, free)
+        if free is not None and need > free:
+            needed, available = format_apart(need, free)
             raise InUse(
                 f"{job.title} needs {needed} of host memory, and {available} are available to it",
                 "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",
                 code="host_memory",
             )
-
-
-def several_gpus_error(job: Named, gpus: Sequence[int]) -> NotSupported:
-    """Return the error about a job on several GPUs, of these indexes."""
-    return NotSupported(
-        f"{job.title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped or moved",
-        f"pause it instead: gpushare pause {job.selector}",
-        code="several_gpus",
-    )
 
 
 def check_host(host: Host) -> None:
@@ -349,7 +158,7 @@ def check_continues(host: Host, swap: Swap) -> None:
 def leaving_record(
     host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess], reserved_bytes: int | None
 ) -> Swap:
-    """Return the record of a job that is about to go out, which `go_out` writes."""
+    """Return the record of a job that is about to go out of a GPU. Nothing is written: `go_out` writes it."""
     earlier = find_swap(host, job.pid, job.name)
     return Swap(
         pid=job.pid,
@@ -367,16 +176,15 @@ def leaving_record(
 
 
 def go_out(
-    host: Host, swap: Swap, again: Callable[[], Sequence[JobProcess]], keep: Keep, target_uuid: str | None = None
+    host: Host, swap: Swap, read_processes: Callable[[], Sequence[JobProcess]], target_uuid: str | None = None
 ) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
 
-    ``target_uuid``: it moves to this GPU, and the record says that it is on its way there.
+    The caller holds the lock of the swaps, and has started the guard. ``read_processes`` returns the job's processes on the
+    GPU as they are now, and raises if one of them cannot go out: a process that the job has started meanwhile goes with the
+    others. With ``target_uuid`` the record says in the end that the job is on its way to this GPU.
 
-    The caller holds the lock of the swaps, and has started the guard. ``again`` returns the job's processes on the GPU as
-    they are now, and raises if one of them cannot go out: a process that it has started meanwhile goes with the others. If
-    a process cannot be locked or copied, all are back as they were, unless the message says otherwise; ``keep`` reserves the
-    room for that.
+    If a process cannot be locked or copied, all are back as they were, unless the message says otherwise.
 
     Raises:
         NotFound: all of it has ended.
@@ -396,8 +204,8 @@ def go_out(
                 with _unless_ended(host, pid):
                     checkpoint.lock(pid, LOCK_SECONDS)
                 locked_pids.add(pid)
-            # Locked, it grows no more. As it was before, the room for its way back could be too small.
-            images = _images_now(swap, again())
+            # A locked process grows no more. With its size from before, the room for its way back could be too small.
+            images = _images_now(swap, read_processes())
             if images == swap.images:
                 break
             has_new_processes = len(images) > len(swap.images)
@@ -411,15 +219,14 @@ def go_out(
             SWAPS.write(swap)
             if not has_new_processes:
                 break
-        for pid, _, size in swap.living(host):
-            with _unless_ended(host, pid):
-                checkpoint.checkpoint(pid, size)
+        for image in swap.living(host):
+            with _unless_ended(host, image.pid):
+                checkpoint.checkpoint(image.pid, image.memory_bytes)
     except GpushareError:
-        with keep(host, swap) as room:
-            take_back(host, swap, checkpoint, room)
+        take_back(host, swap, checkpoint)
         raise
     if not swap.living(host):
-        raise _ended_error(swap)
+        raise _forget_and_ended_error(swap)
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
     if target_uuid is not None:
         done = replace(done, state=RETURNING, gpu_uuid=target_uuid, left_uuid=swap.gpu_uuid)
@@ -430,67 +237,37 @@ def go_out(
 def _images_now(swap: Swap, processes: Sequence[JobProcess]) -> tuple[Image, ...]:
     """Return the images of a job, as large as its processes have become, and those of further processes."""
     now = [Image(process.pid, process.started, process.memory_bytes or 0) for process in processes]
-    sizes = {image[:2]: image.memory_bytes for image in now}
-    known = [Image(*image[:2], max(image.memory_bytes, sizes.get(image[:2], 0))) for image in swap.images]
+    sizes = {image.identity: image.memory_bytes for image in now}
+    known = [
+        image._replace(memory_bytes=max(image.memory_bytes, sizes.get(image.identity, 0))) for image in swap.images
+    ]
     known_pids = {image.pid for image in swap.images}
     return (*known, *(image for image in now if image.pid not in known_pids))
 
 
 def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
-    """Raise if root, or for root the job's user, is swapping it too: each has a lock of its own.
+    """Give way if root, or for root the job's user, is swapping this job too: their locks do not exclude each other.
 
-    Both write what they are about to do before they read what the other has written, so never do both go on. A user's
-    record binds root for a while only: after `_USERS_SECONDS` the driver alone decides what can be done.
+    Each writes its record before it reads that of the other, so at least one of them sees the other. A user gives up. Root
+    waits for the user, but not longer than a copy takes: then the driver alone decides what can be done.
 
     Raises:
-        InUse: one does (code ``swap_busy``); the record is as it was before.
+        InUse: root is swapping it (code ``swap_busy``); ``earlier_record`` is put back.
     """
     # A copy of a large job takes longer: about 2 GB a second (H200).
     until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9
-    while (other := _swapping_too(host, swap)) is not None:
-        if host.root and other.keeper_uid != 0:
-            if time.monotonic() >= until:
-                return
-            time.sleep(_LOOK_SECONDS)
-            continue
-        if earlier_record is None:
-            _forget(swap)
-        else:
-            SWAPS.write(earlier_record)
-        whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
-        raise InUse(
-            f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
-        )
-
-
-def _swapping_too(host: Host, swap: Swap) -> Swap | None:
-    """Return the record of another user who says to be swapping the same job now."""
-    records = SWAPS.all(host)
-    return next(
-        (other for other in records if is_on_its_way(other) and _same_job(swap, other) and other.living(host)), None
-    )
-
-
-def is_on_its_way(swap: Swap) -> bool:
-    """Return whether another user's record says that a job is being swapped now."""
-    return swap.keeper_uid is not None and swap.state in {LEAVING, RETURNING}
-
-
-def taken_over(host: Host, swap: Swap) -> Swap:
-    """Return a swapped-out job as this user may bring it in: root brings in a user's job by a record of its own.
-
-    Raises:
-        NoPermission: root has taken it out (code ``swapped_by_root``).
-    """
-    if swap.keeper_uid is None:
-        return swap
-    if not host.root:
-        raise NoPermission(
-            f"{swap.title} was swapped out by root",
-            f"ask root: sudo gpushare swap in {swap.selector}",
-            code="swapped_by_root",
-        )
-    return replace(swap, path=SWAPS.path(host, swap.pid), keeper_uid=None)
+    while any(is_on_its_way(other) and same_job(swap, other) and other.living(host) for other in SWAPS.all(host)):
+        if not host.root:
+            if earlier_record is None:
+                forget(swap)
+            else:
+                SWAPS.write(earlier_record)
+            raise InUse(
+                f"root is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
+            )
+        if time.monotonic() >= until:
+            return
+        time.sleep(_LOOK_SECONDS)
 
 
 @contextlib.contextmanager
@@ -503,32 +280,10 @@ def _unless_ended(host: Host, pid: int) -> Iterator[None]:
             raise
 
 
-def lost_error(swap: Swap) -> OperationFailed:
-    """Return the error about a job whose restore has failed for good."""
-    return OperationFailed(
-        f"{swap.title} is lost: the driver could not put it back",
-        f"end it: kill -9 {' '.join(str(image.pid) for image in swap.images)}",
-        code="job_lost",
-    )
-
-
-def _ended_error(swap: Swap) -> NotFound:
-    """Remove the record of a job that has ended, and return the error."""
-    _forget(swap)
+def _forget_and_ended_error(swap: Swap) -> NotFound:
+    """Remove the record of a job that has ended, and return the error about that."""
+    forget(swap)
     return NotFound(f"{swap.title} has ended", "see swapped jobs: gpushare swap list", code="no_job")
-
-
-def _forget(swap: Swap) -> None:
-    """Remove a record; one that cannot be removed stays, and a later sweep removes it."""
-    with contextlib.suppress(GpushareError):
-        SWAPS.forget(swap.path)
-
-
-def write_if_living(host: Host, swap: Swap) -> None:
-    """Write a record; if the job has ended meanwhile, remove it: whoever ended it looked for a record before this one."""
-    SWAPS.write(swap)
-    if not swap.living(host):
-        _forget(swap)
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
@@ -545,14 +300,14 @@ def come_in(host: Host, swap: Swap) -> Swap:
     """
     living = swap.living(host)
     if not living:
-        raise _ended_error(swap)
+        raise _forget_and_ended_error(swap)
     if swap.state == LOST:
         raise lost_error(swap)
     checkpoint = host.open_checkpoint()
     checkpoint.demand()
     check_continues(host, swap)
     _check_gpus(host, swap)
-    need = sum(size for pid, _, size in living if checkpoint.state(pid) != RUNNING)
+    need = sum(image.memory_bytes for image in living if checkpoint.state(image.pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
             f"not enough memory is free now: {format_bytes(need)} needed, another program took it",
@@ -572,7 +327,7 @@ def come_in(host: Host, swap: Swap) -> Swap:
         raise
     _unlock(host, swap, checkpoint)
     if not swap.living(host):
-        raise _ended_error(swap)
+        raise _forget_and_ended_error(swap)
     _demand_running(host, swap, checkpoint)
     back = replace(swap, state=BACK, restored=True, since=uptime(), left_uuid=None, arrived=())
     try:
@@ -583,10 +338,13 @@ def come_in(host: Host, swap: Swap) -> Swap:
 
 
 def _check_gpus(host: Host, swap: Swap) -> None:
-    """Raise OperationFailed if a GPU of a job that moves is not of this host: gone, or invented by the user who wrote the record."""
+    """Raise OperationFailed if a job still has to move and one of its two GPUs is not on this host.
+
+    The GPU is gone, or the user who wrote the record has invented it.
+    """
     gpus = {gpu.uuid for gpu in host.nvml.identities()}
-    crosses = swap.left_uuid is not None and any(image.pid not in swap.arrived for image in swap.images)
-    if crosses and not {swap.left_uuid, swap.gpu_uuid} <= gpus:
+    still_moves = swap.left_uuid is not None and any(image.pid not in swap.arrived for image in swap.images)
+    if still_moves and not {swap.left_uuid, swap.gpu_uuid} <= gpus:
         raise OperationFailed(
             f"{swap.title} moves between two GPUs, and one of them is not on this host",
             "see the GPUs: gpushare status",
@@ -598,36 +356,37 @@ def _restore_all(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     """Copy the processes that are out back: to the GPU that they left, or by the driver's pairs to another."""
     pairs: list[tuple[str, str]] = []
     if swap.left_uuid is not None:
+        # A pair names the old and the new GPU, for each GPU of the host: the two GPUs of the move change places.
         exchanged = {swap.left_uuid: swap.gpu_uuid, swap.gpu_uuid: swap.left_uuid}
         uuids = [gpu.uuid for gpu in host.nvml.identities() if gpu.uuid is not None]
         pairs = [(uuid, exchanged.get(uuid, uuid)) for uuid in uuids]
-    for pid, _, size in reversed(swap.living(host)):
-        if checkpoint.state(pid) == CHECKPOINTED:
-            with _unless_ended(host, pid):
-                checkpoint.restore(pid, size, [] if pid in swap.arrived else pairs)
+    for image in reversed(swap.living(host)):
+        if checkpoint.state(image.pid) == CHECKPOINTED:
+            with _unless_ended(host, image.pid):
+                checkpoint.restore(image.pid, image.memory_bytes, [] if image.pid in swap.arrived else pairs)
 
 
 def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
-    """Bring a job whose restore failed to one state: lost, or out again."""
+    """Bring a job whose restore failed with this error code to one state: lost, or out again."""
     if code == "job_lost":
-        # The others do not continue either; off the GPU they can be killed safely.
-        for pid, _, size in swap.living(host):
+        # Its other processes do not continue either. Off the GPU they can be killed safely.
+        for image in swap.living(host):
             with contextlib.suppress(GpushareError):
-                if checkpoint.state(pid) == LOCKED:
-                    checkpoint.checkpoint(pid, size)
+                if checkpoint.state(image.pid) == LOCKED:
+                    checkpoint.checkpoint(image.pid, image.memory_bytes)
         SWAPS.write(replace(swap, state=LOST))
     elif code == "restore_refused":
         # Here, not by the guard: it would ask the driver for as long as half a minute.
         with contextlib.suppress(GpushareError):
-            take_back(host, swap, checkpoint, room=lambda _size: False)
+            take_back(host, swap, checkpoint, was_refused=True)
 
 
 def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     """Raise unless the driver says of all processes that they run: the record stays for whoever looks next."""
-    for pid, _, _ in swap.living(host):
-        if checkpoint.state(pid) != RUNNING and host.processes.identity(pid) is not None:
+    for image in swap.living(host):
+        if checkpoint.state(image.pid) != RUNNING and host.processes.identity(image.pid) is not None:
             raise OperationFailed(
-                f"the driver does not say that process {pid} of {swap.title} runs again",
+                f"the driver does not say that process {image.pid} of {swap.title} runs again",
                 f"try again: gpushare swap in {swap.selector}; see: sudo dmesg | tail",
                 code="state_unknown",
             )
@@ -635,10 +394,10 @@ def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     """Let those of a job's processes continue that the driver holds locked."""
-    for pid, _, _ in swap.living(host):
-        if checkpoint.state(pid) == LOCKED:
-            with _unless_ended(host, pid):
-                checkpoint.unlock(pid)
+    for image in swap.living(host):
+        if checkpoint.state(image.pid) == LOCKED:
+            with _unless_ended(host, image.pid):
+                checkpoint.unlock(image.pid)
 
 
 # -- the guard ---------------------------------------------------------------------------------------------------------
@@ -646,21 +405,23 @@ def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
 
 @contextlib.contextmanager
 def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Run the guard meanwhile: if this process dies, it repairs what was begun. After an error, and Ctrl-C, it is waited for.
+    """Run a guard process for as long as the block runs: it repairs the swap if this process dies, or the block fails.
+
+    After a failed block, Ctrl-C included, this process waits until the guard has repaired the swap.
 
     Raises:
-        OperationFailed: it does not start (code ``guard_failed``); nothing was begun.
+        OperationFailed: the guard does not start (code ``guard_failed``); nothing was begun.
     """
-    guard = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.room:repair_after_death")
+    guard = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.swap:repair_after_death")
     guard.wait_ready()
-    # Without a word the guard acts.
+    # Without a word the guard repairs (`repair_after_death`).
     word: str | None = None
     try:
         yield
         word = DONE
     finally:
         guard.leave(word)
-        if not guard.wait(_SAY_SECONDS):
+        if not guard.wait(SAY_SECONDS):
             say("waits until the guard has finished the interrupted swap")
             guard.wait()
 
@@ -668,23 +429,23 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
 # -- what a death left -------------------------------------------------------------------------------------------------
 
 
-def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool | None]) -> None:
+def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, *, was_refused: bool = False) -> None:
     """Bring a job that is half out to one state: all of it running if the GPU has room, else all of it out.
 
-    ``room`` says whether this number of bytes is free on its GPU. The caller holds the lock.
+    ``was_refused``: the driver has just refused to restore it, so what is out stays out. The caller holds the lock.
 
     Raises:
         TimedOut, NotSupported: the driver does not answer, or is not there; the record stays.
-        InUse: a process is stopped; so it does.
+        InUse: a process is stopped; the record stays.
     """
-    sizes = {pid: size for pid, _, size in swap.living(host)}
-    if not sizes:
-        _forget(swap)
+    living = swap.living(host)
+    if not living:
+        forget(swap)
         return
     checkpoint.demand()
     check_continues(host, swap)
-    states = {pid: checkpoint.state(pid) for pid in sizes}
-    hanging = next((pid for pid in sizes if checkpoint.hangs(pid)), None)
+    states = {image.pid: checkpoint.state(image.pid) for image in living}
+    hanging = next((pid for pid in states if checkpoint.hangs(pid)), None)
     if hanging is not None:
         # What was asked of it may still take effect, so the record stays for whoever looks next.
         raise TimedOut(
@@ -696,26 +457,42 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         SWAPS.write(replace(swap, state=LOST))
         return
     swap = _with_arrived(host, swap)
-    out = [pid for pid, state in states.items() if state == CHECKPOINTED]
-    need = sum(sizes[pid] for pid in out)
-    if out and not room(need):
-        # All of it goes out.
-        for pid, state in states.items():
-            if state == RUNNING:
-                with _unless_ended(host, pid):
-                    checkpoint.lock(pid, LOCK_SECONDS)
-            if state in {RUNNING, LOCKED}:
-                with _unless_ended(host, pid):
-                    checkpoint.checkpoint(pid, sizes[pid])
-        _leave_out(host, swap)
+    is_partly_out = CHECKPOINTED in states.values()
+    if is_partly_out and was_refused:
+        _take_out_rest(host, swap, checkpoint, states)
         return
-    _restore_all(host, swap, checkpoint)
-    _unlock(host, swap, checkpoint)
-    # Its end needs care from now on if a process of it was ever restored.
-    if out or swap.restored or swap.state != LEAVING:
-        write_if_living(host, replace(swap, state=BACK, restored=True, left_uuid=None, arrived=()))
+    need = sum(image.memory_bytes for image in living if states[image.pid] == CHECKPOINTED)
+    with room_kept(host, swap, need) if is_partly_out else contextlib.nullcontext(True) as has_room:
+        if not has_room:
+            _take_out_rest(host, swap, checkpoint, states)
+            return
+        _restore_all(host, swap, checkpoint)
+        _unlock(host, swap, checkpoint)
+        # Its end needs care from now on if a process of it was ever restored (`checkpoint_before_kill`).
+        if is_partly_out or swap.restored or swap.state != LEAVING:
+            write_if_living(host, replace(swap, state=BACK, restored=True, left_uuid=None, arrived=()))
+        else:
+            forget(swap)
+
+
+def _take_out_rest(host: Host, swap: Swap, checkpoint: Checkpoint, states: Mapping[int, int | None]) -> None:
+    """Copy the processes that are still on the GPU, by their ``states``, to host memory, and note that all of the job is out.
+
+    If its user's record says so too, root drops its own: the user may bring the job in.
+    """
+    for image in swap.images:
+        state = states.get(image.pid)
+        if state == RUNNING:
+            with _unless_ended(host, image.pid):
+                checkpoint.lock(image.pid, LOCK_SECONDS)
+        if state in {RUNNING, LOCKED}:
+            with _unless_ended(host, image.pid):
+                checkpoint.checkpoint(image.pid, image.memory_bytes)
+    records_of_users = [record for record in SWAPS.all(host) if record.keeper_uid]
+    if any(record.state == OUT and same_job(record, swap) for record in records_of_users):
+        forget(swap)
     else:
-        _forget(swap)
+        write_if_living(host, replace(swap, state=OUT))
 
 
 def _with_arrived(host: Host, swap: Swap) -> Swap:
@@ -729,80 +506,69 @@ def _with_arrived(host: Host, swap: Swap) -> Swap:
     return replace(swap, arrived=tuple(sorted(arrived)))
 
 
-def _leave_out(host: Host, swap: Swap) -> None:
-    """Note that a job is swapped out. If its user's record says so too, root drops its own: the user may bring it in."""
-    users = [record for record in SWAPS.all(host) if record.keeper_uid]
-    if any(record.state == OUT and _same_job(record, swap) for record in users):
-        _forget(swap)
-    else:
-        write_if_living(host, replace(swap, state=OUT))
+def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
+    """Complete or undo the swaps of this user that a killed gpushare has begun; return their records of before.
 
-
-def has_room(host: Host, swap: Swap, size: int) -> bool | None:
-    """Return whether this number of bytes and a margin are free on the GPU of a job; None: unknown.
-
-    If no other process is on that GPU, no margin is needed: the job had fitted there.
+    Records of ended jobs are removed, and one that still says out of a job that is back (`is_back`) is corrected. The lock
+    is taken here, but only if there is something to repair.
     """
-    images = {image.pid for image in swap.images}
-    for gpu in host.nvml.sweep():
-        if gpu.uuid == swap.gpu_uuid and gpu.memory_total_bytes is not None and gpu.memory_used_bytes is not None:
-            free = gpu.memory_total_bytes - (gpu.memory_reserved_bytes or 0) - gpu.memory_used_bytes
-            alone = gpu.processes is not None and {process.pid for process in gpu.processes} <= images
-            return size <= (free if alone else free - GPU_MARGIN_BYTES)
-    return None
 
+    def needs_repair(swap: Swap) -> bool:
+        return swap.state in {LEAVING, RETURNING} or is_back(host, swap)
 
-# What keeps room on the GPU of a job for as long as it comes back; it is given the bytes, and returns whether there is any.
-Keep = Callable[["Host", Swap], contextlib.AbstractContextManager[Callable[[int], "bool | None"]]]
-
-
-def repair(host: Host, keep: Keep, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
-    """Complete or undo the swaps that a killed gpushare has begun; return those that were changed. Takes the lock itself.
-
-    ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of ended jobs are removed. If a full disk
-    kept the record of a job that is back from being updated, it is corrected.
-    """
-    unfinished = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
-    if not unfinished:
+    to_repair = [swap for swap in swaps(host, shared=False) if needs_repair(swap)]
+    if not to_repair:
         return []
     changed = []
-    begun = [swap for swap in unfinished if swap.state != OUT or is_back(host, swap)]
-    with locked(host, say=say) if begun else contextlib.nullcontext():
-        for swap in begun:
+    with locked(host, say=say):
+        for swap in to_repair:
             # Another gpushare may have finished it before this one had the lock.
             record = SWAPS.read(swap.path)
-            if record is None or not (record.state in {LEAVING, RETURNING} or is_back(host, record)):
+            if record is None or not needs_repair(record):
                 continue
-            with keep(host, record) as room:
-                take_back(host, record, host.open_checkpoint(), room)
+            take_back(host, record, host.open_checkpoint())
             if record.state != OUT:
                 changed.append(record)
     return changed
 
 
+def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> list[Swap]:
+    """Repair what a gpushare that died has left, before a command does its own work; return the jobs. Not in a dry run."""
+    if dry_run:
+        return []
+    repaired = repair(host, say)
+    for job in repaired:
+        say(f"{job.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
+    return repaired
+
+
+def repair_after_death(host: Host, _processes: object, _word: str) -> None:
+    """Do what the guard of a gpushare that died does: finish or undo the swaps that it had begun.
+
+    It tries again after longer and longer pauses, and gives up silently after the last: nobody reads what it says.
+    """
+    for seconds in _REPAIR_PAUSES_SECONDS:
+        time.sleep(seconds)
+        try:
+            repair(host)
+        except (GpushareError, OSError):
+            continue
+        return
+
+
 def is_back(host: Host, swap: Swap) -> bool:
-    """Return whether a job that was out by its record is on the GPU: a full disk has kept the record as it was."""
+    """Return whether a job is on the GPU although its record says out: on a full disk the record could not be written."""
+    if swap.state != OUT:
+        return False
     checkpoint = host.open_checkpoint()
-    return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _, _ in swap.living(host))
-
-
-def ended_swap(host: Host, text: str) -> Swap | None:
-    """Return this user's record of a job that has ended and is still written down, by name or PID."""
-    records = SWAPS.all(host, shared=False)
-    return next((swap for swap in records if swap.is_named(text) and not swap.living(host)), None)
-
-
-def forget_ended(host: Host, seconds: float = 0.0) -> None:
-    """Remove this user's records of jobs that have ended, unless another gpushare has their lock for ``seconds``."""
-    with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
-        SWAPS.sweep(host)
+    return all(checkpoint.state(image.pid) == RUNNING for image in swap.living(host))
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
 
 
 def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
-    """Checkpoint previously swapped processes before they are killed.
+    """Checkpoint those of these processes that were swapped before, because they are about to be killed.
 
     Killing a restored process has hung a whole host (NVIDIA/cuda-checkpoint issue 53); a checkpointed one ends safely.
     """
@@ -816,28 +582,26 @@ def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
             _checkpoint_restored(host, swap, pids)
 
 
-def _checkpoint_restored(host: Host, swap: Swap, pids: Sequence[int]) -> None:
-    """Checkpoint those of these processes that were swapped before; the others are left alone."""
-    living = swap.living(host) if swap.restored or swap.state in {RETURNING, BACK} else ()
-    restored = {pid: size for pid, _, size in living}
-    chosen = [pid for pid in pids if pid in restored]
-    if not chosen:
+def _checkpoint_restored(host: Host, swap: Swap, pids: Container[int]) -> None:
+    """Checkpoint those of these processes that belong to a job if it was restored before; what fails is left."""
+    if not swap.restored and swap.state not in {RETURNING, BACK}:
         return
-    from gpushare.memory.cost import HOST_MARGIN_BYTES
-
+    restored = [image for image in swap.living(host) if image.pid in pids]
+    if not restored:
+        return
     checkpoint = host.open_checkpoint()
     # A stopped process hangs the lock.
-    signal_all(host.processes, chosen, signal.SIGCONT)
-    for pid in chosen:
-        free = or_none(lambda pid=pid: host.machine.free_memory(pid))  # type: ignore[misc]
-        if free is not None and free < restored[pid] + HOST_MARGIN_BYTES:
+    signal_all(host.processes, [image.pid for image in restored], signal.SIGCONT)
+    for pid, _, size in restored:
+        free = or_none(partial(host.machine.free_memory, pid))
+        if free is not None and free < size + HOST_MARGIN_BYTES:
             continue
         with contextlib.suppress(GpushareError):
             if checkpoint.state(pid) == RUNNING:
                 checkpoint.lock(pid, LOCK_SECONDS)
             if checkpoint.state(pid) == LOCKED:
-                checkpoint.checkpoint(pid, restored[pid])
+                checkpoint.checkpoint(pid, size)
     if swap.state == RETURNING and swap.keeper_uid is None:
-        # A guard that comes later finds nothing to do.
+        # A guard that comes later must not bring the job back.
         with contextlib.suppress(GpushareError):
             write_if_living(host, replace(swap, state=OUT))

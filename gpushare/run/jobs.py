@@ -732,7 +732,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
 
 def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
     """Return the error about a job without a process on a GPU: it may be swapped out."""
-    from gpushare.memory.swap import OUT, find_swap
+    from gpushare.memory.swapped import OUT, find_swap
 
     swap = or_none(lambda: find_swap(host, job.pid, job.name))
     if swap is not None and swap.state == OUT:

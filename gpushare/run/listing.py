@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
-    from gpushare.memory.swap import Swap
+    from gpushare.memory.swapped import Swap
     from gpushare.pause.record import PausedJob
 
 RUNNING: Final = "running"
@@ -90,7 +90,7 @@ class _Present:
                 if job.is_paused(host):
                     self._paused.setdefault(self._root_of(job.pid) or job.pid, job)
         if has_records(host, "swap"):
-            from gpushare.memory.swap import BACK, swaps
+            from gpushare.memory.swapped import BACK, swaps
 
             for swap in swaps(host):
                 if swap.state != BACK:

@@ -17,25 +17,9 @@ from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Reservation, reservations
-from gpushare.memory.room import Draw, back_bytes, keeps_place, read_lines, reserved_by, room_kept, room_reserved
-from gpushare.memory.swap import (
-    BACK,
-    LEAVING,
-    LOST,
-    OUT,
-    Swap,
-    check_continues,
-    check_host,
-    come_in,
-    find_swap,
-    guarded,
-    leaving_record,
-    locked,
-    lost_error,
-    swapped_out,
-    swaps,
-    taken_over,
-)
+from gpushare.memory.room import Draw, back_bytes, keeps_place, read_lines, reserved_by, room_reserved
+from gpushare.memory.swap import check_continues, check_host, come_in, guarded, leaving_record, swapped_out
+from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record, swaps
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
 from gpushare.timeslice.slices import renew_slices
@@ -227,7 +211,7 @@ class Mover:
         if swap is not None:
             check_continues(self._host, swap)
             self._check_whole(job, swap)
-            return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
+            return own_record(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
         processes = processes_to_swap(self._host, job)
         move.check_single_rank(self._host, job.title, processes)
         uuid = next((gpu.uuid for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
@@ -336,9 +320,9 @@ class Mover:
             # Read under the lock: it may have been swapped out or in while we waited.
             present = swapped_out(host, wish.job)
             if present is not None and present.state in {OUT, LOST}:
-                moved = come_in(host, move.retargeted(taken_over(host, present), device.gpu.uuid or ""))
+                moved = come_in(host, move.retargeted(own_record(host, present), device.gpu.uuid or ""))
             else:
-                moved = move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job), room_kept)
+                moved = move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job))
             renew_slices(host, moved.identities(host), self._say)
 
     def _move_back(self, wish: _Move) -> None:

@@ -63,9 +63,9 @@ def after_death(
             sweep_left(host)
     forget_ended(host, programs)
     if has_records(host, "swap"):
-        from gpushare.memory import swap
+        from gpushare.memory import swapped
 
-        swap.forget_ended(host, _LOCK_SECONDS)
+        swapped.forget_ended(host, _LOCK_SECONDS)
     while others_use_it:
         time.sleep(_POLL_SECONDS)
         others_use_it = or_none(lambda: stop_if_last(host, home))

@@ -249,7 +249,7 @@ class Job:
         """Move it to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
         from gpushare.base.selection import select
         from gpushare.hostfile.kept import kept_limits
-        from gpushare.memory.room import repair_first
+        from gpushare.memory.swap import repair_first
         from gpushare.run.moving import Mover
         from gpushare.show.waiting import waiting_line
 

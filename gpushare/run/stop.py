@@ -24,8 +24,8 @@ from gpushare.host.program import MPS_CONTROL
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
-from gpushare.memory.swap import forget_ended as forget_ended_swaps
-from gpushare.memory.swap import swaps
+from gpushare.memory.swapped import forget_ended as forget_ended_swaps
+from gpushare.memory.swapped import swaps
 from gpushare.mps.control import control_command, is_server
 from gpushare.mps.kill import (
     DRAIN_BOUND_SECONDS,

@@ -19,28 +19,31 @@ from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Request
-from gpushare.memory.room import Draw, back_bytes, outlook, repair_first, reserved_by, room_kept, room_reserved
+from gpushare.memory.room import Draw, back_bytes, outlook, reserved_by, room_reserved
 from gpushare.memory.swap import (
+    check_continues,
+    check_host,
+    come_in,
+    go_out,
+    guarded,
+    leaving_record,
+    repair_first,
+    swapped_out,
+)
+from gpushare.memory.swapped import (
     BACK,
     LOST,
     OUT,
     Swap,
-    check_continues,
-    check_host,
     check_same_namespace,
-    come_in,
     ended_swap,
     find_swap,
-    go_out,
-    guarded,
     is_on_its_way,
-    leaving_record,
     locked,
     lost_error,
     out_by_driver,
-    swapped_out,
+    own_record,
     swaps,
-    taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
@@ -96,7 +99,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
             present = swapped_out(host, job)
             if present is not None and present.state in {OUT, LOST}:
                 raise _already_out_error(present)
-            done.append(go_out(host, swap, lambda: processes_to_swap(host, job), room_kept))
+            done.append(go_out(host, swap, lambda: processes_to_swap(host, job)))
 
     pids = " ".join(str(process.pid) for process in processes)
     undo = f"gpushare swap in {job.selector}"
@@ -152,7 +155,7 @@ def back_to_gpu(
     repaired = repair_first(host, say, dry_run=dry_run)
     try:
         named = _swapped_out_job(host, text, ended)
-        swap = taken_over(host, named)
+        swap = own_record(host, named)
     except NotFound:
         back = next((each for each in repaired if each.is_named(text) and each.living(host)), None)
         if back is None:
@@ -233,7 +236,7 @@ def _wait_and_return(
                     wait_seconds = 0.0
                 held.enter_context(guarded(host, say))
                 held.enter_context(locked(host, say=say))
-                swap = come_in(host, taken_over(host, _swapped_out_job(host, text, swap)))
+                swap = come_in(host, own_record(host, _swapped_out_job(host, text, swap)))
                 renew_slices(host, swap.identities(host), say)
                 return swap
         except InUse as error:

@@ -35,25 +35,21 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.move import check_single_rank, move, possible_targets
-from gpushare.memory.room import back_bytes, client_limit, room_kept
-from gpushare.memory.swap import (
+from gpushare.memory.room import back_bytes, client_limit
+from gpushare.memory.swap import check_continues, come_in, go_out, guarded, leaving_record
+from gpushare.memory.swapped import (
     BACK,
     GPU_MARGIN_BYTES,
     LOST,
     OUT,
     RETURNING,
     Swap,
-    check_continues,
-    come_in,
     find_swap,
     forget_ended,
-    go_out,
-    guarded,
     has_room,
-    leaving_record,
     locked,
+    own_record,
     swaps,
-    taken_over,
 )
 from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, processes_to_swap
@@ -608,7 +604,7 @@ class Swapping(Part):
             # It passes the line there: it gives up as much room here, to a job that waits.
             place.take(target.uuid)
             with self._swapping():
-                moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
+                moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job))
         except BaseException:
             place.leave()
             raise
@@ -795,7 +791,7 @@ class Swapping(Part):
         swap = leaving_record(self._host, job, self._device.uuid, processes, self._asked.memory_bytes)
         began = self._clock()
         with self._swapping():
-            self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job), room_kept)
+            self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job))
         self.times_out += 1
         self._left_at = began
         self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
@@ -825,7 +821,7 @@ class Swapping(Part):
         swap = find_swap(self._host, self._swap.pid)
         if swap is None or swap.state not in {OUT, RETURNING}:
             return
-        swap = taken_over(self._host, swap)
+        swap = own_record(self._host, swap)
         # Before it takes a place: while it is stopped, others can have the room.
         check_continues(self._host, swap)
         if self._place is None:

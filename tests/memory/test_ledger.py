@@ -48,7 +48,7 @@ from gpushare.memory.room import (
     outlook,
     wait_for_room,
 )
-from gpushare.memory.swap import OUT, Image, Swap
+from gpushare.memory.swapped import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
@@ -930,7 +930,7 @@ def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monke
     swap = Swap(**who, gpu_uuid=key, state=OUT, since=1.0, images=(Image(me.pid, me.started, GIB),))
     for keeper, counts in ((os.geteuid() + 1, 1), (None, 0), (0, 0)):
         kept = replace(swap, keeper_uid=keeper)
-        monkeypatch.setattr("gpushare.memory.swap.swaps", lambda _, kept=kept: [kept])
+        monkeypatch.setattr("gpushare.memory.swapped.swaps", lambda _, kept=kept: [kept])
         monkeypatch.setattr(ledger, "has_records", lambda *_: True)
         assert len(reservations(host) or []) == counts
 

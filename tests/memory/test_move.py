@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.memory import move, swap
-from gpushare.memory.swap import OUT, RETURNING, SWAPS, Image, Swap
+from gpushare.memory.swapped import OUT, RETURNING, SWAPS, Image, Swap
 
 
 @pytest.mark.parametrize(("version", "moves"), [("579.99", False), ("580.1", True), ("", True), ("unknown", True)])
@@ -83,7 +83,7 @@ def test_root_notes_a_job_that_is_out_unless_its_user_has(
     users = replace(job, pid=pid, state=state, images=(Image(pid, 1, 5),), keeper_uid=4242)
     done: list[str] = []
     monkeypatch.setattr(type(SWAPS), "all", lambda *_: [users])
-    monkeypatch.setattr(swap, "_forget", lambda _: done.append("forgotten"))
+    monkeypatch.setattr(swap, "forget", lambda _: done.append("forgotten"))
     monkeypatch.setattr(swap, "write_if_living", lambda _, record: done.append(record.state))
-    swap._leave_out(SimpleNamespace(), job)  # type: ignore[arg-type]
+    swap._take_out_rest(SimpleNamespace(), job, SimpleNamespace(), {})  # type: ignore[arg-type]
     assert done == ([OUT] if kept else ["forgotten"])

@@ -29,7 +29,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import ComputePolicy
 from gpushare.hostfile.load import keep_applied
-from gpushare.memory.swap import SWAPS, swaps
+from gpushare.memory.swapped import SWAPS, swaps
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
 from gpushare.mps.home import DaemonHome, own_home
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION

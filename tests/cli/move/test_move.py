@@ -17,8 +17,8 @@ from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import LAPSE_SECONDS, Place, Request, reservations
-from gpushare.memory.room import room_kept
-from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
+from gpushare.memory.swap import repair
+from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swaps
 from gpushare.run.moving import Mover
 from gpushare.show.waiting import waiting_line
 from gpushare.sim import admin
@@ -345,7 +345,7 @@ def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: Worl
     swap = find_swap(world.host, pid)
     assert swap is not None
     SWAPS.write(replace(move.retargeted(swap, world.state.gpus[1].uuid), state=RETURNING))
-    repair(world.host, room_kept)
+    repair(world.host)
     assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)
 
 

@@ -20,7 +20,7 @@ from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
-from gpushare.memory.swap import BACK, OUT, Swap, locked, swaps
+from gpushare.memory.swapped import BACK, OUT, Swap, locked, swaps
 from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
 from gpushare.sim import admin
 from gpushare.sim.current import changing

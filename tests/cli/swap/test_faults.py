@@ -18,11 +18,12 @@ from gpushare.base.units import GIB
 from gpushare.host import guard, store
 from gpushare.host.checkpoint import CHECKPOINTED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.nvml import NvmlReader
-from gpushare.memory import ledger
+from gpushare.memory import ledger, swapped
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import reservations
 from gpushare.memory.room import room_kept
-from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Swap, find_swap, repair, swaps
+from gpushare.memory.swap import repair
+from gpushare.memory.swapped import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Swap, find_swap, swaps
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Refused, World
 
@@ -108,7 +109,7 @@ def test_a_repair_writes_no_record_of_a_job_that_has_ended(world: World, pid: in
     (swap,) = swaps(world.host)
     admin.end_process(SPEC, pid)
     for state in (LEAVING, RETURNING):
-        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint(), lambda _: True)
+        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint())
         assert not swap.path.exists()
 
 
@@ -120,10 +121,10 @@ def test_a_job_that_ends_during_a_repair_leaves_no_record(cli: Cli, world: World
     world.host.open_checkpoint().restore(second, 4 * GIB)
     SWAPS.write(replace(swap, state=RETURNING))
     before(call, once(lambda: [admin.end_process(SPEC, pid) for pid in (first, second)]))
-    room = call == "unlock"
+    checkpoint = world.host.open_checkpoint()
     with contextlib.suppress(GpushareError):
-        module.take_back(world.host, replace(swap, state=RETURNING), world.host.open_checkpoint(), lambda _: room)
-    repair(world.host, room_kept)
+        module.take_back(world.host, replace(swap, state=RETURNING), checkpoint, was_refused=call == "checkpoint")
+    repair(world.host)
     assert not swap.path.exists()
 
 
@@ -291,7 +292,7 @@ def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cl
     assert swap.state == OUT
     SWAPS.write(replace(swap, state=RETURNING))
     with pytest.raises(InUse):
-        repair(world.host, room_kept)
+        repair(world.host)
     assert [each.state for each in swaps(world.host)] == [RETURNING]
     world.send(pid, signal.SIGCONT)
     cli("swap", "in", str(pid)).ok()
@@ -307,7 +308,7 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
         "import os, sys, time\nos.write(1, b'ready\\n')\nsys.stdin.read()\ntime.sleep(1)\nopen(sys.argv[0] + '.done', 'w')\n"
     )
     monkeypatch.setattr(guard, "__file__", str(slow))
-    monkeypatch.setattr(module, "_SAY_SECONDS", 0.3)
+    monkeypatch.setattr(module, "SAY_SECONDS", 0.3)
     messages: list[str] = []
     with pytest.raises(KeyboardInterrupt), module.guarded(world.host, messages.append):
         raise KeyboardInterrupt
@@ -384,7 +385,7 @@ def test_a_full_disk_loses_nothing_on_the_way_out(
     with full_disk(monkeypatch, after):
         answer = cli("swap", "out", str(pid), output="json")
         assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
-    repair(world.host, room_kept)
+    repair(world.host)
     assert world.process(pid).checkpoint == RUNNING
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
@@ -429,11 +430,11 @@ def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[str] = []
-    monkeypatch.setattr(module, "_SAY_SECONDS", 0.0)
-    with module.locked(world.host):
+    monkeypatch.setattr(swapped, "SAY_SECONDS", 0.0)
+    with swapped.locked(world.host):
         with (
             pytest.raises(InUse, match="another gpushare"),
-            module.locked(world.host, seconds=0.1, say=messages.append),
+            swapped.locked(world.host, seconds=0.1, say=messages.append),
         ):
             pass
         # Those who only read do not wait.
@@ -460,7 +461,7 @@ def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World,
     assert "another PID namespace" in error["message"]
     admin.end_process(SPEC, pid)
     cli("swap", "list").ok()
-    repair(world.host, room_kept)
+    repair(world.host)
     assert path.exists()
 
 
@@ -539,9 +540,9 @@ def test_a_record_stays_while_the_driver_is_missing(
     with monkeypatch.context() as without:
         _without_library(without)
         with pytest.raises(NotSupported):
-            repair(world.host, room_kept)
+            repair(world.host)
     assert [each.state for each in swaps(world.host)] == [state]
-    repair(world.host, room_kept)
+    repair(world.host)
     assert world.process(pid).checkpoint == RUNNING
 
 
@@ -605,13 +606,13 @@ def _half_out(cli: Cli, world: World) -> int:
 
 def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World) -> None:
     pid, place = _half_out(cli, world), world.hold(130 * GIB)
-    repair(world.host, room_kept)
+    repair(world.host)
     assert world.process(pid).checkpoint == CHECKPOINTED
     assert [each.state for each in swaps(world.host)] == [OUT]
     place.leave()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=RETURNING))
-    repair(world.host, room_kept)
+    repair(world.host)
     assert world.process(pid).checkpoint == RUNNING
     assert not reservations(world.host)
 
@@ -620,7 +621,8 @@ def test_a_repair_uses_the_room_that_the_job_itself_has_reserved(cli: Cli, world
     _half_out(cli, world)
     place = world.hold(130 * GIB)
     (swap,) = swaps(world.host)
-    with room_kept(world.host, replace(swap, uid=0, images=(Image(os.getpid(), 1, 1),))) as room:
-        assert room(20 * GIB)
-        assert not room(139 * GIB + GIB)
+    own = replace(swap, uid=0, images=(Image(os.getpid(), 1, 1),))
+    for size, fits in ((20 * GIB, True), (140 * GIB, False)):
+        with room_kept(world.host, own, size) as has_room:
+            assert has_room is fits
     place.leave()

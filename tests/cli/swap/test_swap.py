@@ -12,8 +12,8 @@ import pytest
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.memory.room import room_kept
-from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
+from gpushare.memory.swap import repair
+from gpushare.memory.swapped import OUT, SWAPS, find_swap, swaps
 from gpushare.run.sliced import KeptSlices
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -348,7 +348,7 @@ def test_a_death_at_any_call_loses_nothing(
             pass
     if not room:
         job(130 * GIB)
-    repair(world.host, room_kept)
+    repair(world.host)
     there = world.process(pid)
     assert there.checkpoint in {RUNNING, CHECKPOINTED}
     assert there.memory_bytes + there.image_bytes == 20 * GIB

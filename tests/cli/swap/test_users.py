@@ -15,8 +15,7 @@ from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
-from gpushare.memory.room import room_kept
-from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
+from gpushare.memory.swapped import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import SimulatedHostState
@@ -168,7 +167,7 @@ def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> N
     become(world, NOBODY)
     mine = replace(swap, state=LEAVING, path=SWAPS.path(world.host, pid))
     with pytest.raises(InUse, match="root is swapping"):
-        module.go_out(world.host, mine, lambda: (), room_kept)
+        module.go_out(world.host, mine, lambda: ())
     assert world.process(pid).checkpoint == RUNNING
     assert not SWAPS.path(world.host, pid).exists()
 
