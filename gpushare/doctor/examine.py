@@ -495,7 +495,8 @@ def _records(seen: Examination) -> Iterator[Check]:
         unread = records.unread(seen.host)
         # The bad records of one user must not hide those of others.
         counts: Counter[int] = Counter()
-        for path, uid, reason in unread:
+        for record in unread:
+            path, uid, reason = record.path, record.uid, record.why
             number += 1
             if path in directories:
                 continue

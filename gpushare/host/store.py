@@ -96,19 +96,24 @@ T = TypeVar("T", bound=Kept)
 
 
 class Unread(NamedTuple):
-    """A record that says nothing, whose it is, and why."""
+    """A file without a record that counts, or a directory that cannot be read: whose it is, and the error."""
 
     path: Path
     uid: int
-    why: str
+    error: OSError | ValueError
+
+    @property
+    def why(self) -> str:
+        """Return the reason for people, without the path."""
+        return getattr(self.error, "strerror", None) or str(self.error)
 
 
 class Elsewhere(ValueError):
     """A record of another PID namespace, where its PIDs mean other processes."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, record: Any) -> None:
         super().__init__("it was written in another PID namespace")
-        self.value = value
+        self.record = record
 
 
 class _Void(ValueError):
@@ -116,17 +121,12 @@ class _Void(ValueError):
 
 
 def named_processes(value: Any) -> set[Identity]:
-    """Return the processes that a record names: by its own ``pid`` and ``started``, and by those of its parts."""
-    named: set[Identity] = set()
-    parts: list[Any] = []
-    if hasattr(value, "pid"):
-        if None not in {value.pid, value.started}:
-            named.add(Identity(value.pid, value.started))
-        if is_dataclass(value):
-            parts = [part for part in vars(value).values() if isinstance(part, tuple)]
-    elif isinstance(value, tuple):
-        parts = [part for part in value if not isinstance(part, (int, float, str))]
-    return named.union(*map(named_processes, parts))
+    """Return the processes that a record names: by its own ``pid`` and ``started``, and in its tuples."""
+    if not hasattr(value, "pid"):
+        return set().union(*map(named_processes, value)) if isinstance(value, tuple) else set()
+    named = set() if None in {value.pid, value.started} else {Identity(value.pid, value.started)}
+    tuples = [part for part in vars(value).values() if isinstance(part, tuple)] if is_dataclass(value) else []
+    return named.union(*map(named_processes, tuples))
 
 
 def any_lives(host: Host, value: Any) -> bool:
@@ -135,7 +135,7 @@ def any_lives(host: Host, value: Any) -> bool:
 
 
 def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
-    """Return a record; if another process has its PID by now, named after the first of its ``living`` processes."""
+    """Return a record under the PID of the first of its ``living`` processes if another process has its own PID by now."""
     record: Any = value
     process = host.processes.identity(record.pid)
     if process is None or process == (record.pid, record.started):
@@ -144,18 +144,18 @@ def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
 
 
 class _UserCheck:
-    """What the records of one kind of one user may speak of: living processes of that user, each in one record."""
+    """The rule for the records of one kind of one user: they name living processes of that user, each in one record."""
 
     def __init__(self, host: Host, uid: int) -> None:
         self._host, self._uid = host, uid
-        # By the records before.
+        # By the records that were checked before.
         self._named: set[Identity] = set()
 
-    def why_void(self, value: Any) -> str | None:
-        """Return why the next record says nothing, or None: it counts.
+    def reason_against(self, value: Any) -> str | None:
+        """Return why a record does not count, or None: it counts.
 
-        It does not if it speaks of another user, only of processes that have ended, or of one that a record before names. So
-        no process is looked up for more than one record, however many name it.
+        Its processes are remembered, and a later record may not name them: so each process is looked up once, however many
+        records a user writes about it.
         """
         if getattr(value, "uid", self._uid) != self._uid:
             return f"it says that it is of user {value.uid}"
@@ -210,9 +210,13 @@ class RecordStore(Generic[T]):
         return host.state_directory if self._survives_reboot else host.run_directory
 
     def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:
-        """Return the run or state directories that this user believes, with their keeper: this user's, then root's."""
+        """Return this user's run or state directory, and with ``shared`` root's, each with its `Kept.keeper_uid`."""
         roots = host.shared_state_directories if self._survives_reboot else host.shared_run_directories
         return [(self._own_root(host), None), *((root, 0) for root in roots if shared)]
+
+    def _directories_of(self, path: Path) -> Sequence[Path]:
+        """Return the directories that a record is in, the nearest first, up to the run or state directory."""
+        return path.parents[: self.directory.count("/") + 2]
 
     # -- reading
 
@@ -229,11 +233,11 @@ class RecordStore(Generic[T]):
             OSError: it cannot be read.
             ValueError: it says nothing; the message says why.
         """
-        root = path.parents[len(self._names)]
+        root = self._directories_of(path)[-1]
         try:
             with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _trusted()) as inside:
                 text = read_own(path.name, directory=inside, owners=_trusted(), most=FILE_BYTES)
-            return self._parse_record(text, path, keeper_uid)
+            return self._parse(text, path, keeper_uid)
         except (FileNotFoundError, _Void):
             return None
 
@@ -247,47 +251,52 @@ class RecordStore(Generic[T]):
 
     def all(self, host: Host, *, shared: bool = True, users: bool = True) -> list[T]:
         """Return this user's records; with ``shared`` also root's, and with ``users`` for root those of all users."""
-        scanned = self._scan(host, shared=shared, users=users)
-        return [value for _, _, value in scanned if not isinstance(value, Exception)]
+        return [each for each in self._scan(host, shared=shared, users=users) if not isinstance(each, Unread)]
 
     def elsewhere(self, host: Host) -> list[T]:
         """Return this user's records of other PID namespaces."""
-        return [error.value for _, _, error in self._scan(host, shared=False) if isinstance(error, Elsewhere)]
+        unread = [each for each in self._scan(host, shared=False) if isinstance(each, Unread)]
+        return [each.error.record for each in unread if isinstance(each.error, Elsewhere)]
 
     def unread(self, host: Host) -> list[Unread]:
-        """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
-        return [
-            Unread(path, uid, str(error) if isinstance(error, ValueError) else error.strerror or str(error))
-            for path, uid, error in self._scan(host, shared=True)
-            if isinstance(error, (OSError, ValueError)) and not isinstance(error, (FileNotFoundError, _Void))
-        ]
+        """Return the records that say nothing, and why.
 
-    @property
-    def _names(self) -> list[str]:
-        """Return the names on the way from the root to a directory of records."""
-        return [name for name in self.directory.split("/") if name]
+        Not those of an earlier boot, which `sweep` removes, and not what root keeps from this user.
+        """
+        unread = []
+        for each in self._scan(host, shared=True):
+            if isinstance(each, Unread) and not isinstance(each.error, (FileNotFoundError, _Void)):
+                is_closed = isinstance(each.error, PermissionError) and each.error.errno == errno.EACCES
+                if not (is_closed and each.uid == 0 != host.uid):
+                    unread.append(each)
+        return unread
 
-    def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[tuple[Path, int, T | Exception]]:
-        """Yield file and owner of each record, with its value or what is wrong with it."""
+    def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[T | Unread]:
+        """Yield what is in this user's directory; with ``shared`` also in root's, and to root in those of ``users``."""
         for root, keeper_uid in self._roots(host, shared=shared):
-            uid = host.uid if keeper_uid is None else keeper_uid
-            try:
-                with _opened_root(root) as top:
-                    for below in self._directories(top):
-                        try:
-                            with opened_below(top, below, _trusted()) as inside:
-                                yield from self._read_directory(host, inside, root / below, uid, keeper_uid, _trusted())
-                        except OSError as error:
-                            yield from _unreadable_directory(root / below, uid, keeper_uid, error)
-            except OSError as error:
-                yield from _unreadable_directory(root, uid, keeper_uid, error)
-        for user in host.user_directories() if shared and users and not self._survives_reboot else ():
-            where, owners = user.path / self.directory, frozenset({user.owner})
-            try:
-                with opened_user(user, self.directory) as inside:
-                    yield from self._read_directory(host, inside, where, user.uid, user.uid, owners)
-            except OSError as error:
-                yield where, user.uid, error
+            yield from self._scan_root(host, root, keeper_uid)
+        if shared and users and not self._survives_reboot:
+            for user in host.user_directories():
+                path = user.path / self.directory
+                try:
+                    with opened_user(user, self.directory) as opened:
+                        yield from self._scan_directory(host, opened, path, user.uid, frozenset({user.owner}))
+                except OSError as error:
+                    yield Unread(path, user.uid, error)
+
+    def _scan_root(self, host: Host, root: Path, keeper_uid: int | None) -> Iterator[T | Unread]:
+        """Yield what is in a run or state directory of this user or root; a bad directory does not hide the others."""
+        uid = host.uid if keeper_uid is None else keeper_uid
+        try:
+            with _opened_root(root) as top:
+                for below in self._directories(top):
+                    try:
+                        with opened_below(top, below, _trusted()) as opened:
+                            yield from self._scan_directory(host, opened, root / below, keeper_uid, _trusted())
+                    except OSError as error:
+                        yield Unread(root / below, uid, error)
+        except OSError as error:
+            yield Unread(root, uid, error)
 
     def _directories(self, top: int) -> list[str]:
         """Return the directories of records below an open root; for ``mps/*`` those that are there."""
@@ -297,52 +306,59 @@ class RecordStore(Generic[T]):
         with opened_below(top, above, _trusted()) as inside:
             return [above + name for name in sorted(os.listdir(inside))]
 
-    def _read_directory(
-        self, host: Host, inside: int, where: Path, uid: int, keeper_uid: int | None, owners: frozenset[int]
-    ) -> Iterator[tuple[Path, int, T | Exception]]:
-        """Yield each record in an open directory, with its value or what is wrong with it.
-
-        ``inside`` is its descriptor, ``where`` its path. Root reads less of another user, and checks what that user says.
-        """
+    def _scan_directory(
+        self, host: Host, opened: int, path: Path, keeper_uid: int | None, owners: frozenset[int]
+    ) -> Iterator[T | Unread]:
+        """Yield what is in an open directory. Root reads less of another user, and checks what that user says."""
         most_files, most_file_bytes, bytes_left = FILES, FILE_BYTES, FILES * FILE_BYTES
         user_check = None
-        if keeper_uid:
+        if keeper_uid is not None and keeper_uid != 0:
             most_files, most_file_bytes, bytes_left = USERS_FILES, USERS_FILE_BYTES, USERS_BYTES
-            user_check = _UserCheck(host, uid)
-        names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
+            user_check = _UserCheck(host, keeper_uid)
+        uid = host.uid if keeper_uid is None else keeper_uid
+        names = sorted(name for name in os.listdir(opened) if name.endswith(".json") and not name.startswith("."))
         for number, name in enumerate(names):
             if number == most_files or bytes_left <= 0:
-                yield where, uid, ValueError(f"{len(names) - number} of its {len(names)} files are too many to be read")
+                yield Unread(
+                    path, uid, ValueError(f"{len(names) - number} of its {len(names)} files are too many to be read")
+                )
                 return
             try:
-                text = read_own(name, directory=inside, owners=owners, most=min(most_file_bytes, bytes_left))
+                text = read_own(name, directory=opened, owners=owners, most=min(most_file_bytes, bytes_left))
                 bytes_left -= len(text)
-                yield where / name, uid, self._parse_record(text, where / name, keeper_uid, user_check)
+                yield self._parse(text, path / name, keeper_uid, user_check)
             except (OSError, ValueError) as error:
-                yield where / name, uid, error
+                yield Unread(path / name, uid, error)
 
-    def _parse_record(self, text: bytes, path: Path, keeper_uid: int | None, user_check: _UserCheck | None = None) -> T:
-        """Return the value of a record. Raises ValueError: it says nothing; the message says why."""
+    def _parse(self, text: bytes, path: Path, keeper_uid: int | None, user_check: _UserCheck | None = None) -> T:
+        """Return the value of a record.
+
+        Raises:
+            _Void: it is of an earlier boot.
+            Elsewhere: it names processes of another PID namespace.
+            ValueError: it says nothing else that counts; the message says why.
+        """
         try:
             raw = json.loads(text, parse_int=_parse_integer)
         except (ValueError, RecursionError):
             # UnicodeDecodeError is a ValueError, too.
             raise ValueError("it is not JSON" if text else "it is empty") from None
-        boot = boot_id()
-        if not self._survives_reboot and isinstance(raw, dict):
-            boot = raw.pop("boot", None)
+        if not isinstance(raw, dict):
+            raise ValueError("it is of another version")  # noqa: TRY004 - as for other texts
+        boot, space = boot_id(), pid_space()
+        if not self._survives_reboot:
+            boot, space = raw.pop("boot", None), raw.pop("space", None)
         # Before the version: an old record is void in any version.
         if isinstance(boot, str) and boot != boot_id():
             raise _Void("it is from before the last boot")
-        if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
+        if raw.pop("schema", None) != SCHEMA:
             raise ValueError("it is of another version")
         if boot != boot_id():
             raise ValueError("it does not say of which boot it is")
-        space = pid_space() if self._survives_reboot else raw.pop("space", None)
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
-        reason = None if user_check is None else user_check.why_void(value)
+        reason = None if user_check is None else user_check.reason_against(value)
         if reason is not None:
             raise ValueError(reason)
         return value
@@ -357,7 +373,7 @@ class RecordStore(Generic[T]):
         """
         variable = "GPUSHARE_STATE_DIR" if self._survives_reboot else "GPUSHARE_RUN_DIR"
         # One by one: the mode applies to the last directory of a path only.
-        for directory in reversed(value.path.parents[: len(self._names) + 1]):
+        for directory in reversed(self._directories_of(value.path)):
             make_private_directory(directory, variable=variable)
         document = {"schema": SCHEMA, **plain(value)}
         if not self._survives_reboot:
@@ -384,30 +400,22 @@ class RecordStore(Generic[T]):
 
         ``ended`` tells instead whether what a record names has ended. A failure does not matter.
         """
-        for path, _, value in self._scan(host, shared=False):
-            if isinstance(value, Exception):
-                is_over = isinstance(value, _Void)
+        for each in self._scan(host, shared=False):
+            if isinstance(each, Unread):
+                is_over = isinstance(each.error, _Void)
             elif ended is None:
-                is_over = not any_lives(host, value)
+                is_over = not any_lives(host, each)
             else:
-                is_over = ended(value)
+                is_over = ended(each)
             if is_over:
                 with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
+                    each.path.unlink(missing_ok=True)
 
     def locked(
         self, host: Host, *, on_wait: Callable[[float], None] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of this user's records of this kind; ``on_wait`` and errors as `directory_locked`."""
         return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.noun}", on_wait=on_wait)
-
-
-def _unreadable_directory(
-    path: Path, uid: int, keeper_uid: int | None, error: OSError
-) -> Iterator[tuple[Path, int, OSError]]:
-    """Yield a directory of records that cannot be read; root's may be closed to this user."""
-    if keeper_uid is None or error.errno != errno.EACCES:
-        yield path, uid, error
 
 
 def _trusted() -> frozenset[int]:
@@ -417,7 +425,11 @@ def _trusted() -> frozenset[int]:
 
 @contextlib.contextmanager
 def _opened_root(root: Path) -> Iterator[int]:
-    """Open a run or state directory of this user or root, which they may have made a link. Raises OSError."""
+    """Yield the descriptor of a run or state directory of this user or root, or of what their link there leads to.
+
+    Raises:
+        OSError: it does not exist, or another user may change it.
+    """
     if not root.exists():
         raise FileNotFoundError(errno.ENOENT, "it does not exist", str(root))
     if not is_trusted_directory(root):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -289,6 +292,18 @@ def test_a_directory_that_cannot_be_read_is_said(host: Host) -> None:
     directory.chmod(0o775)
     assert NOTES.all(host) == []
     assert [record.path for record in NOTES.unread(host)] == [directory]
+
+
+def test_what_root_has_closed_to_this_user_is_no_fault(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = replace(host, uid=ALICE, shared_state_directories=(tmp_path / "root",))
+    LASTING.write(note(host, path=tmp_path / "root" / "notes" / "1.json"))
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr(module, "read_own", Mock(side_effect=refused))
+    assert (LASTING.all(shared), LASTING.unread(shared)) == ([], [])
+    LASTING.write(note(host, path=LASTING.path(host, 1)))
+    assert [record.why for record in LASTING.unread(shared)] == ["Permission denied"]
 
 
 def test_a_large_file_and_many_large_files_are_not_read(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:
