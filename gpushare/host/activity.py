@@ -51,7 +51,7 @@ class ActivityMeter:
         if self.gpm:
             percent = or_none(lambda: self._nvml.ask(self._between_samples))
             return None if percent is None else Activity(percent, "gpm")
-        # Also where nothing is known: who waits for a queue to drain reads in a loop.
+        # Even if the answer will be None: callers read in a loop until a queue has drained.
         time.sleep(_WINDOW_SECONDS)
         if self._instance is not None:
             return None
@@ -144,9 +144,9 @@ class BandwidthRecorder(ActivityRecorder):
 
 
 def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int, int]] | None:
-    """Return PID and SM % of every sample since a Unix time, as `NvmlReader.work_samples`; also None for a lost GPU."""
-    rows = or_none(lambda: nvml.work_samples(index, since))
-    return None if rows is None else [(pid, percent) for pid, _, percent in rows]
+    """Return PID and SM % of each of `NvmlReader.work_samples`; None also for a lost GPU."""
+    samples = or_none(lambda: nvml.work_samples(index, since))
+    return None if samples is None else [(sample.pid, sample.sm_percent) for sample in samples]
 
 
 def _metric_percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:

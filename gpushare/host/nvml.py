@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint, c_ulonglong
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
-from typing import Any, Final, TypeVar
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.base.errors import (
     DriverNotLoaded,
@@ -111,8 +111,16 @@ _SAMPLE_WINDOW_SECONDS: Final = 2.0
 _MOST_ROOM: Final = 2**16
 
 
-def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | None, int | None, int | None]]:
-    """Return (PID, bytes, GPU instance, compute instance) of one process list, by its entry point's name.
+class WorkSample(NamedTuple):
+    """How much of the SMs a process used until a moment (seconds since 1970)."""
+
+    pid: int
+    at: float
+    sm_percent: int
+
+
+def read_processes(nvml: Any, name: str, handle: Any) -> list[GpuProcess]:
+    """Return the processes of one list, by its entry point's name: their PIDs, memory and instances.
 
     Raises:
         pynvml.NVMLError: as the driver answers.
@@ -120,18 +128,18 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | N
     function = nvml._nvmlGetFunctionPointer(name)
     rows = _rows(nvml, nvml.c_nvmlProcessInfo_v2_t, _PROCESS_ROOM, lambda count, array: function(handle, count, array))
     return [
-        (
-            row.pid,
-            None if row.usedGpuMemory == _NO_VALUE else row.usedGpuMemory,
-            None if row.gpuInstanceId == _NO_INSTANCE else row.gpuInstanceId,
-            None if row.computeInstanceId == _NO_INSTANCE else row.computeInstanceId,
+        GpuProcess(
+            pid=row.pid,
+            memory_used_bytes=None if row.usedGpuMemory == _NO_VALUE else row.usedGpuMemory,
+            gpu_instance_id=None if row.gpuInstanceId == _NO_INSTANCE else row.gpuInstanceId,
+            compute_instance_id=None if row.computeInstanceId == _NO_INSTANCE else row.computeInstanceId,
         )
         for row in rows
     ]
 
 
 def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
-    """Return the rows (C structures ``kind``) that a call writes to an array with ``room`` for so many, else a larger one."""
+    """Return the C structures ``kind`` that a call writes to an array: of ``room``, then larger ones until all fit."""
     while True:
         count, rows = c_uint(room), (kind * room)()
         code = call(byref(count), rows)
@@ -141,8 +149,8 @@ def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> l
         room = max(2 * room, count.value + 16)
 
 
-def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, int, int]]:
-    """Return (PID, time in microseconds, SM %) of every sample since then (nvmlDeviceGetProcessUtilization).
+def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[WorkSample]:
+    """Return every sample since a time in microseconds, in no order (nvmlDeviceGetProcessUtilization).
 
     Processes that ended meanwhile are among them; idle ones are not.
 
@@ -158,7 +166,7 @@ def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, i
         lambda count, array: function(handle, array, count, since),
     )
     # Some drivers report values above 100 % for a process that just ended.
-    return [(row.pid, row.timeStamp, row.smUtil) for row in rows if row.pid and row.smUtil <= 100]
+    return [WorkSample(row.pid, row.timeStamp / 1e6, row.smUtil) for row in rows if row.pid and row.smUtil <= 100]
 
 
 T = TypeVar("T")
@@ -176,8 +184,8 @@ class NvmlReader:
         self._bindings: Any = None
         self._handles: dict[int, Any] = {}
         self._static: dict[int, dict[str, Any]] = {}
-        # What others have read and does not change until `restart`: the MIG profiles of each GPU.
-        self.kept: Final[dict[tuple[str, int], Any]] = {}
+        # Of each GPU, as `mig.driver` has read them: they do not change until `restart`.
+        self.mig_profiles: Final[dict[int, Any]] = {}
 
     # -- the choke point ---------------------------------------------------------------------------
 
@@ -226,18 +234,18 @@ class NvmlReader:
                 raise nvml_error(error.value, str(error)) from None
             self._bindings, self._library = pynvml, pynvml.nvmlLib
         elif self._bindings.nvmlLib is not self._library:
+            # Another reader was used meanwhile.
             self._use_own_library(self._bindings)
         return self._bindings
 
     def _use_own_library(self, bindings: Any) -> None:
-        """Make the bindings call this reader's library: pynvml has one for the process, and another reader may have set it.
+        """Make pynvml call this reader's library: it has one for all readers of the process.
 
-        A reader that has none yet keeps the real library that pynvml has loaded, but not a simulated one.
+        A reader without a library takes the one that pynvml has loaded, unless that is a simulated host's.
         """
-        if self._library is None and not hasattr(bindings.nvmlLib, "is_simulated"):
-            return
-        bindings.nvmlLib = self._library
-        bindings._nvmlGetFunctionPointer_cache.clear()
+        if self._library is not None or hasattr(bindings.nvmlLib, "is_simulated"):
+            bindings.nvmlLib = self._library
+            bindings._nvmlGetFunctionPointer_cache.clear()
 
     def restart(self) -> None:
         """Shut NVML down and drop every handle; the next call initializes it again.
@@ -247,7 +255,7 @@ class NvmlReader:
         """
         self._handles.clear()
         self._static.clear()
-        self.kept.clear()
+        self.mig_profiles.clear()
         if self._bindings is not None:
             bindings = self._api()
             with contextlib.suppress(bindings.NVMLError):
@@ -266,28 +274,27 @@ class NvmlReader:
 
     def identities(self) -> tuple[Gpu, ...]:
         """Return index, UUID, name, PCI bus id and MIG instances of every GPU."""
-        return tuple(self._guarded(index, self._read_identity) for index in range(self.count()))
+        return tuple(self._gpu_or_error(index, self._read_identity) for index in range(self.count()))
 
     def sweep(self) -> tuple[Gpu, ...]:
         """Return every GPU with memory, utilization, modes and processes.
 
         A GPU that does not answer has its error; the others are complete.
         """
-        return tuple(self._guarded(index, self._read_gpu) for index in range(self.count()))
+        return tuple(self._gpu_or_error(index, self._read_gpu) for index in range(self.count()))
 
     def gpu(self, index: int) -> Gpu:
         """Return one GPU as `sweep` does."""
-        return self._guarded(index, self._read_gpu)
+        return self._gpu_or_error(index, self._read_gpu)
 
-    def _guarded(self, index: int, read: Callable[[int], Gpu]) -> Gpu:
-        """Return a GPU as ``read`` returns it; if it does not answer, with its error and what was known."""
+    def _gpu_or_error(self, index: int, read: Callable[[int], Gpu]) -> Gpu:
+        """Return a GPU as ``read`` returns it; one that does not answer has its error, and what does not change of it."""
         try:
             return read(index)
         except (DriverNotLoaded, NvmlMissing):
             raise
         except GpushareError as error:
-            facts = self._static.get(index, {})
-            return Gpu(index=index, error=error.message, **facts)
+            return Gpu(index=index, error=error.message, **self._static.get(index, {}))
 
     # -- one GPU -----------------------------------------------------------------------------------
 
@@ -525,6 +532,7 @@ class NvmlReader:
         """Return the MIG instances of a GPU, and whether the driver hides some from this user."""
         handle, gpu = self.handle(index), str(index)
         most = self.max_mig_devices(index)
+        # None, here and below: the driver does not tell this user.
         are_hidden = most is None
         instances = []
         for slot in range(most or 0):
@@ -567,7 +575,7 @@ class NvmlReader:
         samples = self.work_samples(index, time.time() - _SAMPLE_WINDOW_SECONDS)
         if samples is None:
             return processes
-        newest = {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
+        newest = {sample.pid: sample.sm_percent for sample in samples}
         # Under MPS all work counts for the server's PID: a client's share is unknown.
         return tuple(
             process if process.mps else replace(process, sm_percent=newest.get(process.pid, 0)) for process in processes
@@ -594,43 +602,37 @@ class NvmlReader:
             for kind, name in (("compute", "Compute"), ("graphics", "Graphics"), ("mps", "MPSCompute"))
         }
         needed_lists = list(lists.values()) if mig is None else [lists["compute"]]
-        if all(rows is None for rows in needed_lists):
+        if all(processes is None for processes in needed_lists):
             return None
-        merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
-        for kind, rows in lists.items():
-            for pid, used, gpu_instance, compute_instance in rows or ():
+        merged: dict[tuple[int, int | None, int | None], GpuProcess] = {}
+        for kind, processes in lists.items():
+            for process in processes or ():
                 # The lists of a MIG device do not name it.
-                if mig is not None:
-                    gpu_instance, compute_instance = mig.gpu_instance_id, mig.compute_instance_id
-                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
-                if entry["memory_used_bytes"] is None:
-                    entry["memory_used_bytes"] = used
-                entry[kind] = True
-        return tuple(
-            GpuProcess(pid=pid, gpu_instance_id=gpu_instance, compute_instance_id=compute_instance, **entry)
-            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
-        )
+                place = process if mig is None else mig
+                key = process.pid, place.gpu_instance_id, place.compute_instance_id
+                earlier = merged.get(key, process)
+                used = process.memory_used_bytes if earlier.memory_used_bytes is None else earlier.memory_used_bytes
+                flags: dict[str, Any] = {kind: True}
+                merged[key] = replace(
+                    earlier, gpu_instance_id=key[1], compute_instance_id=key[2], memory_used_bytes=used, **flags
+                )
+        return tuple(sorted(merged.values(), key=attrgetter("pid")))
 
-    def _process_list(
-        self, name: str, handle: Any, gpu: str
-    ) -> Sequence[tuple[int, int | None, int | None, int | None]] | None:
-        """Return one list of processes of a GPU, as `read_processes`; None: there is no such list."""
-        rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v3", handle), gpu)
-        if rows is None:
+    def _process_list(self, name: str, handle: Any, gpu: str) -> Sequence[GpuProcess] | None:
+        """Return one list of processes of a GPU; None: there is no such list."""
+        processes = self.ask(lambda nvml: read_processes(nvml, f"{name}_v3", handle), gpu)
+        if processes is None:
             # Drivers before R510 have only _v2, with the same structure.
-            rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v2", handle), gpu)
-        return rows
+            processes = self.ask(lambda nvml: read_processes(nvml, f"{name}_v2", handle), gpu)
+        return processes
 
     def last_work(self, index: int, since: float) -> dict[int, float] | None:
         """Return when processes last worked since a time, in seconds since 1970, by PID; None: unknown."""
         samples = self.work_samples(index, since)
-        if samples is None:
-            return None
-        # In order of time: of several samples of a process the last one stays.
-        return {pid: at for pid, at, percent in sorted(samples, key=itemgetter(1)) if percent > 0}
+        return None if samples is None else {sample.pid: sample.at for sample in samples if sample.sm_percent > 0}
 
-    def work_samples(self, index: int, since: float) -> list[tuple[int, float, int]] | None:
-        """Return PID, time (seconds since 1970) and SM % of each sample since a time; None: unknown (MIG, old GPUs).
+    def work_samples(self, index: int, since: float) -> list[WorkSample] | None:
+        """Return the samples since a time (seconds since 1970), the oldest first; None: unknown (MIG, old GPUs).
 
         nvmlDeviceGetProcessUtilization, as ``nvidia-smi pmon``. The driver keeps the samples of a while only; 0 asks for all
         of them. A sample covers the time before it; idle processes have none. Under MPS all work counts for the server.
@@ -640,13 +642,13 @@ class NvmlReader:
         """
         handle = self.handle(index)
         try:
-            rows = self.ask(lambda nvml: read_utilization(nvml, handle, max(0, int(since * 1e6))), str(index))
+            samples = self.ask(lambda nvml: read_utilization(nvml, handle, max(0, int(since * 1e6))), str(index))
         except GpuLost:
             raise
         except NotFound:
             # No sample since then: all are idle.
             return []
-        return None if rows is None else [(pid, stamp / 1e6, percent) for pid, stamp, percent in rows]
+        return None if samples is None else sorted(samples, key=attrgetter("at"))
 
 
 def nvml_text(value: Any) -> str | None:

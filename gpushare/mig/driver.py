@@ -78,7 +78,7 @@ class MigReader:
 
     def profiles(self, index: int) -> tuple[Profile, ...]:
         """Return the GPU instance profiles with their placements (``nvidia-smi mig -lgip``, ``-lgipp``)."""
-        kept: tuple[Profile, ...] | None = self._nvml.kept.get(("MIG profiles", index))
+        kept: tuple[Profile, ...] | None = self._nvml.mig_profiles.get(index)
         if kept is not None:
             return kept
         handle = self._nvml.handle(index)
@@ -94,7 +94,7 @@ class MigReader:
         profiles = tuple(self._read_profile(handle, gpu, number, info) for number, info in infos or ())
         # What the driver does not tell now, it may tell later.
         if profiles and all(profile.placements is not None for profile in profiles):
-            self._nvml.kept["MIG profiles", index] = profiles
+            self._nvml.mig_profiles[index] = profiles
         return profiles
 
     def _read_profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:

@@ -10,7 +10,7 @@ import pytest
 from gpushare.base.model import GpuProcess
 from gpushare.base.units import GIB
 from gpushare.connect import connect
-from gpushare.host.nvml import NvmlReader
+from gpushare.host.nvml import NvmlReader, WorkSample
 from gpushare.sim import admin
 from tests.host.test_nvml import Altered
 from tests.sim import mps, nvml_host
@@ -33,12 +33,12 @@ def test_compute_and_graphics_processes_are_told_apart() -> None:
 
 
 def test_the_last_work_of_a_process_is_its_newest_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    samples = [(7, 3_000_000, 10), (7, 5_000_000, 20), (7, 4_000_000, 30), (7, 9_000_000, 0), (8, 2_500_000, 1)]
+    rows = [(7, 3.0, 10), (7, 5.0, 20), (7, 4.0, 30), (7, 9.0, 0), (8, 2.5, 1)]
     asked: list[int] = []
 
-    def utilization(_nvml: Any, _handle: Any, since_us: int) -> list[tuple[int, int, int]]:
+    def utilization(_nvml: Any, _handle: Any, since_us: int) -> list[WorkSample]:
         asked.append(since_us)
-        return samples
+        return [WorkSample(*row) for row in rows]
 
     monkeypatch.setattr("gpushare.host.nvml.read_utilization", utilization)
     assert connect("sim:2xt4").nvml.last_work(0, 2.5) == {7: 5.0, 8: 2.5}
