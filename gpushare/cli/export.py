@@ -365,7 +365,7 @@ def in_place(
 ) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
-    return description.in_place(
+    return description.with_live_devices(
         _describe_wanted(state, file, live),
         live,
         lambda uuid: str(own_home(state.host, uuid).pipe),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Final
@@ -70,6 +71,7 @@ class ExportedDevice:
         if self.mps is None:
             return {}
         limits = self.mps.limits
+        # Normal is what a client has without the variable.
         if limits.priority is not Priority.LOW:
             limits = replace(limits, priority=None)
         return {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory, **limits.environment()}
@@ -216,31 +218,36 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     On GPUs without MIG it is off: mig-parted asserts something of every GPU of the host, and never that MIG is on there
     (cmd/nvidia-mig-parted/assert, mode.go and config.go). On a host with several models each entry has a ``device-filter``.
     """
-    gpus = list(host.gpus)
-    if all(gpu.mig_capable is False for gpu in gpus):
+    if all(gpu.mig_capable is False for gpu in host.gpus):
         raise no_mig_error([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
-    alike: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
-    for gpu in gpus:
+    # By the number of devices of each profile; None: MIG is off.
+    gpus_by_layout: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
+    for gpu in host.gpus:
         counts = sorted(Counter(mig.profile for mig in gpu.mig).items())
-        alike.setdefault(tuple(counts) if gpu.sharing is Way.MIG else None, []).append(gpu)
-    ids = {gpu.pci_device_id for gpu in gpus}
+        gpus_by_layout.setdefault(tuple(counts) if gpu.sharing is Way.MIG else None, []).append(gpu)
     entries = []
-    for devices, members in alike.items():
-        entry: dict[str, Any] = {}
-        among = gpus
-        if len(ids) > 1 and None not in ids:
-            models = sorted({gpu.pci_device_id or 0 for gpu in members})
-            entry["device-filter"] = [f"0x{model:08X}" for model in models]
-            among = [gpu for gpu in gpus if gpu.pci_device_id in models]
-        everyone = host.whole and len(members) == len(among)
-        entry["devices"] = "all" if everyone else [gpu.index for gpu in members]
-        entry["mig-enabled"] = devices is not None
-        if devices is not None:
-            entry["mig-devices"] = dict(devices)
+    for layout, gpus in gpus_by_layout.items():
+        entry = _devices_of_entry(host, gpus)
+        entry["mig-enabled"] = layout is not None
+        if layout is not None:
+            entry["mig-devices"] = dict(layout)
         entries.append(entry)
     config = {"version": VERSION, "mig-configs": {name: entries}}
     parse_parted(config)
     return config
+
+
+def _devices_of_entry(host: HostDescription, gpus: Sequence[GpuDescription]) -> dict[str, Any]:
+    """Return the members of mig-parted's entry that select GPUs: by model, and then ``all`` or by index."""
+    ids = {gpu.pci_device_id for gpu in host.gpus}
+    selected: dict[str, Any] = {}
+    candidates = len(host.gpus)
+    if len(ids) > 1 and None not in ids:
+        models = sorted({gpu.pci_device_id or 0 for gpu in gpus})
+        selected["device-filter"] = [f"0x{model:08X}" for model in models]
+        candidates = sum(gpu.pci_device_id in models for gpu in host.gpus)
+    is_all = host.whole and len(gpus) == candidates
+    return {**selected, "devices": "all" if is_all else [gpu.index for gpu in gpus]}
 
 
 def _placements(host: HostDescription, name: str) -> dict[str, Any]:
@@ -292,8 +299,8 @@ def mig_parted_export(host: HostDescription, *, name: str, placement: bool = Fal
     text = yaml_text(mig_config(host, name))
     if placement:
         text += _PLACES_BELOW + yaml_text(_placements(host, name))
-    others = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
-    traits = host.traits | ({"placed"} if placement else set()) | ({"others"} if others else set())
+    other_ways = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
+    traits = host.traits | ({"placed"} if placement else set()) | ({"others"} if other_ways else set())
     return Export(
         documents=(Document(name=FILE, text=text),),
         commands=(
@@ -302,5 +309,5 @@ def mig_parted_export(host: HostDescription, *, name: str, placement: bool = Fal
             f"nvidia-mig-parted assert -f {FILE} -c {name}",
         ),
         needs=notes("mig-parted", "needs", traits),
-        lost=notes("mig-parted", "lost", traits, others=", ".join(others)),
+        lost=notes("mig-parted", "lost", traits, others=", ".join(other_ways)),
     )

@@ -140,7 +140,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
         raise no_gpu_error()
     check_answers(*gpus)
     items = with_units(state.host, state.daemons, state.gpus)
-    # Those of the host's setup: a transient one is only there for a `gpushare run`.
+    # A transient one is not of the host's setup: it ends with its `gpushare run`.
     daemons = tuple(item.daemon for item in items if item.daemon.pid is not None and not item.daemon.transient)
     for daemon in daemons:
         _check_answers(daemon)
@@ -172,7 +172,7 @@ def _check_answers(daemon: MpsDaemon) -> None:
 def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
     """Return one GPU as it is now. Raises NotSupported if no program can use it."""
     host = state.host
-    # Daemons of its MIG instances belong to those.
+    # Without the daemons of its MIG instances.
     own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
     way = way_in_force(gpu, own)
     if way is None or way is Way.PROHIBITED:
@@ -204,14 +204,14 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
 
 
 def _nvlink(host: Host, gpu: Gpu, other: Gpu) -> int:
-    """Return 1 if NVLink connects two GPUs, 0 if not, and -1 for one and the same."""
+    """Return 1 if NVLink connects two GPUs, 0 if not, and -1 for one and the same: as Slurm's Links (gres.conf(5))."""
     if gpu.index == other.index:
         return -1
     return int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
 
 
 def _daemon_on(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:
-    """Return the daemon that serves a GPU; None: no daemon does."""
+    """Return the description of the daemon that serves a GPU; None: no daemon does."""
     for daemon in daemons:
         if index in {daemon.gpu_index, *daemon.gpu_indexes}:
             return _describe_daemon(host, daemon)
@@ -232,13 +232,12 @@ def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
 def _describe_instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
     """Return the MIG devices of a GPU in the driver's order, each with its name and its daemon."""
     host = state.host
-    instances = {instance.id: instance for instance in state.layout(gpu).instances}
-    names = {(named.gpu_uuid, named.profile, named.start): named for named in state.names.values()}
+    instances: dict[int | None, GpuInstance] = {instance.id: instance for instance in state.layout(gpu).instances}
+    names = {(named.profile, named.start): named for named in state.names.values() if named.gpu_uuid == gpu.uuid}
     devices = []
     for index, mig in enumerate(gpu.mig_instances):
-        instance = None if mig.gpu_instance_id is None else instances.get(mig.gpu_instance_id)
-        place = None if instance is None else (gpu.uuid or "", instance.profile.name, instance.start)
-        named = None if place is None else names.get(place)
+        instance = instances.get(mig.gpu_instance_id)
+        named = None if instance is None else names.get(instance.place)
         daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)
         devices.append(
             MigDescription(
@@ -257,15 +256,15 @@ def _describe_instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]
 
 
 def _full_profile(mig: MigInstance, instance: GpuInstance | None) -> str:
-    """Return the full name of a MIG device: 1c.2g.20gb, 1g.10gb+me; the device's own name can lack the +me."""
+    """Return the full name of a MIG device: 1c.2g.20gb, 1g.10gb+me; the driver's name of the device can lack the +me."""
     if instance is None:
         return mig.profile or ""
-    part, dot, _ = (mig.profile or "").partition("c.")
-    return (f"{part}c." if dot else "") + instance.profile.name
+    slices, is_part, _ = (mig.profile or "").partition("c.")
+    return f"{slices}c.{instance.profile.name}" if is_part else instance.profile.name
 
 
 def _capability_minors(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
-    """Return the minors of both capability nodes (/proc/driver/nvidia/capabilities), or None when unknown."""
+    """Return what `MigDescription.capabilities` has (/proc/driver/nvidia/capabilities), or None when unknown."""
     minor = host.nvml.minor_number(index)
     if minor is None or mig.gpu_instance_id is None or mig.compute_instance_id is None:
         return None
@@ -307,7 +306,7 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
 
 
 def _plain_mps(wish: MpsWish) -> MpsWish:
-    """Return a daemon as the exports tell of it: without defaults (100 %, normal priority), and without its compute mode."""
+    """Return a daemon without its defaults (100 %, normal priority) and compute mode, of which exports say nothing."""
     return MpsWish(limits=Limits.of(wish.limits), users=wish.users, multiuser=wish.multiuser)
 
 
@@ -336,7 +335,7 @@ def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescr
     return tuple(migs)
 
 
-def in_place(
+def with_live_devices(
     wanted: HostDescription, live: HostDescription, pipe_of: Callable[[str], str], *, apply: str, daemons_only: bool
 ) -> HostDescription:
     """Return a wanted host for engines that name devices by UUID and daemons by their pipes.
@@ -352,9 +351,9 @@ def in_place(
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
         devices = []
         for mig, device in zip(gpu.mig, _live_devices(gpu.mig, now.mig), strict=True):
-            if device is None and daemons_only and mig.mps is None:
-                continue
             if device is None:
+                if daemons_only and mig.mps is None:
+                    continue
                 raise NotFound(
                     f"GPU {gpu.index} has no {mig.profile} yet, which the file wants; only existing devices have a UUID",
                     f"create it first: {apply}",
@@ -375,8 +374,8 @@ def in_place(
 
 
 def _live_devices(wanted: Sequence[MigDescription], present: Sequence[MigDescription]) -> list[MigDescription | None]:
-    """Return the live device for each wish, chosen as by `gpushare apply`; None: it does not exist yet."""
-    # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
+    """Return for each wanted device the live one that `gpushare apply` would use; None: it does not exist yet."""
+    # Slices are 0 on both sides: here the profiles have them in their names (1c.3g.40gb).
     missing = (
         WantedDevice(
             wish=InstanceWish(wish="", name=wish.name, mps=wish.mps),
@@ -405,7 +404,7 @@ def _live_devices(wanted: Sequence[MigDescription], present: Sequence[MigDescrip
 def _with_pipe(
     wish: MpsWish | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
 ) -> MpsWish | None:
-    """Return a wanted daemon with its pipe directory: of the daemon that runs there now, else as `pipe_of` tells."""
+    """Return a wanted daemon with the pipe directory of the daemon that its device has ``now``, else that of ``pipe_of``."""
     if wish is None:
         return None
     pipe = None if now.mps is None else now.mps.pipe_directory

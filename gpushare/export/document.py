@@ -57,7 +57,7 @@ def notes(engine: str, kind: str, traits: Collection[str], **values: object) -> 
     """
 
     def applies(condition: str) -> bool:
-        return all((word.lstrip("!") in traits) is not word.startswith("!") for word in condition.split())
+        return all(word[1:] not in traits if word[0] == "!" else word in traits for word in condition.split())
 
     rows = package_rows("export-notes.yaml")[engine][kind]
     return tuple(row["text"].format(**values) for row in rows if applies(row.get("if", "")))
@@ -110,7 +110,7 @@ _NODE: Final = re.compile(r"\bnode([ /])NODE\b")
 
 
 def apply_script(engine: str, export: Export) -> Document:
-    """Return the commands of an export as a script next to its files; a node that is not known is its argument."""
+    """Return the script that runs the commands of an export next to its files; it takes the name of an unknown node."""
     lines = ["#!/bin/sh", f"# Written by gpushare export {engine}. It stops at the first command that fails."]
     lines += [f"# Needs: {' '.join(need.split())}" for need in export.needs]
     lines += [f"# Lost: {' '.join(text.split())}" for text in export.lost]
@@ -130,15 +130,16 @@ def write_documents(documents: Sequence[Document], directory: Path) -> tuple[str
     written: list[str] = []
     try:
         with directory_of(directory) as descriptor:
-            present = [document.name for document in documents if os.path.lexists(directory / document.name)]
-            if present:
-                raise _exists_error(directory / present[0])
+            # All or none.
             for document in documents:
-                # Never write through a link or file that another user has created since.
+                if os.path.lexists(directory / document.name):
+                    raise _exists_error(directory / document.name)
+            for document in documents:
                 mode = 0o755 if document.kind == "sh" else 0o644
                 try:
                     create_file(document.name, document.text.encode(), directory=descriptor, mode=mode)
                 except FileExistsError:
+                    # Another user has created it since.
                     raise _exists_error(directory / document.name) from None
                 written.append(str(directory / document.name))
     except OSError as error:

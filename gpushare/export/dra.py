@@ -84,7 +84,7 @@ def _name_of_gpu(gpu: GpuDescription) -> str:
 
 def _distinct_devices(gpu: GpuDescription) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
-    by_selector: dict[object, MigDescription] = {}
+    distinct: dict[object, MigDescription] = {}
     for mig in gpu.mig:
         if not mig.is_whole:
             raise NotSupported(
@@ -93,10 +93,8 @@ def _distinct_devices(gpu: GpuDescription) -> list[MigDescription]:
                 code="partial_compute_instance",
             )
         is_shared = mig.mps is not None or bool(mig.replicas)
-        by_selector.setdefault(
-            (mig.profile, mig.mps, mig.replicas, (mig.uuid or mig.index) if is_shared else None), mig
-        )
-    return list(by_selector.values())
+        distinct.setdefault((mig.uuid or mig.index) if is_shared else mig.profile, mig)
+    return list(distinct.values())
 
 
 def _gpu_documents(gpu: GpuDescription, version: str) -> list[Document]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Priority, TimeSlice, Way
@@ -31,10 +31,10 @@ MPS_REPLICAS_OLD: Final = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PluginSharing:
-    """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), replicas by resource name."""
+    """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), with so many ``replicas`` of each resource."""
 
     strategy: str | None = None
-    replicas: tuple[tuple[str, int], ...] = ()
+    replicas: Mapping[str, int] = field(default_factory=dict)
     rename: bool = False
     mig_strategy: str | None = None
 
@@ -54,7 +54,7 @@ def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
             sharing.strategy: {
                 "renameByDefault": sharing.rename,
                 "failRequestsGreaterThanOne": True,
-                "resources": [{"name": name, "replicas": number} for name, number in sharing.replicas],
+                "resources": [{"name": name, "replicas": number} for name, number in sharing.replicas.items()],
             }
         }
     return config
@@ -76,6 +76,17 @@ def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None
 DEFAULT_REPLICAS: Final = 4
 _GPU: Final = f"{PREFIX}gpu"
 _DRA: Final = "gpushare export dra sets it per GPU"
+_ASSUMED: Final = (
+    f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
+)
+
+
+class _GpuSharing(NamedTuple):
+    """How the plugin shares the GPUs without MIG: by which strategy, by how many replicas, and what is lost."""
+
+    strategy: str | None = None
+    replicas: int = 0
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +100,12 @@ class NodeSharing:
     def capacity(self, host: HostDescription) -> dict[str, int]:
         """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
         numbers = device_counts(host, self.plugin.mig_strategy)
-        replicas = dict(self.plugin.replicas)
+        replicas = self.plugin.replicas
         return {self.published_name(name): number * replicas.get(name, 1) for name, number in numbers.items()}
 
     def published_name(self, name: str) -> str:
         """Return the name under which the node offers a resource: a shared one may be renamed."""
-        return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
+        return f"{name}.shared" if self.plugin.rename and name in self.plugin.replicas else name
 
 
 def device_counts(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
@@ -120,25 +131,24 @@ def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy
     has_mig = len(plain) < len(host.gpus)
     if has_mig:
         _check_mig(host, plain, mig_strategy)
-    lost: list[str] = []
-    strategy, gpu_replicas = _strategy_and_replicas(plain, lost)
+    shared = _share_plain_gpus(plain)
     mig_replicas = _replicas_by_resource(host, mig_strategy)
-    if strategy != "mps" and mig_replicas:
-        strategy = "timeSlicing"
-    replicas = ((_GPU, gpu_replicas), *mig_replicas) if gpu_replicas else mig_replicas
+    # Inside MIG devices there is only time-slicing; beside MPS `_check_mig` refuses it.
+    strategy = shared.strategy or ("timeSlicing" if mig_replicas else None)
+    replicas = {_GPU: shared.replicas, **mig_replicas} if shared.replicas else mig_replicas
     return NodeSharing(
-        key=_config_key(strategy, [number for _, number in replicas], mig=has_mig),
+        key=_config_key(strategy, replicas.values(), mig=has_mig),
         plugin=PluginSharing(
             strategy=strategy,
             replicas=replicas,
             rename=rename and strategy is not None,
             mig_strategy=mig_strategy if has_mig else None,
         ),
-        lost=tuple(lost),
+        lost=shared.lost,
     )
 
 
-def _config_key(strategy: str | None, replicas: Sequence[int], *, mig: bool) -> str:
+def _config_key(strategy: str | None, replicas: Iterable[int], *, mig: bool) -> str:
     """Return the name of a sharing in the ConfigMap: ``timeslice-4``, ``mig-mps-8``, ``whole``."""
     words = ["mig"] if mig else []
     if strategy is not None:
@@ -148,14 +158,14 @@ def _config_key(strategy: str | None, replicas: Sequence[int], *, mig: bool) -> 
 
 def _check_default_slices(host: HostDescription) -> None:
     """Refuse a time-slice of another length than the default: the plugin has no setting for it."""
-    odd = [gpu for gpu in host.gpus if gpu.time_slice not in {None, TimeSlice.DEFAULT} and gpu.sharing is Way.TIMESLICE]
-    if odd:
-        level = odd[0].time_slice
-        raise NotSupported(
-            f"the device plugin cannot set a slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
-            f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {odd[0].index}",
-            code="no_slice_length",
-        )
+    for gpu in host.gpus:
+        level = gpu.time_slice or TimeSlice.DEFAULT
+        if gpu.sharing is Way.TIMESLICE and level is not TimeSlice.DEFAULT:
+            raise NotSupported(
+                f"the device plugin cannot set a slice length; GPU {gpu.index} has time-slice {level.title}",
+                f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {gpu.index}",
+                code="no_slice_length",
+            )
 
 
 def _check_alike(gpus: Sequence[GpuDescription]) -> None:
@@ -182,10 +192,10 @@ def _sharing_text(gpu: GpuDescription) -> str:
     return f"{gpu.sharing.value}{replicas}{limits_text}"
 
 
-def _strategy_and_replicas(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
-    """Return the strategy and the replicas of the GPUs without MIG, which are shared alike; add to ``lost`` what is lost."""
+def _share_plain_gpus(gpus: Sequence[GpuDescription]) -> _GpuSharing:
+    """Return how the plugin shares the GPUs without MIG, which the host shares alike."""
     if not gpus or gpus[0].sharing is Way.EXCLUSIVE:
-        return None, 0
+        return _GpuSharing()
     first = gpus[0]
     if first.replicas is not None and first.replicas < 2:
         raise BadUsage(
@@ -194,52 +204,53 @@ def _strategy_and_replicas(gpus: Sequence[GpuDescription], lost: list[str]) -> t
             code="bad_replicas",
         )
     if first.sharing is Way.MPS:
-        numbers = [_mps_replicas(gpu, gpu.mps or MpsWish(), lost if gpu is first else []) for gpu in gpus]
-        return "mps", numbers[0]
+        # Their models may differ, and with them what an equal share is.
+        shared, *_ = [_share_by_mps(gpu, gpu.mps or MpsWish()) for gpu in gpus]
+        return shared
+    lost = "isolation of memory and faults: under time-slicing one program can take all the memory of a GPU"
     if first.replicas is None:
-        lost.append(_assumed_text())
-    lost.append("isolation of memory and faults: under time-slicing one program can take all the memory of a GPU")
-    return "timeSlicing", first.replicas or DEFAULT_REPLICAS
+        return _GpuSharing("timeSlicing", DEFAULT_REPLICAS, (_ASSUMED, lost))
+    return _GpuSharing("timeSlicing", first.replicas, (lost,))
 
 
-def _assumed_text() -> str:
-    """Return that the number of replicas is gpushare's assumption."""
-    return f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
+def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
+    """Return how the plugin shares a GPU by MPS: it gives each client an equal part, and can set no other limits.
 
-
-def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
-    """Return the replicas whose equal share matches the daemon's limits, and add to ``lost`` what is lost.
-
-    The plugin has no other limits than an equal share for each client.
+    Raises:
+        NotSupported: the limits of the daemon are not an equal part.
+        BadUsage: the GPU cannot have so many clients.
     """
     threads = mps.limits.threads_percent
-    number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
-    check_mps(number, gpu.compute_capability)
-    if threads is not None and 100 // number != threads:
+    clients = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
+    check_mps(clients, gpu.compute_capability)
+    percent = 100 // clients
+    if threads is not None and threads != percent:
         raise NotSupported(
-            f"the device plugin gives each of {number} MPS clients {100 // number} % of the threads; "
+            f"the device plugin gives each of {clients} MPS clients {percent} % of the threads; "
             f"the limit on GPU {gpu.index} is {format_percent(threads)}",
-            f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {100 // number}",
+            f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {percent}",
             code="uneven_limits",
         )
-    part = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // number // MIB
-    wanted = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
-    if wanted is not None and wanted != part:
+    mebibytes = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // clients // MIB
+    limit = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
+    if limit is not None and limit != mebibytes:
+        remedy = f"; or: gpushare mps set -g {gpu.index} --memory {mebibytes}M" if mebibytes else ""
         raise NotSupported(
-            f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; "
-            f"the limit on GPU {gpu.index} is {wanted} MiB",
-            f"{_DRA} (MPSSupport)" + (f"; or: gpushare mps set -g {gpu.index} --memory {part}M" if part else ""),
+            f"the device plugin gives each of {clients} MPS clients {mebibytes or '?'} MiB; "
+            f"the limit on GPU {gpu.index} is {limit} MiB",
+            f"{_DRA} (MPSSupport){remedy}",
             code="uneven_limits",
         )
+    lost: list[str] = []
     if threads is None:
         if gpu.replicas is None:
-            lost.append(_assumed_text())
-        lost.append(f"no thread limit: the plugin caps each client at {100 // number} %")
-    if wanted is None and part is not None:
-        lost.append(f"no memory limit: the plugin caps each client process at {part} MiB")
+            lost.append(_ASSUMED)
+        lost.append(f"no thread limit: the plugin caps each client at {percent} %")
+    if limit is None and mebibytes is not None:
+        lost.append(f"no memory limit: the plugin caps each client process at {mebibytes} MiB")
     if mps.limits.priority is Priority.LOW:
         lost.append("low priority: the plugin sets no priority")
-    return number
+    return _GpuSharing("mps", clients, tuple(lost))
 
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
@@ -270,18 +281,19 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
 
 def _check_single_strategy(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
     """Refuse strategy single, in the plugin's words, unless all devices are MIG devices of one profile."""
-    empty = next((gpu.index for gpu in host.gpus if not gpu.mig), None)
-    problems = (
-        (plain, "all devices on the node must be configured with the same migEnabled value"),
-        (empty is not None, f"device {empty} has no MIG devices configured"),
-        (len({mig.profile for _, mig in host.instances()}) > 1, "more than one MIG device type present on node"),
-    )
-    problem = next((text for holds, text in problems if holds), None)
-    if problem is not None:
-        raise NotSupported(f"strategy single: {problem}", "use --mig-strategy mixed", code="mig_single")
+    empty = [gpu.index for gpu in host.gpus if not gpu.mig]
+    if plain:
+        problem = "all devices on the node must be configured with the same migEnabled value"
+    elif empty:
+        problem = f"device {empty[0]} has no MIG devices configured"
+    elif len({mig.profile for _, mig in host.instances()}) > 1:
+        problem = "more than one MIG device type present on node"
+    else:
+        return
+    raise NotSupported(f"strategy single: {problem}", "use --mig-strategy mixed", code="mig_single")
 
 
-def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
+def _replicas_by_resource(host: HostDescription, strategy: str) -> dict[str, int]:
     """Return the replicas of MIG devices by resource; all devices of a profile have the same."""
     numbers_of: dict[str, set[int]] = {}
     for _, mig in host.instances():
@@ -295,7 +307,7 @@ def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[s
                 _DRA,
                 code="per_gpu",
             )
-    return tuple((name, number) for name, (number,) in numbers_of.items() if number > 1)
+    return {name: number for name, (number,) in numbers_of.items() if number > 1}
 
 
 PLUGIN_MAP: Final = "gpushare-device-plugin"
@@ -342,8 +354,7 @@ def _config_map(sharing: NodeSharing, namespace: str) -> Document:
     """Return the ConfigMap of the plugin: this node's sharing by its key, and ``none`` for nodes without a label."""
     unshared = PluginSharing(mig_strategy=sharing.plugin.mig_strategy)
     data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
-    metadata = {"name": PLUGIN_MAP, "namespace": namespace}
-    return _config_map_document("device-plugin-config.yaml", metadata, data)
+    return _config_map_document("device-plugin-config.yaml", PLUGIN_MAP, namespace, data)
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
@@ -352,11 +363,11 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
     config = containers.mig_config(host, containers.layout_name(host))
     # The mig-manager falls back to all-disabled, and takes a node out of MIG with it.
     config["mig-configs"] = {"all-disabled": [{"devices": "all", "mig-enabled": False}], **config["mig-configs"]}
-    metadata = {"name": MIG_MAP, "namespace": namespace}
-    return _config_map_document("mig-parted-config.yaml", metadata, {"config.yaml": yaml_text(config)})
+    return _config_map_document("mig-parted-config.yaml", MIG_MAP, namespace, {"config.yaml": yaml_text(config)})
 
 
-def _config_map_document(file: str, metadata: dict[str, str], data: dict[str, str]) -> Document:
+def _config_map_document(file: str, name: str, namespace: str, data: dict[str, str]) -> Document:
+    metadata = {"name": name, "namespace": namespace}
     return yaml_document(file, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
 
@@ -374,17 +385,19 @@ def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
 
 def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
-    shared = dict(sharing.plugin.replicas)
     checks = []
     for name, devices in device_counts(host, sharing.plugin.mig_strategy).items():
-        pods = devices + (1 if name in shared else 0)
-        title = f"verify-{slug(name.partition('/')[2])}"
-        checks.append(verifying_deployment(title, pods, sharing.published_name(name), {CONFIG_LABEL: sharing.key}))
+        pods = devices + (1 if name in sharing.plugin.replicas else 0)
+        checks.append(verifying_deployment(name, pods, sharing.published_name(name), {CONFIG_LABEL: sharing.key}))
     return checks
 
 
-def verifying_deployment(title: str, pods: int, resource: str, labels: dict[str, str]) -> Document:
-    """Return a Deployment of pods that each want one of a resource, on nodes with these labels."""
+def verifying_deployment(name: str, pods: int, resource: str, labels: dict[str, str]) -> Document:
+    """Return a Deployment of pods that each want one of a resource, on nodes with these labels.
+
+    ``name`` is that of the resource before the plugin renames it.
+    """
+    title = f"verify-{slug(name.partition('/')[2])}"
     body = deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, nodeSelector=labels)
     return yaml_document(f"{title}.yaml", body)
 

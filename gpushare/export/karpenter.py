@@ -9,8 +9,8 @@ EC2NodeClass).
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
@@ -22,18 +22,29 @@ from gpushare.export.k8s import sharing_of_node
 _DEFAULT_AMI: Final = "al2023@latest"
 # A placeholder for the name of the cluster, where it is unknown.
 _CLUSTER: Final = "CLUSTER"
-# What an option takes, and the error: what it is, an example, a code. A role is without its path (IAM API, RoleName).
-_OBJECT: Final = (r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", "a valid object name", "gpu-shared", "bad_name")
-_AMI: Final = (
+
+
+class _Form(NamedTuple):
+    """What the word of an option must match, and what the error says of it."""
+
+    pattern: str
+    meaning: str
+    example: str
+    code: str
+
+
+_OBJECT: Final = _Form(r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", "a valid object name", "gpu-shared", "bad_name")
+_AMI: Final = _Form(
     r"(?a)(?:al2|al2023)@[A-Za-z0-9.-]{1,20}",
     "the alias of an AMI for GPUs",
     "--ami al2023@latest",
     "bad_ami",
 )
-_TAG: Final = (r"[^=\s]{1,128}=[^\s]{1,256}", "a tag", "--tag karpenter.sh/discovery=my-cluster", "bad_tag")
-_CLUSTER_NAME: Final = (r"(?a)[A-Za-z0-9][\w-]{0,99}", "the name of a cluster", "--cluster prod", "bad_name")
-_ROLE: Final = (r"(?a)[\w+=,.@-]{1,64}", "the name of an IAM role", "--role KarpenterNodeRole-prod", "bad_name")
-_TYPE: Final = (r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "an instance type", "g4dn.12xlarge", "bad_instance_type")
+_TAG: Final = _Form(r"[^=\s]{1,128}=[^\s]{1,256}", "a tag", "--tag karpenter.sh/discovery=my-cluster", "bad_tag")
+_CLUSTER_NAME: Final = _Form(r"(?a)[A-Za-z0-9][\w-]{0,99}", "the name of a cluster", "--cluster prod", "bad_name")
+# Without its path (IAM API, RoleName).
+_ROLE: Final = _Form(r"(?a)[\w+=,.@-]{1,64}", "the name of an IAM role", "--role KarpenterNodeRole-prod", "bad_name")
+_TYPE: Final = _Form(r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "an instance type", "g4dn.12xlarge", "bad_instance_type")
 
 
 def node_pool_export(
@@ -62,9 +73,9 @@ def node_pool_export(
     ami = ami or _DEFAULT_AMI
     given = [(ami, _AMI), *((tag, _TAG) for tag in tags), (cluster, _CLUSTER_NAME), (role, _ROLE)]
     given += [(name, _OBJECT), (node_class, _OBJECT), (instance_type, _TYPE)]
-    for word, (pattern, meaning, example, code) in given:
-        if word is not None and re.fullmatch(pattern, word) is None:
-            raise BadUsage(f"'{word[:60]}' is not {meaning}", f"for example: {example}", code=code)
+    for word, form in given:
+        if word is not None and re.fullmatch(form.pattern, word) is None:
+            raise BadUsage(f"'{word[:60]}' is not {form.meaning}", f"for example: {form.example}", code=form.code)
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
     # Overlay and pods must use the same name, so shares keep the name of the GPU.
@@ -76,29 +87,18 @@ def node_pool_export(
     labels = {k8s.CONFIG_LABEL: sharing.key}
     if sharing.plugin.mig_strategy is not None:
         labels["nvidia.com/mig.config"] = layout_name(host)
-    pool = _node_pool(name, node_class or name, labels, requirements)
-    if max_nodes is not None:
-        pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
     # As many pods as the nodes have shares: all must run.
-    verify = [
-        k8s.verifying_deployment(
-            f"verify-{k8s.slug(resource.partition('/')[2])}",
-            number * (max_nodes or 1),
-            resource,
-            {"karpenter.sh/nodepool": name},
-        )
-        for resource, number in capacity.items()
-    ]
-    documents = [yaml_document("node-pool.yaml", pool)]
-    files = ["node-pool.yaml"]
-    if overlaid:
-        documents.append(yaml_document("node-overlay.yaml", _node_overlay(name, requirements, capacity)))
-        # Before the pool, which would start a node for each pod without it.
-        files.insert(0, "node-overlay.yaml")
-    if not node_class:
-        documents.insert(0, _node_class(name, ami, cluster, role, tags))
-        files.insert(0, "node-class.yaml")
-    commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verifying_commands(verify, max_nodes)]
+    shares = {resource: number * (max_nodes or 1) for resource, number in capacity.items()}
+    checks = {
+        k8s.verifying_deployment(resource, pods, resource, {"karpenter.sh/nodepool": name}): pods
+        for resource, pods in shares.items()
+    }
+    classes = [] if node_class else [_node_class(name, ami, cluster, role, tags)]
+    pool = _node_pool(name, node_class or name, labels, requirements, {} if max_nodes is None else shares)
+    overlays = [_node_overlay(name, requirements, capacity)] if overlaid else []
+    # The overlay before the pool, which would start a node for each pod without it.
+    files = " ".join(f"-f {document.name}" for document in (*classes, *overlays, pool))
+    commands = [f"kubectl apply {files}", *_verifying_commands(checks, is_bounded=max_nodes is not None)]
     conditions = {
         "new-class": node_class is None,
         "unnamed": cluster is None and not (role and tags),
@@ -110,7 +110,7 @@ def node_pool_export(
     }
     traits = {trait for trait, is_true in conditions.items() if is_true}
     return Export(
-        documents=(*documents, *verify),
+        documents=(*classes, pool, *overlays, *checks),
         commands=tuple(commands),
         needs=notes("karpenter", "needs", traits, cluster=_CLUSTER, node_class=node_class),
         lost=(*sharing.lost, *notes("karpenter", "lost", traits | host.traits)),
@@ -129,15 +129,13 @@ def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags
     return yaml_document("node-class.yaml", cluster_object("karpenter.k8s.aws/v1", "EC2NodeClass", name, spec))
 
 
-def _verifying_commands(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
-    """Return the commands that run the verifying Deployments; in a bounded pool one pod more must wait."""
+def _verifying_commands(checks: Mapping[Document, int], *, is_bounded: bool) -> list[str]:
+    """Return the commands that run the verifying Deployments, of so many pods each; in a bounded pool one more must wait."""
     lines: list[str] = []
-    for check in checks:
+    for check, pods in checks.items():
         name = f"gpushare-{check.name.removesuffix('.yaml')}"
         lines += [f"kubectl apply -f {check.name}", f"kubectl rollout status deployment/{name} --timeout=15m"]
-        if max_nodes is not None:
-            # Where the pool may not grow, one pod more than shares must stay pending.
-            pods = int(re.search(r"^  replicas: (\d+)$", check.text, re.MULTILINE)[1])  # type: ignore[index]
+        if is_bounded:
             pending = f"kubectl get pods -l app.kubernetes.io/name={name} --field-selector=status.phase=Pending -o name"
             lines += [
                 f"kubectl scale deployment/{name} --replicas={pods + 1}",
@@ -174,9 +172,12 @@ def _requirement(key: str, value: str) -> dict[str, Any]:
 
 
 def _node_pool(
-    name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the NodePool: nodes with the labels of this sharing, and a taint against pods without a GPU."""
+    name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]], limits: dict[str, int]
+) -> Document:
+    """Return the NodePool: nodes with the labels of this sharing, and a taint against pods without a GPU.
+
+    ``limits`` are the most shares of all its nodes, by resource; empty: it may grow without bound.
+    """
     template = {
         "metadata": {"labels": labels},
         "spec": {
@@ -186,14 +187,18 @@ def _node_pool(
         },
     }
     disruption = {"consolidationPolicy": "WhenEmptyOrUnderutilized", "consolidateAfter": "5m"}
-    return cluster_object("karpenter.sh/v1", "NodePool", name, {"template": template, "disruption": disruption})
+    spec: dict[str, Any] = {"template": template, "disruption": disruption}
+    if limits:
+        spec["limits"] = {resource: str(number) for resource, number in limits.items()}
+    return yaml_document("node-pool.yaml", cluster_object("karpenter.sh/v1", "NodePool", name, spec))
 
 
-def _node_overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
+def _node_overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> Document:
     """Return the NodeOverlay, which tells Karpenter how many shares such a node offers."""
     numbers = {resource: str(number) for resource, number in capacity.items()}
     # With MIG on every GPU the node offers no whole GPU for Karpenter to count.
     numbers.setdefault("nvidia.com/gpu", "0")
     selected = [*requirements, _requirement("karpenter.sh/nodepool", name)]
     spec = {"requirements": selected, "capacity": numbers}
-    return cluster_object("karpenter.sh/v1alpha1", "NodeOverlay", name, spec)
+    overlay = cluster_object("karpenter.sh/v1alpha1", "NodeOverlay", name, spec)
+    return yaml_document("node-overlay.yaml", overlay)

@@ -21,17 +21,34 @@ from gpushare.export.k8s import DEFAULT_REPLICAS
 STATE: Final = "/run/gpushare-slurm"
 
 
-def prolog(gpus: Mapping[int, str], shards: Mapping[int, str], limits: Mapping[str, int]) -> str:
-    """Return the Prolog: UUIDs by Slurm's number of the GPUs with MPS and with shards; memory limits (bytes) by UUID."""
-    values = {}
-    for cases, gres, uuids in (("CASES", "MPS", gpus), ("SHARDS", "SHARD", shards)):
-        values[cases] = "".join(f"    {number} | {uuid}) echo {uuid} ;;\n" for number, uuid in sorted(uuids.items()))
-        # Where one GPU only has it, it is that: slurmctld need not be asked.
-        values[gres] = ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres.lower()})"
-    values["LIMITS"] = "".join(
-        f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n" for uuid, limit in limits.items()
+def _prolog(host: HostDescription, *, by_nvml: bool) -> str:
+    """Return the Prolog of a node, in which MPS serves some GPUs."""
+    numbered = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
+    mps_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.MPS}
+    shard_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.TIMESLICE}
+    limits = ""
+    for gpu in host.gpus:
+        limit = None if gpu.mps is None else gpu.mps.limits.memory_limit_bytes
+        if gpu.sharing is Way.MPS and limit is not None:
+            limits += f"    {gpu.uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n"
+    return _rendered_script(
+        "prolog",
+        CASES=_uuid_cases(mps_uuids),
+        MPS=_numbers_with("mps", mps_uuids),
+        SHARDS=_uuid_cases(shard_uuids),
+        SHARD=_numbers_with("shard", shard_uuids),
+        LIMITS=limits,
     )
-    return _rendered_script("prolog", **values)
+
+
+def _uuid_cases(uuids: Mapping[int, str]) -> str:
+    """Return the lines of a shell ``case`` that turn a GPU's number in Slurm, or its UUID, into the UUID."""
+    return "".join(f"    {number} | {uuid}) echo {uuid} ;;\n" for number, uuid in uuids.items())
+
+
+def _numbers_with(gres: str, uuids: Mapping[int, str]) -> str:
+    """Return the number of the only GPU with a gres (empty: none has it); of several, slurmctld is asked for the job's."""
+    return ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres})"
 
 
 def _rendered_script(name: str, **values: str) -> str:
@@ -57,23 +74,15 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     _check_expressible(host)
     has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
     by_nvml = has_mig if autodetect is None else autodetect == "nvml"
-    with_mps = [gpu for gpu in host.gpus if gpu.sharing is Way.MPS]
+    with_mps = any(gpu.sharing is Way.MPS for gpu in host.gpus)
     documents = [
         Document(name="gres.conf", text=_gres_conf(host, by_nvml=by_nvml), kind="conf"),
         Document(name="slurm.conf.lines", text=_slurm_conf_lines(host, by_nvml=by_nvml), kind="conf"),
         Document(name="cgroup.conf.lines", text=_CGROUP, kind="conf"),
     ]
     if with_mps:
-        order = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
-        mps_uuids = {number: device.gpu.uuid for number, device in order if device.gpu.sharing is Way.MPS}
-        shard_uuids = {number: device.gpu.uuid for number, device in order if device.gpu.sharing is Way.TIMESLICE}
-        limits = {
-            gpu.uuid: gpu.mps.limits.memory_limit_bytes
-            for gpu in with_mps
-            if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes is not None
-        }
         documents += [
-            Document(name="gpushare-prolog.sh", text=prolog(mps_uuids, shard_uuids, limits), kind="sh"),
+            Document(name="gpushare-prolog.sh", text=_prolog(host, by_nvml=by_nvml), kind="sh"),
             Document(name="gpushare-epilog.sh", text=_rendered_script("epilog"), kind="sh"),
             # A Prolog's own environment never reaches the job.
             Document(name="gpushare-task-prolog.sh", text=_rendered_script("task-prolog"), kind="sh"),
@@ -81,10 +90,11 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     traits = host.traits | ({"nvml"} if by_nvml else set())
     if any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances()):
         traits.add("named-by-memory")
+    files = [f"/dev/nvidia{device.gpu.minor}" for device in slurm_order(host, by_nvml=False)]
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands(with_mps=bool(with_mps))),
-        needs=notes("slurm", "needs", traits, files=_device_files(host)),
+        commands=tuple(_commands(with_mps=with_mps)),
+        needs=notes("slurm", "needs", traits, files=", ".join(dict.fromkeys(files))),
         lost=notes("slurm", "lost", traits, replicas=DEFAULT_REPLICAS),
     )
 
@@ -131,11 +141,11 @@ def _devices_by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevi
 
 
 def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
-    """Return the devices in Slurm's order: a job's GPUs are numbered by their place in it, whatever their files are.
+    """Return the devices in the order in which Slurm numbers the GPUs of jobs, whatever the device files are.
 
-    Without detection it is the order of the types in the Gres of slurm.conf, and in one type that of gres.conf
-    (_merge_config in src/interfaces/gres.c; seen with slurmctld 22.05 and 24.11). With NVML first the GPUs in the order of their PCI
-    bus ids, then the MIG devices by file (_merge_system_gres_conf in gres_gpu.c).
+    Without detection: by type as in the Gres of slurm.conf, and within a type as in gres.conf (_merge_config in
+    src/interfaces/gres.c; seen with slurmctld 22.05 and 24.11). With NVML: the GPUs by PCI bus id, then the MIG devices by
+    file (_merge_system_gres_conf in gres_gpu.c).
     """
     devices = _devices_by_minor(host, by_nvml=by_nvml)
     if by_nvml:
@@ -272,8 +282,3 @@ def _commands(*, with_mps: bool) -> list[str]:
         "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
         "scontrol show node, and look for Gres=",
     ]
-
-
-def _device_files(host: HostDescription) -> str:
-    devices = slurm_order(host, by_nvml=False)
-    return ", ".join(dict.fromkeys(f"/dev/nvidia{device.gpu.minor}" for device in devices))

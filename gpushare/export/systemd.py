@@ -39,8 +39,8 @@ def units_export(
 
     ``rules``: the file has rules for time-slices, which a unit of its own follows.
     """
-    for option, path, example in (("--program", program, "/opt/gpushare"), ("--at-boot", file, "/etc/gpushare.yaml")):
-        _check_unit_path(option, path, example)
+    _check_unit_path("--program", program, "/opt/gpushare")
+    _check_unit_path("--at-boot", file, "/etc/gpushare.yaml")
     units = [
         (unit_name(device.uuid), _mps_unit(device, mps, program))
         for device in _devices(host)
@@ -105,15 +105,15 @@ def _gpus_to_enable_first(host: HostDescription) -> list[str]:
 
 
 def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:
-    """Return the unit that applies the file at boot, before the engines and the daemons of ``after`` start."""
-    with_mig = _gpus_to_enable_first(host)
-    first = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes\n"
+    """Return the unit that applies the file at boot, before Docker, Kubernetes, Slurm and the units ``after`` it start."""
+    enabled = ",".join(_gpus_to_enable_first(host))
+    enable = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {enabled} --yes\n"
     return rendered(
         HOST_UNIT,
         FILE=file,
         PROGRAM=program,
         BEFORE=" ".join([*after, "docker.service", "containerd.service", "kubelet.service", "slurmd.service"]),
-        MIG=first if with_mig else "",
+        MIG=enable if enabled else "",
         SECONDS=APPLY_SECONDS,
     )
 
@@ -157,7 +157,7 @@ def _access_entries(users: tuple[str, ...]) -> str:
 
 
 def _ready_arguments(mps: MpsWish) -> str:
-    """Return the limits as the script takes them that sets them and waits for the daemon; ``-`` is none."""
+    """Return the arguments of `READY`, the script that sets the limits of a daemon: threads, memory, priority; ``-``: none."""
     threads = "-" if mps.limits.threads_percent is None else mps_percentage(mps.limits.threads_percent)
     limit = mps.limits.memory_limit_bytes
     memory = "- -" if limit is None else f"{mps_memory(limit)} {mps_memory_readback(limit)}"

@@ -60,8 +60,8 @@ def from_config(raw: dict[str, Any]) -> PluginSharing:
     jsonschema.validate(raw, {"type": "object", **SCHEMA})
     mig_strategy = raw.get("flags", {}).get("migStrategy")
     for strategy, block in raw.get("sharing", {}).items():
-        replicas = tuple((each["name"], each["replicas"]) for each in block["resources"])
-        assert len(dict(replicas)) == len(replicas), "a resource stands twice"
+        replicas = {each["name"]: each["replicas"] for each in block["resources"]}
+        assert len(replicas) == len(block["resources"]), "a resource stands twice"
         rename = block.get("renameByDefault", False)
         return PluginSharing(strategy=strategy, replicas=replicas, rename=rename, mig_strategy=mig_strategy)
     return PluginSharing(mig_strategy=mig_strategy)

@@ -45,7 +45,7 @@ NAMES = st.sampled_from(["gpu", "mig-1g.5gb", "mig-1g.10gb.me", "mig-7g.80gb"]).
     mig=st.sampled_from([None, "none", "single"]),
 )
 def test_what_is_written_is_read_back(strategy: str, replicas: dict[str, int], rename: bool, mig: str | None) -> None:
-    shared = PluginSharing(strategy=strategy, replicas=tuple(replicas.items()), rename=rename, mig_strategy=mig)
+    shared = PluginSharing(strategy=strategy, replicas=replicas, rename=rename, mig_strategy=mig)
     written = yaml.safe_load(yaml_text(plugin_config(shared)))
     assert from_config(written) == shared
     # Under time-slicing more than one replica gives a program no more: the plugin allows that by default.

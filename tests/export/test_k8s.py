@@ -34,7 +34,7 @@ def test_time_slicing_is_ready_to_use() -> None:
     config = loaded(found, "device-plugin-config.yaml")
     assert list(config["data"]) == ["none", "timeslice-4"]
     assert plugin(found, "none").strategy is None
-    assert plugin(found, "timeslice-4").replicas == (("nvidia.com/gpu", 4),)
+    assert plugin(found, "timeslice-4").replicas == {"nvidia.com/gpu": 4}
     patch = loaded(found, "cluster-policy-patch.yaml")
     assert patch["spec"] == {"devicePlugin": {"config": {"name": config["metadata"]["name"], "default": "none"}}}
     verify = loaded(found, "verify-gpu.yaml")["spec"]
@@ -62,7 +62,7 @@ def test_time_slicing_is_ready_to_use() -> None:
 
 def test_a_number_nobody_said_is_said_to_be_chosen() -> None:
     found = operator_export(t4s())
-    assert plugin(found, "timeslice-4").replicas == (("nvidia.com/gpu", 4),)
+    assert plugin(found, "timeslice-4").replicas == {"nvidia.com/gpu": 4}
     assert any("--replicas" in one for one in found.lost)
     assert not any("--replicas" in one for one in operator_export(t4s(replicas=4)).lost)
 
@@ -87,7 +87,7 @@ def test_mps_with_the_equal_part(limit: int | None) -> None:
     found = operator_export(t4s(sharing=Way.MPS, mps=mps(25.0, memory_limit_bytes=limit)))
     assert check_kubernetes(found) == 2
     assert plugin(found, "mps-4").strategy == "mps"
-    assert plugin(found, "mps-4").replicas == (("nvidia.com/gpu", 4),)
+    assert plugin(found, "mps-4").replicas == {"nvidia.com/gpu": 4}
     assert any("mps.capable" in need for need in found.needs)
     assert any("no memory limit" in one for one in found.lost) is (limit is None)
 
@@ -148,7 +148,7 @@ def test_mig_shared_beside_shared_gpus() -> None:
     mixed = host(gpu(0, Way.MIG, mig=(mig(0, replicas=2), mig(1, replicas=2))), gpu(1, replicas=3))
     sharing = sharing_of_node(mixed)
     assert sharing.key == "mig-timeslice-2-3"
-    assert dict(sharing.plugin.replicas) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
+    assert sharing.plugin.replicas == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
     assert sharing.capacity(mixed) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 4}
     assert check_kubernetes(operator_export(mixed)) == 4
 

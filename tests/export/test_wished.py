@@ -10,7 +10,7 @@ from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
-from gpushare.export.description import HostDescription, MigDescription, in_place, wished
+from gpushare.export.description import HostDescription, MigDescription, wished, with_live_devices
 from gpushare.export.k8s import sharing_of_node
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.parse import parse
@@ -96,7 +96,9 @@ def test_engines_take_it() -> None:
 def found_in(live: HostDescription, *entries: str, daemons_only: bool = False) -> HostDescription:
     """Return the host of the file with the devices that are there."""
     wanted = read(*entries, described=live)
-    return in_place(wanted, live, lambda uuid: f"/pipe/{uuid}", apply="gpushare apply -f x", daemons_only=daemons_only)
+    return with_live_devices(
+        wanted, live, lambda uuid: f"/pipe/{uuid}", apply="gpushare apply -f x", daemons_only=daemons_only
+    )
 
 
 def divided(*there: MigDescription) -> HostDescription:

@@ -63,7 +63,7 @@ def test_time_slicing_in_kubernetes(cli: Cli) -> None:
     kinds = [document["kind"] for document in documents(done.out)]
     assert kinds == ["ConfigMap", "ClusterPolicy", "Deployment"]
     key, plugin = plugin_of(done.out)
-    assert (key, plugin.strategy, plugin.replicas) == ("timeslice-4", "timeSlicing", (("nvidia.com/gpu", 4),))
+    assert (key, plugin.strategy, plugin.replicas) == ("timeslice-4", "timeSlicing", {"nvidia.com/gpu": 4})
     assert documents(done.out)[2]["spec"]["replicas"] == 5
     assert "note: apply: kubectl taint node gpu01 nvidia.com/gpu=true:NoSchedule" in done.err
     assert "choose with --replicas N" in done.err
@@ -74,7 +74,7 @@ def test_options_of_k8s(cli: Cli) -> None:
     words = ["--replicas", "10", "--rename", "--namespace", "nvidia"]
     done = cli("export", "k8s", *words, host=T4S).ok()
     key, plugin = plugin_of(done.out)
-    assert (key, plugin.rename, plugin.replicas) == ("timeslice-10", True, (("nvidia.com/gpu", 10),))
+    assert (key, plugin.rename, plugin.replicas) == ("timeslice-10", True, {"nvidia.com/gpu": 10})
     assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == "none"
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
 
@@ -86,7 +86,7 @@ def test_mig_in_kubernetes(cli: Cli) -> None:
     done = cli("export", "k8s", "--mig-replicas", "2", host=host).ok()
     key, plugin = plugin_of(done.out)
     assert (key, plugin.mig_strategy) == ("mig-timeslice-2", "mixed")
-    assert plugin.replicas == (("nvidia.com/mig-1g.10gb", 2),)
+    assert plugin.replicas == {"nvidia.com/mig-1g.10gb": 2}
     single = cli("export", "k8s", "--mig-strategy", "single", host=host).ok()
     assert plugin_of(single.out)[1].mig_strategy == "single"
 
