@@ -169,7 +169,7 @@ def _read_change(path: Path) -> ChangeRecord | None:
         record = CHANGES.read_or_raise(path)
     except Elsewhere as error:
         # Instances are those of the host in every PID namespace.
-        record = error.value
+        record = error.record
     except OSError as error:
         raise ValueError(error.strerror or str(error)) from None
     # Both have the same GPUs.
