@@ -7,7 +7,7 @@ import math
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -49,22 +49,11 @@ class Launch:
     environment: Mapping[str, str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Durations:
-    """``window`` is how long to measure before the copies are ended; None: every copy ends by itself.
-
-    ``limit`` is when a copy that still runs (or, with a window, has not printed yet) counts as hung.
-    """
-
-    window: float | None = None
-    limit: float = 600.0
-
-
 @dataclass
 class Slices:
     """The time-slice that each copy gets as soon as it has a context.
 
-    ``microseconds`` None: only whether a copy could get one is found out. ``refused`` is why it could not.
+    ``microseconds`` None: a slice is read and not set, which tells whether one could be. ``refused`` is why it could not.
     """
 
     experiment: Experiment
@@ -72,8 +61,8 @@ class Slices:
     refused: GpushareError | None = None
     _due: float = -math.inf
 
-    def set_due(self, copies: Sequence[_Copy], at: float) -> None:
-        """Set the slices of the copies that have none yet, if it is time: each try asks NVML."""
+    def try_copies(self, copies: Sequence[_Copy], at: float) -> None:
+        """Set, or only read, the slices of the copies that have none yet; not at each look, because that asks NVML."""
         if at < self._due:
             return
         for copy in copies:
@@ -86,6 +75,7 @@ class Slices:
                     self.experiment.set_slice(copy.program, self.microseconds)
                 copy.sliced = True
             except GpushareError as error:
+                # Else the copy has no context yet.
                 if error.code not in PASSING:
                     copy.unsliced = error.message
                     self.refused = error
@@ -105,26 +95,31 @@ class _Copy:
     sliced: bool = False
     unsliced: str | None = None
 
-    def hopeless(self, at: float) -> bool:
+    def is_hopeless(self, at: float) -> bool:
         """Return whether it only prints what is not a number, and will not stop doing so."""
         return not self.printed.values and pattern_is_hopeless(self.printed.refusals, at - self.program.started)
 
 
 @dataclass
 class Copies:
-    """Runs copies of a command in a group of programs."""
+    """Runs copies of a command in a group of programs.
+
+    ``window`` is how long to measure before the copies are ended; None: every copy ends by itself. ``limit`` is when a copy
+    that still runs (or, with a window, has not printed yet) counts as hung.
+    """
 
     group: Group
     metric: Metric
-    durations: Durations
-    signals: Wakeups | None = None
+    signals: Wakeups
+    window: float | None = None
+    limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
     # None: each has the driver's default.
     slices: Slices | None = None
     # Called once, when copies have run for long and are not measured yet.
     on_wait: Callable[[], None] | None = None
 
-    def together(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
+    def together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies at the same time.
 
         Raises:
@@ -140,7 +135,7 @@ class Copies:
             self._end([copy for copy in copies if copy.program.runs])
             self.group.forget_ended()
 
-    def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
+    def in_turn(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies in turn; stop after one that hung or was interrupted."""
         results: list[CopyResult] = []
         # From the start to the end of each: our work between two copies is not part of the queue.
@@ -164,12 +159,12 @@ class Copies:
         program = self.group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
         return _Copy(number, program, printed)
 
-    def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
+    def _follow(self, copies: list[_Copy], usage: UsageMeter) -> CopiesResult:
         """Watch copies until all have ended, the window is over, one hangs or the user interrupts; then end them.
 
-        The window opens when each has printed a number, and has its slice.
+        The window opens when each has printed a number, and has its slice. After that, nothing can hang.
         """
-        first = min((copy.program.started for copy in copies), default=self.clock())
+        first = min(copy.program.started for copy in copies)
         opened: float | None = None
         hung = False
         interrupted = False
@@ -178,59 +173,46 @@ class Copies:
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
-            if (
-                self.durations.window is not None
-                and opened is None
-                and all(self._is_measurable(copy) for copy in running)
-            ):
+            if self.window is not None and opened is None and all(self._is_measurable(copy) for copy in running):
                 opened = at
-                if usage is not None:
-                    usage.restart()
-            measured = opened is not None and self.durations.window is not None and at - opened >= self.durations.window
-            # Once the window is open, nothing can hang.
-            hung = opened is None and (at - first >= self.durations.limit or any(copy.hopeless(at) for copy in running))
+                usage.restart()
+            if opened is None:
+                hung = at - first >= self.limit or any(copy.is_hopeless(at) for copy in running)
+            measured = opened is not None and self.window is not None and at - opened >= self.window
             if measured or hung or interrupted:
                 break
             if opened is None and self.on_wait is not None and at - first >= _WAITS_SECONDS:
                 self.on_wait()
                 self.on_wait = None
             poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
-            interrupted = self._wait_for_interrupt(poll_seconds)
+            interrupted = self.signals.asked(poll_seconds)
         closed = self.clock()
-        if usage is not None:
-            usage.stop()
+        usage.stop()
         for copy in copies:
             copy.ended_by_us = copy.program.runs
         self._end([copy for copy in copies if copy.ended_by_us])
-        self._end_left_behind(copies, frozenset() if usage is None else usage.members)
+        self._end_left_behind(copies, usage.members)
         results = tuple(self._result_of(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
+    @property
+    def _needs_slices(self) -> bool:
+        """Return whether a copy counts only with its slice; not if slices are only read."""
+        return self.slices is not None and self.slices.microseconds is not None
+
     def _is_measurable(self, copy: _Copy) -> bool:
         """Return whether a copy has printed a number, and has its slice or never will."""
-        needs_slice = self.slices is not None and self.slices.microseconds is not None
-        return bool(copy.printed.values) and (not needs_slice or copy.sliced or copy.unsliced is not None)
+        has_tried = copy.sliced or copy.unsliced is not None
+        return bool(copy.printed.values) and (has_tried or not self._needs_slices)
 
-    def _wait_for_interrupt(self, seconds: float) -> bool:
-        """Wait until the user asks for the end, at most ``seconds``, and return whether he did."""
-        if self.signals is not None:
-            return self.signals.asked(seconds)
-        time.sleep(seconds)
-        return False
-
-    def _asked_again(self) -> bool:
-        """Return whether the user has asked for the end again: then nothing is waited for."""
-        return self.signals is not None and self.signals.came()
-
-    def _look(self, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
+    def _look(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
         """Read what was printed, see which copies ended, and return the time."""
         self.group.read_outputs()
-        if usage is not None:
-            usage.sample([copy.program.pid for copy in copies if copy.program.runs])
+        usage.sample([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()
         if self.slices is not None:
-            self.slices.set_due(copies, at)
+            self.slices.try_copies(copies, at)
         return at
 
     def _end(self, copies: Sequence[_Copy]) -> None:
@@ -238,7 +220,8 @@ class Copies:
         for copy in copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
-        self.group.end([copy.program for copy in copies], hurry=self._asked_again)
+        # Where the user asks again for the end, nothing is waited for.
+        self.group.end([copy.program for copy in copies], hurry=self.signals.came)
 
     def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
         """End what copies that ended by themselves left running: the next run would be measured next to it.
@@ -252,7 +235,7 @@ class Copies:
         for copy in ended:
             copy.left_behind = left_behind.get(copy.program.pid, ())
         if left_behind:
-            self.group.end_left_behind(left_behind, hurry=self._asked_again)
+            self.group.end_left_behind(left_behind, hurry=self.signals.came)
 
     def _result_of(
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
@@ -280,19 +263,19 @@ class Copies:
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
         """Return why the figures of a copy do not count; None: they do."""
-        window = self.durations.window
+        window = self.window
         if not copy.ended_by_us and copy.program.failure is not None:
             return copy.program.failure
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
-        if self.slices is not None and self.slices.microseconds is not None and not copy.sliced:
+        if self._needs_slices and not copy.sliced:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.ended_by_us and hung:
             if window is not None and not copy.printed.values:
                 reason = _no_number_text(copy.printed)
-                return reason if copy.printed.refused else f"{reason} in {self.durations.limit:g} s"
-            return f"did not end within {self.durations.limit:g} s"
+                return reason if copy.printed.refused else f"{reason} in {self.limit:g} s"
+            return f"did not end within {self.limit:g} s"
         if window is not None and not copy.ended_by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
@@ -340,6 +323,10 @@ class Settings:
     # The built-in one; None: a command.
     workload: BuiltInWorkload | None = None
 
+    @property
+    def alone_cell(self) -> Cell:
+        return self.alone, 1
+
 
 @dataclass
 class Measurement:
@@ -354,24 +341,30 @@ class Measurement:
     error: GpushareError | None = None
     seconds: float = 0.0
 
+    def runs_of(self, cell: Cell) -> list[RunResult]:
+        """Return the runs that measure a cell: its own, or those of an equivalent one."""
+        way, copies = measured_as(cell, self.settings)
+        return [run for run in self.runs if (run.way, run.copies) == (way.name, copies)]
+
 
 def measured_as(cell: Cell, settings: Settings) -> Cell:
     """Return the cell whose runs measure this one: itself, or an equivalent one, so that nothing is measured twice."""
     way, copies = cell
     outside = way.kind in {Way.WHOLE, Way.TIMESLICE, Way.SLICES, *IN_ONE} and settings.alone.kind is Way.WHOLE
-    # In turn, a printed rate is the rate of one copy.
+    # One copy shares with nobody; and in turn, the printed rate of several is that of one.
     if outside and (copies == 1 or (way.kind is Way.WHOLE and settings.window is not None)):
-        return settings.alone, 1
+        return settings.alone_cell
     if way.kind is Way.MPS and way.percent is not None and way.cap(copies) is None:
+        # A cap of 100 % and more is none.
         way = BenchWay(name=Way.MPS.value, kind=Way.MPS)
     if settings.alone.kind == way.kind and copies == 1 and way.cap(1) is None:
-        return settings.alone, 1
+        return settings.alone_cell
     return way, copies
 
 
 def schedule(settings: Settings) -> list[Cell]:
     """Return what is run in each round: one copy alone, and every cell once."""
-    return list(dict.fromkeys([(settings.alone, 1), *(measured_as(cell, settings) for cell in settings.cells)]))
+    return list(dict.fromkeys([settings.alone_cell, *(measured_as(cell, settings) for cell in settings.cells)]))
 
 
 def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step, ...]:
@@ -414,6 +407,7 @@ class Bench:
         self._note = note
         # How long the last run of a cell took, in seconds.
         self._took: dict[Cell, float] = {}
+        # When processes of others were first seen on the GPU, by PID.
         self._strangers: dict[int, float] = {}
         # Why time-slices cannot be set.
         self._unsliced: GpushareError | None = None
@@ -424,7 +418,7 @@ class Bench:
         measurement = self.measurement
         total = 1 + len(schedule(self._settings)) * self._settings.repeat
         self._progress("warm-up: one copy alone", 0, total, None)
-        warm = self._run(0, (self._settings.alone, 1))
+        warm = self._run(0, self._settings.alone_cell)
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
@@ -483,7 +477,7 @@ class Bench:
         """Return the seconds that a cell should take: as before, else by one copy alone."""
         if cell in self._took:
             return self._took[cell]
-        alone = self._took.get((self._settings.alone, 1), 1.0)
+        alone = self._took.get(self._settings.alone_cell, 1.0)
         way, copies = cell
         # With a window every run takes as long; else time-sliced copies take about as long as in turn.
         if self._settings.window is not None or way.kind is Way.MIG:
@@ -504,6 +498,7 @@ class Bench:
 
         def why_too_large(way: BenchWay, number: int) -> str | None:
             way, copies = measured_as((way, number), settings)
+            # In turn, or each in an instance of its own, copies do not share memory.
             at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
             if peak is None or total is None or peak * at_once <= total:
                 return None
@@ -527,11 +522,10 @@ class Bench:
             clients=grounds.clients if under_mps else None,
             gpu_instances=grounds.gpu_instances if way.kind is Way.MIG else None,
             seen=self._strangers,
-            activity=cell == (settings.alone, 1) and self._device.mig is None,
+            activity=cell == settings.alone_cell and self._device.mig is None,
         )
-        durations = Durations(window=settings.window, limit=self._limit(copies))
-        runner = Copies(experiment, settings.metric, durations, signals=self._signals)
-        if way.slice_us is not None or self._asks_for_slices(number):
+        runner = Copies(experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies))
+        if way.slice_us is not None or self._tries_slices(number):
             runner.slices = Slices(experiment, way.slice_us)
         if number == 0:
             # The others end within a limit that follows from this run.
@@ -558,8 +552,8 @@ class Bench:
             invalid=invalid,
         )
 
-    def _asks_for_slices(self, number: int) -> bool:
-        """Return whether the first run, of one copy alone, tells if slices can be set."""
+    def _tries_slices(self, number: int) -> bool:
+        """Return whether a run is the warm-up, of one copy outside MPS, and has to tell if slices can be set here."""
         return (
             number == 0
             and self._settings.alone.kind is Way.WHOLE
@@ -567,7 +561,7 @@ class Bench:
         )
 
     def _under_mps(self, way: BenchWay) -> bool:
-        """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
+        """Return whether the copies are MPS clients: also those of other ways, if no program but clients gets in."""
         has_mps = self._experiment.grounds.has_mps
         return way.kind is Way.MPS or (has_mps and way.kind is not Way.MIG and one_at_a_time(self._device))
 
@@ -592,7 +586,7 @@ class Bench:
         """Return when a run counts as hung (seconds)."""
         if self._settings.limit is not None:
             return self._settings.limit
-        alone = self._took.get((self._settings.alone, 1))
+        alone = self._took.get(self._settings.alone_cell)
         if alone is None:
             return _FIRST_SECONDS if self._settings.window is None else _FIRST_PRINT_SECONDS
         return _HANG_SECONDS + _HANG_FACTOR * alone * copies
@@ -647,13 +641,6 @@ def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed
     return OperationFailed(f"one copy alone failed: {run.failures[0]}", hint, code="command_failed")
 
 
-def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
-    """Yield every requested cell that is not left out, with its runs: its own, or those of an equivalent one."""
-    for cell in measurement.settings.cells:
-        alike, number = measured_as(cell, measurement.settings)
-        yield cell, [run for run in measurement.runs if (run.way, run.copies) == (alike.name, number)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
     """What can be measured and what cannot; nothing is set up yet."""
@@ -664,7 +651,7 @@ class Prepared:
 
 
 def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
-    """Find out what of the wished can be measured, without changing anything.
+    """Return what can be measured here of what the user wants, and why the rest cannot; nothing is changed.
 
     Raises:
         NotSupported: none of the ways can run here.

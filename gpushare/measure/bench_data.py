@@ -31,8 +31,8 @@ from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFail
 from gpushare.base.selection import Device
 from gpushare.base.typed import parsed
 from gpushare.host.written_file import create_file
-from gpushare.measure.bench import Measurement, cells_of, measured_as
-from gpushare.measure.statistics import mean_known, percentile, ratio, rounded, summarize
+from gpushare.measure.bench import Measurement, Settings, measured_as
+from gpushare.measure.statistics import mean, mean_known, percentile, ratio, rounded, summarize
 from gpushare.measure.ways import IN_ONE_OPTIONS, Cell
 from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
@@ -43,21 +43,14 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
 def judge(measurement: Measurement) -> list[BenchCell]:
-    """Return every cell with its figures, in the requested order."""
-    alone = _runs_alone(measurement)
-    return [_cell_figures(measurement, cell, runs, alone) for cell, runs in cells_of(measurement)]
-
-
-def _runs_alone(measurement: Measurement) -> list[RunResult]:
-    way = measurement.settings.alone
-    return [run for run in measurement.runs if (run.way, run.copies) == (way.name, 1)]
+    """Return every cell that is not left out with its figures, in the requested order."""
+    return [_cell_figures(measurement, cell) for cell in measurement.settings.cells]
 
 
 def alone_cell(measurement: Measurement) -> AloneCell:
-    """Return the figures of one copy alone."""
-    runs = _runs_alone(measurement)
-    # It is compared with itself.
-    cell = _cell_figures(measurement, (measurement.settings.alone, 1), runs, runs)
+    """Return the figures of one copy alone, and how busy the GPU was in the runs in which no other program was there."""
+    runs = measurement.runs_of(measurement.settings.alone_cell)
+    cell = _cell_figures(measurement, measurement.settings.alone_cell)
     undisturbed = [run.usage for run in runs if run.throughput is not None and not run.usage.others]
     return AloneCell(
         **vars(cell),
@@ -73,22 +66,21 @@ def _percentage(values: Iterable[float | None]) -> float | None:
     return None if value is None else round(min(100.0, max(0.0, value)), 1)
 
 
-def _cell_figures(
-    measurement: Measurement, cell: Cell, runs: Sequence[RunResult], alone: Sequence[RunResult]
-) -> BenchCell:
+def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
     """Return the figures of a cell from its runs and those of one copy alone."""
     way, copies = cell
     settings = measurement.settings
     metric = settings.metric
-    measured = measured_as(cell, settings)
+    equivalent = measured_as(cell, settings)
+    runs = measurement.runs_of(cell)
+    alone = measurement.runs_of(settings.alone_cell)
     good = [run for run in runs if run.throughput is not None]
-    # Unless they run in turn, copies have speeds of their own.
-    slowdowns = _slowdowns(good, alone, metric, finite=settings.window is None)
+    slowdowns = _slowdowns(good, alone, settings)
     return BenchCell(
         way=way.name,
         copies=copies,
         threads_percent=way.cap(copies),
-        same_as=None if measured == cell else CellName(measured[0].name, measured[1]),
+        same_as=None if equivalent == cell else CellName(equivalent[0].name, equivalent[1]),
         runs=len(good),
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(speeds(good, metric), speeds(alone, metric)),
@@ -112,41 +104,42 @@ def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
     return [metric.speed(run.throughput) for run in runs if run.throughput is not None]
 
 
-def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Metric, *, finite: bool) -> list[float]:
-    """Return by what factor each copy was slower than one alone, over all runs; empty if one made no progress.
+def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], settings: Settings) -> list[float]:
+    """Return by what factor each copy was slower than one alone, over all runs.
 
-    No factor expresses that; the fairness is then 0.
+    Empty if one made no progress, which no factor expresses: the fairness is then 0.
     """
-
-    def speeds_of_copies(run: RunResult) -> list[float]:
-        """Return the speed of each copy: as printed, else by its run time if copies end by themselves."""
-        if metric.printed:
-            # One process prints the sum of its streams.
-            parts = run.copies if run.way in IN_ONE_OPTIONS else 1
-            speeds = [metric.speed(copy.value) if copy.value else copy.value for copy in run.results]
-            return [speed / parts for speed in speeds if speed is not None]
-        return [1 / copy.seconds for copy in run.results if copy.seconds > 0] if finite else []
-
-    # In time per unit of work, so that the slowdown of one copy alone has a mean of 1.
-    base = mean_known(
-        [1 / value for run in alone if run.throughput is not None for value in speeds_of_copies(run) if value > 0]
-    )
-    values = [value for run in runs for value in speeds_of_copies(run)]
-    if base is None or (metric.higher_is_better and not all(values)):
+    # Times per unit of work, so that the slowdown of one copy alone has a mean of 1.
+    times_alone = [
+        1 / speed for run in alone if run.throughput is not None for speed in _copy_speeds(run, settings) if speed > 0
+    ]
+    speeds_now = [speed for run in runs for speed in _copy_speeds(run, settings)]
+    if not times_alone or (settings.metric.higher_is_better and not all(speeds_now)):
         return []
-    return [1 / value / base for value in values if value > 0]
+    return [1 / speed / mean(times_alone) for speed in speeds_now if speed > 0]
+
+
+def _copy_speeds(run: RunResult, settings: Settings) -> list[float]:
+    """Return the speed of each copy of a run: as printed, else by its run time if copies end by themselves."""
+    metric = settings.metric
+    if metric.printed:
+        # One process prints the sum of its streams.
+        parts = run.copies if run.way in IN_ONE_OPTIONS else 1
+        values = [metric.speed(copy.value) if copy.value else copy.value for copy in run.results]
+        return [speed / parts for speed in values if speed is not None]
+    return [1 / copy.seconds for copy in run.results if copy.seconds > 0] if settings.window is None else []
 
 
 def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
     """Return the speed of the slowest copy over that of the fastest, as the mean over the runs; None for one copy."""
+    # A copy that printed a rate of 0 was starved, and counts; a time of 0 is invalid.
+    is_rate = metric.printed and metric.higher_is_better
     shares = []
     for run in runs:
         figures = [copy.value if metric.printed else copy.seconds for copy in run.results]
-        # A copy that printed a rate of 0 was starved; a time of 0 is invalid.
-        starved = metric.printed and metric.higher_is_better
-        numbers = [value for value in figures if value or (starved and value == 0)]
-        if len(numbers) > 1 and any(numbers):
-            shares.append(min(numbers) / max(numbers))
+        valid = [figure for figure in figures if figure or (figure is not None and is_rate)]
+        if len(valid) > 1 and any(valid):
+            shares.append(min(valid) / max(valid))
     return mean_known(shares)
 
 
@@ -157,11 +150,11 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
     if not metric.printed:
         return run.energy_joules / len(run.results)
     power = run.usage.power_watts
-    if not metric.higher_is_better:
-        # The unit of the time is unknown.
+    # The unit of a printed time is unknown.
+    if power is None or not run.throughput or not metric.higher_is_better:
         return None
     # Power over rate: joules per unit of work.
-    return power / metric.speed(run.throughput) if power is not None and run.throughput else None
+    return power / run.throughput
 
 
 def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
@@ -189,21 +182,25 @@ def picks(measurement: Measurement, cells: Sequence[BenchCell]) -> list[Pick]:
 
 
 def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) -> Pick:
-    """Return the answer for one number of copies; ``open_ways`` of its ways were not measured."""
+    """Return the answer for one number of copies: of the fastest way and those as good as it, the simplest to set up.
+
+    ``open_ways`` of its ways were not measured.
+    """
     metric = measurement.settings.metric
-    order = {way.name: way.order for way, _ in measurement.settings.cells}
-    best, *others = sorted(cells, key=lambda cell: (-_speed(cell, metric), order[cell.way]))
-    differences = [_differ(metric, best, other) for other in others]
+    simplicity = {way.name: way.order for way, _ in measurement.settings.cells}
+    fastest, *others = sorted(cells, key=lambda cell: (-_speed(cell, metric), simplicity[cell.way]))
+    differences = [_differ(metric, fastest, other) for other in others]
     same = [other for other, different in zip(others, differences, strict=True) if different is False]
-    near = [cell for cell in same if _speed(cell, metric) >= (1 - NEAR) * _speed(best, metric)]
-    chosen = min([best, *near], key=lambda cell: order[cell.way])
+    as_good = [cell for cell in same if _speed(cell, metric) >= (1 - NEAR) * _speed(fastest, metric)]
+    chosen = min([fastest, *as_good], key=lambda cell: simplicity[cell.way])
+    # What the gain is over.
     base = next((cell for name in ("timeslice", "queue") for cell in cells if cell.way == name), None)
     return Pick(
-        copies=best.copies,
+        copies=fastest.copies,
         way=chosen.way,
         threads_percent=chosen.threads_percent,
-        fastest=best.way,
-        no_difference=tuple(cell.way for cell in sorted(same, key=lambda cell: order[cell.way])),
+        fastest=fastest.way,
+        no_difference=tuple(cell.way for cell in sorted(same, key=lambda cell: simplicity[cell.way])),
         certain=None not in differences and not open_ways,
         ways=len(cells),
         open_ways=open_ways,
@@ -217,7 +214,7 @@ def _speed(cell: BenchCell, metric: Metric) -> float:
 
 
 def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
-    """Return whether two cells differ; None: one of them has too few runs to tell."""
+    """Return whether the figures of two cells differ; None: one of them has too few runs to tell."""
     if cell.measured_as == other.measured_as:
         return False
     if cell.throughput is None or other.throughput is None:
@@ -422,25 +419,28 @@ def profile_of(measurement: Measurement) -> Profile:
 def best_caps(benchmark: Benchmark) -> list[BenchedCap]:
     """Return the best cap under MPS for each number of copies that was measured under MPS without failure.
 
-    If the pick of the benchmark is under MPS, it is used: the simplest of the ways that do not differ.
+    It is the pick of the benchmark if that is under MPS (the simplest of the ways that do not differ), else the fastest.
     """
-    date = time.strftime("%Y-%m-%d", time.localtime(benchmark.started_at))
-    chosen = {pick.copies: pick.way for pick in benchmark.picks}
-    fastest: dict[int, tuple[tuple[bool, float], BenchCell]] = {}
+    picks = {pick.copies: pick.way for pick in benchmark.picks}
+    capped: dict[int, list[BenchCell]] = {}
     for cell in benchmark.cells:
-        mean = 0.0 if cell.throughput is None else cell.throughput.mean
-        if not cell.way.startswith("mps") or cell.failures or mean <= 0:
-            continue
-        rank = (chosen.get(cell.copies) == cell.way, mean)
-        if cell.copies not in fastest or rank > fastest[cell.copies][0]:
-            fastest[cell.copies] = rank, cell
-    return [
-        BenchedCap(
-            copies=copies,
-            threads_percent=cell.threads_percent,
-            best=chosen.get(copies, cell.way) == cell.way,
-            date=date,
-            driver=benchmark.driver,
+        if (
+            cell.way.startswith("mps")
+            and not cell.failures
+            and cell.throughput is not None
+            and cell.throughput.mean > 0
+        ):
+            capped.setdefault(cell.copies, []).append(cell)
+    caps = []
+    for copies, cells in capped.items():
+        best = max(cells, key=lambda cell: (cell.way == picks.get(cell.copies), _speed(cell, benchmark.metric)))
+        caps.append(
+            BenchedCap(
+                copies=copies,
+                threads_percent=best.threads_percent,
+                best=picks.get(copies, best.way) == best.way,
+                date=time.strftime("%Y-%m-%d", time.localtime(benchmark.started_at)),
+                driver=benchmark.driver,
+            )
         )
-        for copies, (_, cell) in fastest.items()
-    ]
+    return caps

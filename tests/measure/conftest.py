@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from gpushare.base.benchmark import CopiesResult, Metric
+from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.measure.bench import Copies, Durations, Launch
+from gpushare.measure.bench import Copies, Launch
 from gpushare.measure.usage import UsageMeter
 from gpushare.run.several import Group
 
@@ -26,6 +27,10 @@ def group_with(host: Host, guard: object, *, grace_seconds: float) -> Group:
     group = Group(host, SimpleNamespace(meter=None), set, grace_seconds=grace_seconds)  # type: ignore[arg-type]
     group.guard = guard  # type: ignore[assignment]
     return group
+
+
+def meter_of(host: Host) -> UsageMeter:
+    return UsageMeter(host, Device(gpu=host.nvml.gpu(0)))
 
 
 class Told:
@@ -92,9 +97,9 @@ def together(host: Host) -> Callable[..., CopiesResult]:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
         group = group_with(host, told, grace_seconds=durations.pop("grace", 2.0))
-        given = Durations(**{"limit": 600.0, **durations})
-        copies = Watched(group, metric or Metric(), given, signals=told, clock=told.clock)  # type: ignore[arg-type]
-        return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)
+        copies = Watched(group, metric or Metric(), told, clock=told.clock, **durations)  # type: ignore[arg-type]
+        meter = usage or meter_of(host)
+        return copies.in_turn(launches, meter) if in_turn else copies.together(launches, meter)
 
     return run
 

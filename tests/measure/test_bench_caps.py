@@ -80,6 +80,12 @@ def test_where_another_way_is_better_the_fastest_under_mps_counts() -> None:
     assert (caps[4].threads_percent, caps[4].best) == (25.0, False)
 
 
+def test_of_printed_times_the_shortest_is_the_fastest() -> None:
+    cells = (cell("timeslice", None, 8), cell("mps", None, 12), cell("mps:100/n", 25.0, 10))
+    times = replace(document(*cells, way="timeslice"), metric=Metric(pattern="ms=(.*)", higher_is_better=False))
+    assert best_caps(times)[4].threads_percent == 25.0
+
+
 def test_a_way_that_failed_or_was_not_measured_is_no_answer() -> None:
     failed = cell("mps", None, 200, "copy 1: exit code 1")
     assert best_caps(document(failed, cell("mps:100/n", 25.0, None))) == {}

@@ -13,11 +13,11 @@ from gpushare.base.benchmark import CopiesResult, Metric
 from gpushare.base.errors import NotFound
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.measure.bench import Copies, Durations, Launch
+from gpushare.measure.bench import Copies, Launch
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.usage import UsageMeter
 from tests.cli.drive import alive
-from tests.measure.conftest import ENDLESS, Told, group_with, words
+from tests.measure.conftest import ENDLESS, Told, group_with, meter_of, words
 
 Together = Callable[..., CopiesResult]
 RATE = parse_metric(r"rate=(\S+)")
@@ -208,7 +208,9 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
-        Copies(group_with(host, Noting(bool), grace_seconds=1.0), Metric(), Durations()).together(launches)
+        Copies(group_with(host, Noting(bool), grace_seconds=1.0), Metric(), Told(bool)).together(
+            launches, meter_of(host)
+        )  # type: ignore[arg-type]
     started = [int(pid) for pid in announced.read_text().split()]
     assert len(started) == 2
     assert not any(map(alive, started))
@@ -228,9 +230,8 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
-    found = Copies(group_with(host, None, grace_seconds=1.0), Metric(), Durations(), signals=Impatient(bool)).together(
-        launches
-    )
+    copies = Copies(group_with(host, None, grace_seconds=1.0), Metric(), Impatient(bool))  # type: ignore[arg-type]
+    found = copies.together(launches, meter_of(host))
     assert found.interrupted
     assert [copy.failure for copy in found.copies] == ["interrupted", "interrupted"]
     assert not any(alive(copy.pid) for copy in found.copies)
@@ -253,8 +254,7 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
         Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
-    found = Copies(group_with(host, Listening(bool), grace_seconds=1.0), Metric(), Durations(limit=0.3)).together(
-        launches
-    )
+    copies = Copies(group_with(host, Listening(bool), grace_seconds=1.0), Metric(), Told(bool), limit=0.3)  # type: ignore[arg-type]
+    found = copies.together(launches, meter_of(host))
     pids = [copy.pid for copy in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)

@@ -22,7 +22,7 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     def patient(self: Copies, copies: Any, usage: Any) -> float:
         at = look(self, copies, usage)
         running = [copy for copy in copies if copy.program.runs]
-        if self.durations.window is None or not running or not all(copy.printed.values for copy in running):
+        if self.window is None or not running or not all(copy.printed.values for copy in running):
             return at
         # The list itself is kept, so that no other has its identity.
         _, stage = stages.get(id(copies), (copies, 0))
