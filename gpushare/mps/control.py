@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
@@ -58,44 +58,45 @@ def parse_ps(text: str) -> list[MpsClient]:
     """Return the clients in the rows of ``ps``, by the words of its header; the name is the COMMAND.
 
     ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580; from 595 on another column, often blank, follows COMMAND.
-    COMMAND may contain blanks. Text without a header (``Server not found``) has no rows.
+    Text without a header (``Server not found``) has no rows.
     """
     lines = text.splitlines()
-    titles = [line.split() for line in lines]
-    start = next((i for i, words in enumerate(titles) if words[:1] == ["PID"] and "COMMAND" in words), None)
-    if start is None:
+    words_of = [line.split() for line in lines]
+    header = next((i for i, words in enumerate(words_of) if words[:1] == ["PID"] and "COMMAND" in words), None)
+    if header is None:
         return []
-    columns = {match.group(): match.start() for match in re.finditer(r"\S+", lines[start])}
-    names = titles[start][: titles[start].index("COMMAND")]
+    offsets = {match.group(): match.start() for match in re.finditer(r"\S+", lines[header])}
+    # COMMAND may contain blanks: the cells before it do not.
+    columns = words_of[header][: words_of[header].index("COMMAND")]
     rows: list[MpsClient] = []
-    for line in lines[start + 1 :]:
-        words = line.split(maxsplit=len(names))
-        pid = _parse_pid(words[0]) if len(words) >= len(names) else None
+    for line in lines[header + 1 :]:
+        words = line.split(maxsplit=len(columns))
+        pid = _parse_pid(words[0]) if len(words) >= len(columns) else None
         if pid is None:
             continue
         if len(rows) == _MOST_ROWS:
             raise strange_reply_error(f"more than {_MOST_ROWS} clients")
-        cells = dict(zip(names, words, strict=False))
+        cells = dict(zip(columns, words, strict=False))
         server = _parse_pid(cells.get("SERVER", ""))
-        rows.append(MpsClient(pid=pid, server_pid=server, name=_command_cell(line, columns)))
+        rows.append(MpsClient(pid=pid, server_pid=server, name=_command_cell(line, offsets)))
     return rows
 
 
-def _command_cell(line: str, columns: Mapping[str, int]) -> str | None:
-    """Return the COMMAND of a row. ``columns`` are the offsets in the header.
+def _command_cell(line: str, offsets: Mapping[str, int]) -> str | None:
+    """Return the COMMAND of a row, by the offsets of the titles in the header.
 
     A command that fills its column runs into the next one and cannot be separated from it.
     """
-    names = sorted(columns, key=lambda name: columns[name])
-    number = names.index("COMMAND")
+    columns = sorted(offsets, key=lambda name: offsets[name])
+    number = columns.index("COMMAND")
     cell_before = list(re.finditer(r"\S+", line))[number - 1]
-    begin = cell_before.start() + columns["COMMAND"] - columns[names[number - 1]]
+    begin = cell_before.start() + offsets["COMMAND"] - offsets[columns[number - 1]]
     rest = line[begin:]
     # A cell wider than its column pushes the others to the right.
     if begin <= cell_before.end() or line[cell_before.end() : begin].strip():
         rest = line[cell_before.end() :].lstrip()
-    if number + 1 < len(names):
-        width = columns[names[number + 1]] - columns["COMMAND"]
+    if number + 1 < len(columns):
+        width = offsets[columns[number + 1]] - offsets["COMMAND"]
         if rest[width - 1 : width] == " ":
             rest = rest[:width]
     return " ".join(rest[:_MOST_NAME].split()) or None
@@ -131,10 +132,20 @@ def parse_memory(text: str) -> int | None:
     return int(match.group(1)) * unit
 
 
+def _memory_in(lines: Iterable[str]) -> int | None:
+    """Return the memory limit in a reply, told from PIDs by its form; None: none is printed."""
+    return next((limit for limit in map(parse_memory, lines) if limit is not None), None)
+
+
 def parse_percentage(text: str) -> float | None:
     """Return the last percentage that a reply prints (``25.0``), or None."""
     numbers = [float(line) for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
     return numbers[-1] if numbers and numbers[-1] <= 100.0 else None
+
+
+def _priority_in(text: str) -> Priority | None:
+    """Return the client priority that a reply prints, or None."""
+    return Priority(int(text)) if text in {"0", "1"} else None
 
 
 def _status_in(lines: Sequence[str]) -> str | None:
@@ -239,31 +250,20 @@ def _only_asks(conversation: Sequence[str]) -> bool:
     return all(command == "ps" or command.startswith("get_") for command in commands)
 
 
-def without_sentinel(text: str, least: int = 0) -> tuple[str, bool]:
-    """Return a reply without the answer to the closing question, and whether that answer was there.
-
-    ``least`` is the minimum number of lines that the commands before it print.
-    """
-    lines = text.splitlines()
-    # The answer is a percentage with a point: 100.0.
+def without_closing_answer(printed: str, command: str) -> str | None:
+    """Return what a daemon printed without its answer to the closing question; None: that answer is missing."""
+    lines = printed.splitlines()
+    # The answer is a percentage with a point (100.0). Those of the commands before it look the same.
+    percentages = ("get_default_active_thread", "get_active_thread")
+    least = sum(line.startswith(percentages) for line in command.splitlines())
     if len(lines) <= least or parse_percentage(lines[-1]) is None or "." not in lines[-1]:
-        return text, False
-    return "".join(f"{line}\n" for line in lines[:-1]), True
-
-
-def _least_lines(command: str) -> int:
-    """Return how many answers of the same form as the closing one these commands print."""
-    return sum(line.startswith(("get_default_active_thread", "get_active_thread")) for line in command.splitlines())
+        return None
+    return "".join(f"{line}\n" for line in lines[:-1])
 
 
 def _wait_to_retry() -> None:
     # 2 to 20 ms, different each time, so that two conversations do not collide again.
     time.sleep(0.002 + time.monotonic_ns() // 1000 % 18 / 1000)
-
-
-def _was_dropped(done: Completed) -> bool:
-    """Return whether a conversation without the closing answer was dropped, as the daemon was in another one."""
-    return _CANNOT_SEND in done.stderr or done.exit_code == 0
 
 
 class NoDaemon(NotFound):
@@ -312,12 +312,13 @@ class MpsControl:
         while True:
             seconds = min(timeout, max(0.05, until - time.monotonic()))
             done = self._talk(f"{command}\n{_SENTINEL}\n", seconds, stated=timeout)
-            reply, answered = without_sentinel(done.stdout, _least_lines(command))
-            if answered or not _was_dropped(done) or time.monotonic() > deadline:
+            reply = without_closing_answer(done.stdout, command)
+            may_be_dropped = _CANNOT_SEND in done.stderr or done.exit_code == 0
+            if reply is not None or not may_be_dropped or time.monotonic() > deadline:
                 break
             _wait_to_retry()
         self._check_reply(done, command)
-        if not answered:
+        if reply is None:
             raise OperationFailed(
                 f"the MPS daemon at {self.pipe_directory} dropped every attempt at '{command.splitlines()[0]}'",
                 "other programs keep it busy; see: gpushare mps logs --control",
@@ -326,9 +327,9 @@ class MpsControl:
         return reply
 
     def tell(self, command: str, *, timeout: float = _TIMEOUT) -> str:
-        """Send a command that must not be sent twice, or that ends the daemon; return what the daemon prints.
+        """Send a command that may not arrive twice, or that ends the daemon; return what the daemon prints. Errors as `ask`.
 
-        Repeated only if it certainly did not arrive. Errors as `ask`.
+        It has no closing question, and is sent again only if it certainly did not arrive.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -340,7 +341,12 @@ class MpsControl:
         return done.stdout
 
     def _talk(self, stdin: str, timeout: float, *, stated: float) -> Completed:
-        """Hold one conversation with the daemon. Raises TimedOut, which states this wait: a repeated one is cut short."""
+        """Hold one conversation with the daemon.
+
+        Raises:
+            TimedOut: no answer within ``timeout`` seconds. The error names those ``stated``: the wait of a repeated
+                conversation is cut short.
+        """
         try:
             return self._programs.run(
                 [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
@@ -397,24 +403,25 @@ class MpsControl:
         From 1024M up the daemon prints whole G, rounded down: the exact limit is in the server's log.
         """
         printed = self.ask(_setting_command("get", "device_pinned_mem_limit", server, DEVICE)).strip()
-        # Of a server that has none, some versions print a sentence.
-        return None if not printed or (server is not None and parse_memory(printed) is None) else printed
+        # For a server without a limit some versions print a sentence.
+        is_sentence = server is not None and parse_memory(printed) is None
+        return None if is_sentence else printed or None
 
     def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
         """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
         self.ask(_set_memory_command(size_bytes, server))
         held = self.memory(server)
-        if size_bytes is None:
-            is_removed = parse_memory(held or "") == 0
-            self._check_limit_held("pinned memory limit", None if is_removed else held, None)
-        # Both forms are right: floored to G, as 535 to 580 print, or exact.
-        elif held != mps_memory_readback(size_bytes):
-            self._check_limit_held("pinned memory limit", held, mps_memory(size_bytes))
+        wanted = None if size_bytes is None else mps_memory(size_bytes)
+        # Also right: 0G for none, and floored to G, as 535 to 580 print.
+        if size_bytes is None and parse_memory(held or "") == 0:
+            return
+        if size_bytes is not None and held == mps_memory_readback(size_bytes):
+            return
+        self._check_limit_held("pinned memory limit", held, wanted)
 
     def priority(self) -> Priority | None:
         """Return the default client priority."""
-        printed = self.ask("get_default_client_priority").strip()
-        return Priority(int(printed)) if printed in {"0", "1"} else None
+        return _priority_in(self.ask("get_default_client_priority").strip())
 
     def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back."""
@@ -422,7 +429,7 @@ class MpsControl:
         self._check_limit_held("client priority", self.priority(), priority)
 
     def holds(self, limits: Limits, servers: Sequence[int]) -> bool:
-        """Return whether the defaults and the limits of these servers are those that are given; None in them is not read.
+        """Return whether the defaults, and these servers, have those of the limits that are set (not None).
 
         A memory limit from 1 GiB up is compared in whole GiB: the daemon prints no more.
         """
@@ -435,7 +442,7 @@ class MpsControl:
             held = self.memory(server)
             if memory is not None and held not in {mps_memory_readback(memory), mps_memory(memory)}:
                 return False
-            if limits.no_memory_limit and parse_memory(held or "0M") != 0:
+            if limits.no_memory_limit and held is not None and parse_memory(held) != 0:
                 return False
         return True
 
@@ -486,21 +493,20 @@ class MpsControl:
 
     def overview(self) -> Overview:
         """Return the daemon's state, in few conversations: each one adds lines to a log that is never rotated."""
-        lines = self.ask(
+        reply = self.ask(
             "get_default_active_thread_percentage\nget_default_client_priority\n"
             f"get_default_device_pinned_mem_limit {DEVICE}\nget_server_list"
-        ).splitlines()
-        # The memory limit, if one is printed, is told from PIDs by its form.
-        memory = next((limit for limit in map(parse_memory, lines[2:]) if limit is not None), None)
-        pids = parse_pids("\n".join(lines[2:]))
+        )
+        # One line each for the first two; then the memory limit, if there is one, and a line for each server.
+        threads, priority, *rest = (*reply.splitlines(), "", "")
+        pids = parse_pids("\n".join(rest))
         if len(pids) > _MOST_SERVERS:
             raise strange_reply_error(f"{len(pids)} servers")
-        priority = lines[1].strip() if len(lines) > 1 else ""
         return Overview(
             limits=Limits(
-                threads_percent=parse_percentage(lines[0]) if lines else None,
-                memory_limit_bytes=memory,
-                priority=Priority(int(priority)) if priority in {"0", "1"} else None,
+                threads_percent=parse_percentage(threads),
+                memory_limit_bytes=_memory_in(rest),
+                priority=_priority_in(priority.strip()),
             ),
             servers=tuple(row for row in map(self._server_row, pids) if row is not None),
             clients=tuple(self.clients()) if pids else (),
@@ -513,11 +519,9 @@ class MpsControl:
         ).splitlines()
         if any("not found" in line for line in lines):
             return None
-        # Driver 535 has no get_server_status: its "Unknown command" is no status.
-        status = _status_in(lines)
-        memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
-        threads = parse_percentage("\n".join(lines))
-        return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
+        # Each is told by its form: driver 535 has no get_server_status, and its "Unknown command" is no status.
+        limits = Limits(threads_percent=parse_percentage("\n".join(lines)), memory_limit_bytes=_memory_in(lines))
+        return ServerRow(pid, _status_in(lines), limits)
 
     def clients(self) -> list[MpsClient]:
         """Return all clients (``ps``). Raises OperationFailed: a daemon from before driver 470 has none."""

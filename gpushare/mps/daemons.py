@@ -78,6 +78,7 @@ NOT_ASKED: Final = (
 
 def with_answers(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
     """Ask daemons, all at once, and return them with their answers; daemons of other users only with ``strangers``."""
+    # By number: several processes may name one directory.
     pipes = {
         number: item.daemon.pipe_directory
         for number, item in enumerate(daemons)
@@ -101,7 +102,7 @@ def _with_answer(
 
 
 class _Answer:
-    """What a daemon reports, completed by its record and the process table."""
+    """The answer of a daemon (``overview``) as `MpsDaemon`, completed by its record and the process table."""
 
     def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
         self._host, self._item, self._overview = host, item, overview
@@ -112,28 +113,32 @@ class _Answer:
     def daemon(self) -> MpsDaemon:
         """Return the daemon with its limits, and with those servers and clients that may be its own."""
         overview = self._overview
-        held = self._exact_limit(overview.limits.memory_limit_bytes)
-        if held is None:
+        memory = self._exact_memory(overview.limits.memory_limit_bytes)
+        if memory is None:
             # A limit from the daemon's environment is in force, but not printed.
-            held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
+            memory = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
         return replace(
             self._item.daemon,
             threads_percent=overview.limits.threads_percent,
-            memory_limit_bytes=held,
+            memory_limit_bytes=memory,
             priority=overview.limits.priority,
             servers=tuple(self._server_answer(row) for row in overview.servers if self._may_belong(row.pid)),
         )
 
     def _may_belong(self, pid: int) -> bool:
-        """Return whether a process may belong to the daemon: another user's may name any PID."""
-        info = None if self._item.trusted else self._host.processes.describe(pid)
-        return self._item.trusted or self._item.uid is None or (info is not None and info.uid == self._item.uid)
+        """Return whether a process may be a server or client of the daemon: that of another user may name any PID."""
+        if self._item.trusted or self._item.uid is None:
+            return True
+        info = self._host.processes.describe(pid)
+        return info is not None and info.uid == self._item.uid
 
-    def _exact_limit(self, held: int | None) -> int | None:
-        """Return the limit of the record if it fits what the daemon prints (whole G), else what it prints."""
-        noted = None if self._item.record is None else self._item.record.limits.memory_limit_bytes
-        fits = noted is not None and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}
-        return noted if fits else held
+    def _exact_memory(self, printed: int | None) -> int | None:
+        """Return the memory limit of the record if the daemon would print it so (in whole G), else the printed one."""
+        recorded = None if self._item.record is None else self._item.record.limits.memory_limit_bytes
+        if recorded is None:
+            return printed
+        forms = (mps_memory_readback(recorded), mps_memory(recorded))
+        return recorded if printed in map(parse_memory, forms) else printed
 
     def _server_answer(self, row: ServerRow) -> MpsServer:
         """Return a server with those of its clients that may be its own."""
@@ -152,12 +157,12 @@ class _Answer:
         info = self._host.processes.describe(row.pid)
         environment = self._host.processes.environment(row.pid)
         held = upcoming = Limits()
-        # Without its own limits those of the server say only that it has no more.
+        # Its own limits may lower those of its server: without its environment both are unknown.
         if environment is not None:
             own = Limits.in_environment(environment, self._uuid)
             of_server_now = Limits(
                 threads_percent=server.limits.threads_percent,
-                memory_limit_bytes=self._exact_limit(server.limits.memory_limit_bytes),
+                memory_limit_bytes=self._exact_memory(server.limits.memory_limit_bytes),
                 priority=self._overview.limits.priority,
             )
             upcoming = _limits_of_client(of_server_now, own)
@@ -194,9 +199,9 @@ def is_still(host: Host, client: AttachedClient) -> bool:
 
 
 def changed_by_hand(record: DaemonRecord, threads_percent: float | None) -> bool:
-    """Return whether a server has another thread percentage than gpushare set: when it changed is unknown.
+    """Return whether a server has another thread percentage than the record says: somebody has set it, nobody knows when.
 
-    A `mps set` that was killed before it wrote its record looks the same.
+    It may also be a `mps set` that was killed before it wrote the record.
     """
     if record.state != RUNNING or threads_percent is None:
         return False
@@ -271,15 +276,16 @@ class FoundDaemon:
         return f"ask {self.daemon.user or 'its owner'} to stop it; see: ps -fp {self.daemon.pid}"
 
     def serves(self, host: Host, gpu: int) -> bool:
-        """Return whether it serves a GPU that it names. Another user's must be proved by the driver.
+        """Return whether it serves a GPU that it names.
 
-        Any user can start a process of that name. The driver shows its user's MPS clients, or its server, on the GPU.
+        Any user can start a process of that name: for another user's the driver must show an MPS client, or the server, of
+        that user on the GPU.
         """
         if gpu not in self.daemon.gpu_indexes:
             return False
-        if self.trusted or self.uid is None:
-            return self.trusted
-        for process in host.nvml.processes(gpu) or ():
+        if self.trusted:
+            return True
+        for process in (host.nvml.processes(gpu) or ()) if self.uid is not None else ():
             info = host.processes.describe(process.pid)
             if info is not None and info.uid == self.uid and (process.mps or is_server(info.name)):
                 return True
@@ -326,6 +332,11 @@ class _Process:
         visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
         return visible if _UUID.match(visible) else None
 
+    def adopted_record(self, uuid: str) -> DaemonRecord:
+        """Return a record for it, as gpushare's daemon of a device, because its own was lost or never written."""
+        uid = os.geteuid() if self.info.uid is None else self.info.uid
+        return DaemonRecord(device_uuid=uuid, pid=self.pid, started=self.info.started, uid=uid, state=ADOPTED)
+
 
 def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, strangers: bool = False) -> list[FoundDaemon]:
     """Return the MPS daemons of this host, those of gpushare first.
@@ -350,8 +361,7 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
 def _daemon_processes(host: Host) -> list[_Process]:
     """Return the processes that are MPS control daemons, sorted by PID.
 
-    Two kinds of processes run the same program for a moment: a conversation, which has no option that makes it a daemon
-    (seen with 535), and a daemon's child before it becomes a server, with the daemon's command line and environment.
+    A conversation runs the same program without an option that makes it a daemon (seen with 535).
     """
     candidates: dict[tuple[str | None, int | None], list[_Process]] = {}
     trusted = {0, host.uid, os.geteuid()}
@@ -363,7 +373,7 @@ def _daemon_processes(host: Host) -> list[_Process]:
             candidates.setdefault((claimed.pipe, info.uid), []).append(claimed)
     running = []
     for same in candidates.values():
-        # Reading a parent is one file; finding descendants would read all processes for each candidate.
+        # A daemon's child looks like the daemon for a moment, before it becomes a server.
         pids = {process.pid for process in same} if len(same) > 1 else set()
         running += [process for process in same if not pids or host.processes.parent(process.pid) not in pids]
     return sorted(running, key=lambda process: process.pid)
@@ -384,14 +394,12 @@ def is_multiuser(host: Host, pid: int | None) -> bool:
 
 
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:
-    """Return the PID of the daemon of this user or root that listens at a pipe directory, or None.
+    """Return the PID of the daemon of this user or root that listens at a pipe directory; None: there is none.
 
-    It is found by program, environment and user in the process table, because any user can fake the first two. The PID
-    file does not count: any user may write it, and driver 535 has none.
+    It is found in the process table. The PID file does not count: any user may write it, and driver 535 has none.
     """
-    return next(
-        (process.pid for process in _daemon_processes(host) if process.trusted and process.pipe == pipe_directory), None
-    )
+    running = (process for process in _daemon_processes(host) if process.trusted and process.pipe == pipe_directory)
+    return next((process.pid for process in running), None)
 
 
 def live_pid(
@@ -408,6 +416,7 @@ def live_pid(
     for process in _daemon_processes(host) if running is None else running:
         if not process.trusted:
             continue
+        # The environment of root's daemon may be closed to us (None).
         if process.pid == record.pid and process.pipe in {None, pipe}:
             return process.pid
         if process.pipe == pipe and process.device == record.device_uuid:
@@ -415,21 +424,15 @@ def live_pid(
     return None
 
 
-def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
-    """Return a record for a daemon of gpushare that serves a device from this home and has none; None: there is none."""
+def _unrecorded_daemon(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
+    """Return a record for the daemon that serves a device from a home without a record of it; None: no daemon does."""
     # Without its socket there is no need to read the process table.
     if not os.path.lexists(home.pipe / "control"):
         return None
     for process in _daemon_processes(host):
         if process.trusted and process.pipe == str(home.pipe) and process.device == uuid:
-            return _adopted_record(process, uuid)
+            return process.adopted_record(uuid)
     return None
-
-
-def _adopted_record(process: _Process, uuid: str) -> DaemonRecord:
-    """Return the record of a daemon of gpushare whose own record was lost or never written."""
-    uid = os.geteuid() if process.info.uid is None else process.info.uid
-    return DaemonRecord(device_uuid=uuid, pid=process.pid, started=process.info.started, uid=uid, state=ADOPTED)
 
 
 def _daemon_of_home(
@@ -485,7 +488,7 @@ def _adopted_daemon(process: _Process, gpus: Sequence[Gpu], directories: Sequenc
     home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
     if home is None or process.device is None or home.read() is not None:
         return None
-    record = _adopted_record(process, process.device)
+    record = process.adopted_record(process.device)
     daemon = replace(_recorded_daemon(home, record, process.pid, gpus), user=process.info.user)
     return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
 
@@ -519,6 +522,7 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return tuple(gpu.index for gpu in gpus)
     indexes: list[int] = []
+    # The rest of a longer list is not even split.
     for word in environment["CUDA_VISIBLE_DEVICES"].split(",", _MOST_DEVICES)[:_MOST_DEVICES]:
         # CUDA takes ordinals and UUIDs; `select` takes more.
         if not re.match(r"\d|GPU-|MIG-", word.strip()) or ":" in word:
@@ -547,42 +551,31 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
         NoPermission: with ``to_change``, it belongs to another user. Any user may join it.
     """
-    # A dead daemon is an error only if no run directory has a live one.
-    first_error: NotFound | None = None
+    # The records of daemons that do not run: an error only if no run directory has one that runs.
+    useless: list[DaemonRecord] = []
     for run_directory in host.run_directories:
         home = home_of(run_directory, device.uuid)
         if not home.is_trusted():
             continue
         record = home.read()
         if record is None or record.device_uuid != device.uuid:
-            record = adopted_record(host, home, device.uuid)
+            record = _unrecorded_daemon(host, home, device.uuid)
         if record is None:
             continue
-        if record.interrupted:
-            first_error = first_error or NotFound(
-                f"the MPS daemon of {device.title} is being started, or its start was interrupted",
-                f"start it again: gpushare mps start -g {device.selector}; "
-                f"or clean up: gpushare mps stop -g {device.selector}",
-                gpu=device.gpu.index,
-                code="start_interrupted",
-            )
-            continue
-        pid = live_pid(host, home, record)
+        pid = None if record.interrupted else live_pid(host, home, record)
         if pid is None:
-            first_error = first_error or NotFound(
-                f"the MPS daemon of {device.title} (process {record.pid}) is dead",
-                f"clean up: gpushare mps stop -g {device.selector}; then start it again",
-                gpu=device.gpu.index,
-                code="dead_daemon",
-            )
+            useless.append(record)
             continue
         if to_change and not host.root and record.uid != host.uid:
             raise not_your_daemon_error(
                 f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index)
             )
-        return home, _completed_record(host, record, pid)
-    if first_error is not None:
-        raise first_error
+        if record.pid != pid or record.state != RUNNING:
+            # Its start was killed before it wrote this, or it was adopted.
+            record = replace(record, pid=pid, started=start_of(host.processes.identity(pid)), state=RUNNING)
+        return home, record
+    if useless:
+        raise _not_running_error(useless[0], device)
     raise NoDaemon(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
@@ -590,11 +583,22 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
     )
 
 
-def _completed_record(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
-    """Return the record of a live daemon as it should be: a start may have been killed before it wrote the PID."""
-    if record.pid == pid and record.state == RUNNING:
-        return record
-    return replace(record, pid=pid, started=start_of(host.processes.identity(pid)), state=RUNNING)
+def _not_running_error(record: DaemonRecord, device: Device) -> NotFound:
+    """Return the error about a daemon that has a record and does not run."""
+    clean_up = f"clean up: gpushare mps stop -g {device.selector}"
+    if record.interrupted:
+        return NotFound(
+            f"the MPS daemon of {device.title} is being started, or its start was interrupted",
+            f"start it again: gpushare mps start -g {device.selector}; or {clean_up}",
+            gpu=device.gpu.index,
+            code="start_interrupted",
+        )
+    return NotFound(
+        f"the MPS daemon of {device.title} (process {record.pid}) is dead",
+        f"{clean_up}; then start it again",
+        gpu=device.gpu.index,
+        code="dead_daemon",
+    )
 
 
 def check_device(host: Host, device: Device) -> None:

@@ -328,23 +328,23 @@ def test_each_kind_of_command_has_its_own_patience() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "least", "reply", "answered"),
+    ("printed", "command", "reply"),
     [
-        ("100.0\n", 0, "", True),
-        ("628\n629\n50.0\n", 0, "628\n629\n", True),
-        ("", 0, "", False),
+        ("100.0\n", "get_server_list", ""),
+        ("628\n629\n50.0\n", "get_server_list", "628\n629\n"),
+        ("", "get_server_list", None),
         # A PID, and a word, are no percentage.
-        ("100\n", 0, "100\n", False),
-        ("628\n", 0, "628\n", False),
-        ("Server 1.0 not found\n", 0, "Server 1.0 not found\n", False),
-        ("a.b\n", 0, "a.b\n", False),
+        ("100\n", "get_server_list", None),
+        ("628\n", "get_server_list", None),
+        ("Server 1.0 not found\n", "get_server_list", None),
+        ("a.b\n", "get_server_list", None),
         # The answer to the question itself is not the closing one.
-        ("50.0\n", 1, "50.0\n", False),
-        ("50.0\n100.0\n", 1, "50.0\n", True),
+        ("50.0\n", "get_active_thread_percentage 628", None),
+        ("50.0\n100.0\n", "get_default_active_thread_percentage", "50.0\n"),
     ],
 )
-def test_the_closing_answer_is_told_from_the_reply(said: str, least: int, reply: str, answered: bool) -> None:
-    assert mps_control.without_sentinel(said, least) == (reply, answered)
+def test_the_closing_answer_is_told_from_the_reply(printed: str, command: str, reply: str | None) -> None:
+    assert mps_control.without_closing_answer(printed, command) == reply
 
 
 def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
