@@ -129,16 +129,18 @@ class DaemonHome:
             )
 
     def _make_directory(self) -> None:
+        """Make the home and those above it, each closed to the writes of others."""
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_private_directory(path)
 
     @classmethod
     def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
-        """Return the home in one of these run directories whose pipe directory this is."""
-        path = Path(pipe_directory or "/")
-        if path.name != "pipe" or path.parent.parent not in [directory / "mps" for directory in run_directories]:
+        """Return the home whose pipe directory this is; None: it is not in one of these run directories, or is unknown."""
+        if pipe_directory is None:
             return None
-        return cls(path.parent)
+        path = Path(pipe_directory)
+        is_below = path.parent.parent in [directory / "mps" for directory in run_directories]
+        return cls(path.parent) if is_below and path.name == "pipe" else None
 
     def read(self) -> DaemonRecord | None:
         """Return the record, or None if there is none, it is not valid, or another user may have written it.
@@ -146,7 +148,9 @@ class DaemonHome:
         The PID in it gets signals, so only our own records and root's count.
         """
         record = DAEMONS.read(self.directory / _RECORD)
-        return None if record is None or (record.pid is None and not record.interrupted) else record
+        if record is None or (record.pid is None and not record.interrupted):
+            return None
+        return record
 
     def is_trusted(self) -> bool:
         """Return whether only this user or root can have written here or redirected the path."""
@@ -265,7 +269,7 @@ class Lease:
         """Give the lease back: the daemon is no longer in use by this holder."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        # If its file stays: the guard has the same descriptor, and would keep the lock.
+        # The guard has the same descriptor: if the file stays, closing ours alone would leave it locked.
         with contextlib.suppress(OSError):
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
@@ -281,7 +285,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def restart_command(record: DaemonRecord, device: Device | None) -> str:
-    """Return the gpushare command that starts the daemon of a record again; None: name its device by UUID."""
+    """Return the gpushare command that starts the daemon of a record again; ``device`` None: it is named by its UUID."""
+    # A start records the compute mode from before only if it made the GPU exclusive, which no instance can be.
     exclusive = record.previous_compute_mode is not None and (device is None or device.mig is None)
     selector = record.device_uuid if device is None else device.selector
     return start_command(selector, record.limits, exclusive=exclusive, users=record.users)
@@ -347,7 +352,10 @@ _REFUSING_DRIVER: Final = 550
 
 
 def anybody_changes(directory: Path, driver: str | None) -> bool:
-    """Return whether every user may change the limits of the daemon at a pipe directory, which need not exist yet."""
+    """Return whether every user may change the limits of a daemon: before driver 550, all who may enter its pipe directory.
+
+    A directory that does not exist yet counts as open to all.
+    """
     branch = re.match(r"\d{1,6}", driver or "", re.ASCII)
     return branch is not None and int(branch.group()) < _REFUSING_DRIVER and not pipe_users(directory)
 
@@ -362,10 +370,12 @@ def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
     """
     ids = sorted({user_id(user) for user in users})
     try:
-        # Close it before opening it to some. With a list, the group bits are its mask: so again after its removal.
-        os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
+        # Closed first, then without an old list, and only then with the new one: nobody else is let in meanwhile.
+        mode = _CLOSED_MODE if ids else OPEN_MODE
+        os.chmod(directory, mode)
         set_listed_users(directory, _CLOSED_MODE, (), _ENTER)
-        os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
+        # While there was a list, the group bits were its mask.
+        os.chmod(directory, mode)
         set_listed_users(directory, _CLOSED_MODE, ids, _ENTER)
     except OSError as error:
         raise change_refused_error(
@@ -388,18 +398,18 @@ LIMIT_FILE: Final = "memory-limit"
 
 
 def pipe_directory(uuid: str) -> str:
-    """Return the pipe directory of the unit of a device, by which its daemon is recognized."""
+    """Return the pipe directory of the daemon that systemd starts for a device (`export systemd`): it is known by this."""
     return f"{UNIT_PIPES}/{device_key(uuid)}/pipe"
 
 
 def unit_name(uuid: str) -> str:
-    """Return the name of the unit of a device."""
+    """Return the name of the systemd unit that starts the MPS daemon of a device."""
     return f"gpushare-mps-{device_key(uuid)}.service"
 
 
 def unit_at(pipe_directory: str) -> str:
-    """Return the name of the unit whose daemon listens at a directory."""
-    return f"gpushare-mps-{pipe_directory.split('/')[-2]}.service"
+    """Return the name of the systemd unit whose daemon listens at this `pipe_directory`."""
+    return f"gpushare-mps-{Path(pipe_directory).parent.name}.service"
 
 
 def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome, limits: Limits) -> dict[str, str]:

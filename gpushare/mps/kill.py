@@ -95,16 +95,17 @@ class Ending:
         )
 
     def _stop(self) -> None:
+        """Stop all processes, after a reading of how busy the GPU is with them."""
         self._before = self._meter.read()
         for pid, started in self._started.items():
             self._stop_process(pid, started)
 
     def _stop_process(self, pid: int, started: int) -> None:
-        """Stop a process, and wait until it is stopped. One that cannot be stopped launches no more work either."""
+        """Stop a process, and wait until it is stopped, or for a second: one that hangs in the driver launches no work either."""
         processes = self._host.processes
         info = processes.describe(pid)
         if info is None or info.stopped:
-            # Stopped by its owner: it launches nothing, and continuing it is not our decision.
+            # Stopped by its owner: it launches nothing, and is not in `_stopped`, as continuing it is not our decision.
             return
         # Before the signal: Ctrl-C right after it must not leave the process stopped forever.
         self._stopped.append(pid)
@@ -119,6 +120,7 @@ class Ending:
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
 
     def _continue_stopped(self) -> None:
+        """Let those continue that `_stop` has stopped."""
         signal_all(self._host.processes, {pid: self._started[pid] for pid in self._stopped}, signal.SIGCONT)
 
     def _wait(self) -> None:
@@ -173,8 +175,8 @@ def wait_for_drain(
     """
     started = clock()
     readings: list[float] = []
-    source = before.source if before is not None else None
-    least = _LEAST_SECONDS if source == "gpm" else max(_LEAST_SECONDS, _UTILIZATION_LAG_SECONDS)
+    source, before_percent = (None, None) if before is None else (before.source, before.percent)
+    least_seconds = _LEAST_SECONDS if source == "gpm" else max(_LEAST_SECONDS, _UTILIZATION_LAG_SECONDS)
     while clock() - started < bound_seconds:
         activity = meter.read()
         waited = clock() - started
@@ -182,20 +184,20 @@ def wait_for_drain(
             time.sleep(min(0.05, max(0.0, bound_seconds - waited)))
             continue
         readings.append(activity.percent)
-        by = _sign_of_end(before, readings)
-        if by is not None and waited >= least:
+        sign = _sign_of_end(before, readings)
+        if sign is not None and waited >= least_seconds:
             return Drain(
                 seconds=waited,
-                by=by,
+                by=sign,
                 source=activity.source,
-                before_percent=_percent(before),
+                before_percent=before_percent,
                 after_percent=activity.percent,
             )
     return Drain(
         seconds=clock() - started,
         by="bound",
         source=source,
-        before_percent=_percent(before),
+        before_percent=before_percent,
         after_percent=readings[-1] if readings else None,
     )
 
@@ -208,10 +210,6 @@ def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | No
         return None
     least_fall = max(_FALL_POINTS, _FALL_SHARE * before.percent)
     return "fall" if max(readings[-_FALL_READINGS:]) <= before.percent - least_fall else None
-
-
-def _percent(activity: Activity | None) -> float | None:
-    return None if activity is None else activity.percent
 
 
 FAULT_HINT: Final = (
@@ -239,12 +237,12 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
         BadUsage: one is an MPS daemon or server, whose clients would all lose the GPU with it (``serves_clients``).
     """
     clients = _clients_among(host, find_daemons(host, gpus), pids)
-    # In another PID namespace NVML's list says nothing.
-    blind = host.processes.namespace_is_host() is False
-    if clients or not (
-        blind or any(process.mps and process.pid in pids for gpu in gpus for process in gpu.processes or ())
-    ):
+    if clients:
         return clients
+    listed_clients = {process.pid for gpu in gpus for process in gpu.processes or () if process.mps}
+    # In another PID namespace NVML's list says nothing.
+    if listed_clients.isdisjoint(pids) and host.processes.namespace_is_host() is not False:
+        return []
     # Daemons of other users are asked only if none of this user's and root's has one of them as a client.
     return _clients_among(host, find_daemons(host, gpus, strangers=True), pids)
 
@@ -253,9 +251,11 @@ def _clients_among(host: Host, daemons: Sequence[FoundDaemon], pids: Collection[
     """Return those of these processes that are clients of these daemons. Raises BadUsage as `find_clients`."""
     clients = []
     for item in daemons:
-        serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}
-        for pid in serving.keys() & set(pids):
-            raise serves_clients_error(pid or 0, serving[pid], item.stop_hint)
+        if item.daemon.pid is not None and item.daemon.pid in pids:
+            raise serves_clients_error(item.daemon.pid, "control daemon", item.stop_hint)
+        for server in item.daemon.servers:
+            if server.pid in pids:
+                raise serves_clients_error(server.pid, "server", item.stop_hint)
         for client in item.daemon.clients:
             info = host.processes.describe(client.pid) if client.pid in pids else None
             # A daemon of another user may name any PID: only that user's processes count.
@@ -298,11 +298,9 @@ def read_state(host: Host, client: Client) -> str | None:
 def meter_of(host: Host, client: Client, gpus: Sequence[Gpu]) -> ActivityMeter:
     """Return the meter of the device that a client's daemon serves."""
     daemon = client.daemon
-    index = daemon.gpu_index
-    if index is None:
-        # Of a daemon of several GPUs, the first.
-        index = (daemon.gpu_indexes or (0,))[0]
-    instance = next(
+    # Of a daemon of several GPUs, the first; one whose GPU is unknown most likely has GPU 0.
+    index = next(iter(daemon.gpu_indexes), 0)
+    gpu_instance = next(
         (mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None
     )
-    return ActivityMeter(host.nvml, index, instance)
+    return ActivityMeter(host.nvml, index, gpu_instance)

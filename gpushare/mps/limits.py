@@ -46,10 +46,9 @@ _VERSION_WITH_60_CLIENTS: Final = 13010
 
 
 def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
-    """Return how many client contexts one server accepts on a device, or None when unknown.
+    """Return how many client contexts one server accepts on a device (NVIDIA's MPS guide), or None when unknown.
 
-    ``version`` is the program's binary version (`probe_version`). A MIG instance has its fraction of the number
-    (NVIDIA's MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
+    ``version`` is the program's binary version (`probe_version`). A MIG instance accepts its ``fraction`` of the number.
     """
     if compute_capability is None:
         return None
@@ -155,7 +154,7 @@ class Limits:
         )
 
     def back_from(self, change: Limits) -> Limits:
-        """Return what takes a change back: of these limits, those that it names."""
+        """Return the change that undoes ``change`` of these limits: it sets those that ``change`` sets, to what they are here."""
         before = self.explicit
         changes_memory = change.memory_limit_bytes is not None or change.no_memory_limit
         return Limits(

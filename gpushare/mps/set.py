@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from gpushare.base.errors import GpushareError, NoPermission
-from gpushare.base.model import Priority
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
@@ -87,15 +86,18 @@ class _AttachedClients:
         self._seen: dict[int, AttachedClient] = {}
 
     def before_change(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
-        """Return the clients that are attached. Those that an earlier change has recorded keep what it recorded."""
+        """Return the clients that are attached; ``servers`` are the percentages of their servers now.
+
+        One that attached before an earlier change has the limits that were recorded then.
+        """
         earlier = {client.pid: client for client in self._record.attached}
         for client in self._control.clients():
-            before = earlier.get(client.pid)
-            if before is None or not is_still(self._host, before):
+            attached = earlier.get(client.pid)
+            if attached is None or not is_still(self._host, attached):
                 threads = servers.get(client.server_pid or 0)
-                certain = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
-                before = self._attached(client.pid, self._record.limits.explicit if certain else None)
-            self._seen[client.pid] = before
+                has_recorded = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
+                attached = self._attached(client.pid, self._record.limits.explicit if has_recorded else None)
+            self._seen[client.pid] = attached
         return tuple(self._seen.values())
 
     def after_change(self) -> tuple[AttachedClient, ...]:
@@ -108,36 +110,27 @@ class _AttachedClients:
         return tuple(self._seen.values())
 
     def _attached(self, pid: int, limits: Limits | None) -> AttachedClient:
+        """Return a client with the limits of its server when it attached; None: unknown."""
         return AttachedClient(pid=pid, started=start_of(self._host.processes.identity(pid)), limits=limits)
 
 
 def _with_joint_undo(
     control: MpsControl, before: Limits, servers: Mapping[int, float | None], steps: Sequence[Step]
 ) -> list[Step]:
-    """Return the steps; undone, the first of them restores all of the old limits.
+    """Return the steps; undone, the first of them restores all of the old limits (``before``, without defaults).
 
-    A server keeps its own percentage; its memory limit goes back to the daemon's, which it started with.
+    ``servers`` are the percentages of the servers, which each gets back; its memory limit goes back to the daemon's, which it
+    started with.
     """
-    refused: list[NoPermission] = []
-
-    def begin() -> None:
-        """Do the first step, and note if the daemon refuses it."""
-        try:
-            steps[0].do()
-        except NoPermission as error:
-            refused.append(error)
-            raise
 
     def back() -> None:
         """Set the old limits of the daemon and of the servers that still run."""
-        if refused:
-            # Another user's daemon took nothing, and would refuse to take anything back.
-            return
-        control.set_threads(before.threads_percent or 100.0)
-        control.set_memory(before.memory_limit_bytes)
-        control.set_priority(before.priority or Priority.NORMAL)
-        for server in set(control.servers()) & servers.keys():
-            control.set_threads(servers[server] or 100.0, server)
-            control.set_memory(before.memory_limit_bytes, server)
+        # A daemon of another user, which refuses this, has not taken the new limits either.
+        with contextlib.suppress(NoPermission):
+            for step in control.limit_steps(before):
+                step.do()
+            for server in set(control.servers()) & servers.keys():
+                for step in control.limit_steps(replace(before, threads_percent=servers[server] or 100.0), server):
+                    step.do()
 
-    return [replace(steps[0], do=begin, revert=back), *steps[1:]]
+    return [replace(steps[0], revert=back), *steps[1:]]

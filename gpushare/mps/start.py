@@ -105,6 +105,7 @@ class _Start:
         self._host, self._device, self._home, self._limits, self._transient = host, device, home, limits, transient
         self._users = None if users is None else tuple(users)
         self._users_before: tuple[str, ...] | None = None
+        self._argv = start_words(multiuser=users is not None)
         self._control = MpsControl(host.programs, str(home.pipe))
         self._before = home.read()
         self._started = False
@@ -174,11 +175,8 @@ class _Start:
             Step(what="record that the daemon is running", command=f"write {record}", do=self._write_running),
         ]
 
-    @property
-    def _argv(self) -> list[str]:
-        return start_words(multiuser=self._users is not None)
-
     def _open_pipe(self) -> None:
+        """Let the users enter the pipe directory, and note who could before."""
         self._users_before = pipe_users(self._home.pipe)
         set_pipe_users(self._home.pipe, self._users or ())
 
@@ -232,19 +230,20 @@ class _Start:
         self._write_record(RUNNING, pid, start_of(self._host.processes.identity(pid)))
 
     def _restore_home(self) -> None:
-        """Restore the home as it was before the start."""
+        """Restore the home as it was before the start: with the record of then, or empty."""
         if self._before is not None:
             # Replaced, not removed and written: a kill in between would lose what is to be restored.
             self._home.write(self._before)
             return
-        noted = self._home.read()
-        if noted is not None and live_pid(self._host, self._home, noted) is not None:
-            # It could not be ended: its record says what is still to be undone.
+        record = self._home.read()
+        if record is not None and live_pid(self._host, self._home, record) is not None:
+            # The daemon could not be ended: its record says what is still to be undone.
             return
         # The sockets of a live daemon of another are not ours to remove.
         self._home.clear(sockets=self._daemon_pid() is None)
 
     def _daemon_pid(self) -> int | None:
+        """Return the PID of the daemon that listens in the home, or None."""
         return daemon_pid(self._host, str(self._home.pipe))
 
     def _end_interrupted(self, record: DaemonRecord) -> None:
@@ -272,19 +271,7 @@ class _Start:
             OperationFailed: it does not start, or does not answer (codes ``daemon_not_started``, ``daemon_silent``).
         """
         device, home = self._device, self._home
-        try:
-            answers = self._control.answers()
-        except TimedOut:
-            # If the program itself hangs, this raises its error: there is no daemon to end.
-            probe_version(self._host.programs)
-            raise
-        if answers:
-            raise _daemon_exists_error(device, self._daemon_pid())
-        if self._daemon_pid() is None:
-            # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
-            for path in home.leftovers():
-                with contextlib.suppress(OSError):
-                    path.unlink()
+        self._check_pipe_free()
         environment = start_environment(device.uuid, str(home.pipe), str(home.log))
         # Before the program runs: an interruption ends what it started.
         self._started = True
@@ -294,9 +281,28 @@ class _Start:
         if done.exit_code != 0:
             raise _start_error(done, device, home)
         # Exit code 0 proves nothing (an unknown option exits 0 too): the daemon must answer.
+        self._wait_for_answer(done.text or "it printed nothing")
+
+    def _check_pipe_free(self) -> None:
+        """Raise if a daemon answers in the home or hangs there; remove the files of a dead one."""
+        try:
+            answers = self._control.answers()
+        except TimedOut:
+            # If the program itself hangs, this raises its error: there is no daemon to end.
+            probe_version(self._host.programs)
+            raise
+        if answers:
+            raise _daemon_exists_error(self._device, self._daemon_pid())
+        if self._daemon_pid() is None:
+            # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
+            for path in self._home.leftovers():
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    def _wait_for_answer(self, printed: str) -> None:
+        """Wait until the new daemon answers. Raises OperationFailed (``daemon_silent``), which quotes what it ``printed``."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         misses = 0
-        printed = done.text or "it printed nothing"
         while not self._answers(deadline):
             # A single miss may fall between the daemon's fork and exec; two in a row mean that its process has ended.
             misses = misses + 1 if self._daemon_pid() is None else 0
@@ -304,18 +310,15 @@ class _Start:
             if has_ended or time.monotonic() > deadline:
                 failure = "ended right after its start" if has_ended else "was started but does not answer"
                 raise OperationFailed(
-                    f"the MPS daemon of {device.title} {failure}: {printed}",
-                    f"see its log: {shlex.quote(f'{home.log}/control.log')}",
-                    gpu=device.gpu.index,
+                    f"the MPS daemon of {self._device.title} {failure}: {printed}",
+                    f"see its log: {shlex.quote(f'{self._home.log}/control.log')}",
+                    gpu=self._device.gpu.index,
                     code="daemon_silent",
                 )
             time.sleep(0.05)
 
     def _answers(self, deadline: float) -> bool:
-        """Return whether the new daemon answers. A timeout counts as no answer until the deadline, then it is raised.
-
-        On a busy machine the first answer may take longer than later ones.
-        """
+        """Return whether the new daemon answers. Raises TimedOut after the deadline; until then it may only be slow."""
         try:
             return self._control.answers()
         except TimedOut:
@@ -324,6 +327,7 @@ class _Start:
             return False
 
     def _end_started_daemon(self) -> None:
+        """End the daemon if this start has made it."""
         pid = self._daemon_pid() if self._started else None
         if pid is not None:
             end_daemon(self._host, self._control, pid, force=True)

@@ -71,7 +71,7 @@ def daemons_to_stop(
     else:
         chosen = [_daemon_at_pipe(host, daemons, pipe_directory)]
     # A MIG device has no compute mode.
-    whole_gpus = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
+    whole_gpus = {each.uuid: Device(gpu=each) for each in gpus if each.uuid is not None}
     return [(item, whole_gpus.get(item.daemon.device_uuid or "")) for item in chosen]
 
 
@@ -86,14 +86,7 @@ def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[
     try:
         devices = select_for_change(gpu, gpus)
     except GpuLost as error:
-        # A lost GPU has no UUID, but its daemon still has its directory.
-        ways = [
-            f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
-            for item in ours
-            if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
-        ]
-        hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(ways)}" if ways else error.hint
-        raise GpuLost(error.message, hint, gpu=error.gpu, code=error.code) from error
+        raise _lost_gpu_error(error, ours) from error
     chosen = [
         item
         for device in devices
@@ -105,6 +98,17 @@ def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[
     if not chosen:
         raise _no_daemon_error(daemons, devices)
     return chosen
+
+
+def _lost_gpu_error(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
+    """Return the error about a lost GPU, which has no UUID, with the commands that stop its daemon by its directory."""
+    commands = [
+        f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
+        for item in ours
+        if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
+    ]
+    hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(commands)}" if commands else error.hint
+    return GpuLost(error.message, hint, gpu=error.gpu, code=error.code)
 
 
 def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
@@ -195,9 +199,10 @@ class Stop:
         self._agreed: frozenset[int] | None = None
 
     def losses(self, job_names: Callable[[Sequence[int]], Mapping[int, str]]) -> tuple[Loss, ...]:
-        """Return what the stop takes that is not ours or in use, and note the clients: one that comes later makes it fail.
+        """Return what to ask before the stop: about a daemon that is not ours, and with ``force`` about the programs on it.
 
-        ``job_names`` returns the names of the jobs that processes belong to.
+        The clients are noted: if another one comes until then, the stop fails. ``job_names`` returns the names of the jobs
+        that processes belong to.
         """
         item = self._found
         daemon = item.daemon
@@ -239,8 +244,9 @@ class Stop:
         names = job_names([*clients, *(pid for pids in families for pid in pids)])
         programs = set(clients)
         for pids in families:
-            # The program of the job: of its processes the first with a name.
-            programs.update([pid for pid in pids if pid in names][:1])
+            first_of_job = next((pid for pid in pids if pid in names), None)
+            if first_of_job is not None:
+                programs.add(first_of_job)
         if not programs:
             return None
         described = processes_text(self._host.processes, sorted(programs), jobs=names)
@@ -270,7 +276,7 @@ class Stop:
         record = self._found.record
         if record is None or record.transient or record.interrupted or self._found.daemon.pid is None:
             return None
-        # Others may have changed them since. A daemon that does not answer has no percentage.
+        # Its limits now, which others may have changed since the start, unless it does not answer (None).
         (now,) = with_answers(self._host, [self._found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
         mode_before = record.previous_compute_mode
@@ -310,14 +316,8 @@ class Stop:
         what = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
         if dead:
             what = f"end what an interrupted start of the MPS daemon{where} may have left"
-        steps = [
-            Step(
-                what=what,
-                command=self.command or control_command(daemon.pipe_directory or "", "quit"),
-                undo=self.undo,
-                do=self._end,
-            )
-        ]
+        quit_command = control_command(daemon.pipe_directory or "", "quit")
+        steps = [Step(what=what, command=quit_command, undo=self.undo, do=self._end)]
         if record is not None and record.previous_compute_mode is not None:
             steps.append(
                 Step(
@@ -361,6 +361,7 @@ class Stop:
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
     def _wait(self) -> None:
+        """Wait for the clients, and note for how long."""
         started = time.monotonic()
         self._wait_for_clients(self.drain_seconds)
         self._waited = time.monotonic() - started
@@ -378,6 +379,7 @@ class Stop:
             try:
                 control.answers(timeout=_PROBE_SECONDS)
             except TimedOut:
+                # A daemon that hangs names no clients; it is ended by signals.
                 return []
         while True:
             clients = clients_of(control)
@@ -398,32 +400,35 @@ class Stop:
         return clients
 
     def _end(self) -> None:
-        """End the daemon, after another look at its clients: with ``force`` only those that the user agreed to lose."""
+        """End the daemon. Raises InUse: clients have come while we waited for the lock."""
         host = self._host
         item = self._found
         started = item.started
         if self._pid is None and item.home is not None and item.record is not None:
-            # A start that was killed meanwhile may have left one.
+            # A start that was killed meanwhile may have left a daemon, whose start time is not known.
             self._pid = live_pid(host, item.home, item.record)
             started = None
         if self._pid is None:
             return
         # Another process may listen there now.
         _check_listener(host, item)
-        # Clients may have come while we waited for the lock.
         clients = self._wait_for_clients(0.0)
-        control = item.control(host)
+        self._refuse_new(clients)
+        signaled = end_daemon(host, item.control(host), self._pid, started=started, force=self._force)
+        self._forced = bool(clients) or signaled
+
+    def _refuse_new(self, clients: Sequence[int]) -> None:
+        """Raise InUse if one of these clients came after the user agreed to lose those of then."""
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
+            item = self._found
             raise InUse(
-                f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {processes_text(host.processes, new)}; "
-                "it was not stopped",
+                f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: "
+                f"{processes_text(self._host.processes, new)}; it was not stopped",
                 f"run it again, and it asks for these too: {item.stop_command} --force",
                 gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
                 code="clients_left",
             )
-        signaled = end_daemon(host, control, self._pid, started=started, force=self._force)
-        self._forced = bool(clients) or signaled
 
     def _restore(self) -> None:
         if self._found.record is not None:
@@ -453,23 +458,9 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False
-    answers = True
-    woken = False
-    if force:
-        answers, woken = _wake(host, control, pid, started)
-    # A "quit" that collides with another conversation is silently dropped, so it is repeated.
-    for seconds in _WAITS_AFTER_QUIT if answers else ():
-        try:
-            control.quit(force=force)
-        except NotFound:
-            # It ended just before the command.
-            pass
-        except TimedOut:
-            if not force:
-                raise
-            break
-        if not wait_gone(host.processes, {pid: started}, seconds):
-            return woken
+    needed_signal = _wake(host, control, pid, started) if force else False
+    if needed_signal is not None and _quit(host, control, pid, started, force=force):
+        return needed_signal
     if force and _end_by_signals(host, pid, started):
         return True
     raise OperationFailed(
@@ -480,16 +471,37 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     )
 
 
-def _wake(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool, bool]:
-    """Return whether a daemon answers, and whether it needed SIGCONT for that (it may have been stopped)."""
-    for woken in (False, True):
+def _wake(host: Host, control: MpsControl, pid: int, started: int) -> bool | None:
+    """Return whether a daemon needed SIGCONT to answer, as it may have been stopped; None: it does not answer."""
+    for is_woken in (False, True):
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
             signal_if_same(host.processes, pid, started, signal.SIGCONT)
         else:
-            return True, woken
-    return False, True
+            return is_woken
+    return None
+
+
+def _quit(host: Host, control: MpsControl, pid: int, started: int, *, force: bool) -> bool:
+    """Tell a daemon to quit, again if it has not: a quit that meets another conversation is dropped. Return whether it is gone.
+
+    Raises:
+        TimedOut: it does not answer and ``force`` is False.
+    """
+    for seconds in _WAITS_AFTER_QUIT:
+        try:
+            control.quit(force=force)
+        except NotFound:
+            # It ended just before the command.
+            pass
+        except TimedOut:
+            if not force:
+                raise
+            return False
+        if not wait_gone(host.processes, {pid: started}, seconds):
+            return True
+    return False
 
 
 def _end_by_signals(host: Host, pid: int, started: int) -> bool:
@@ -515,15 +527,16 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
 def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
     """Return the MPS servers that a daemon has started, with their start times.
 
-    They are descendants with the name of a server, and of the daemon's user unless that is root: root's daemon starts
-    servers for other users.
+    They are descendants with the name of a server, or at first of the daemon, and of its user: root's daemon starts servers
+    for other users too.
     """
     servers = {}
     for pid in host.processes.descendants(daemon.pid):
-        info = host.processes.describe(pid) if pid != daemon.pid else None
-        if info is None or not (is_server(info.name) or info.name == daemon.name):
+        info = host.processes.describe(pid)
+        if info is None or pid == daemon.pid or info.started is None:
             continue
-        if daemon.uid in {0, info.uid} and info.started is not None:
+        has_name = is_server(info.name) or info.name == daemon.name
+        if has_name and daemon.uid in {0, info.uid}:
             servers[pid] = info.started
     return servers
 
@@ -536,26 +549,19 @@ def _check_listener(host: Host, found: FoundDaemon) -> None:
     listener = host.programs.listener(directory)
     if listener == (found.daemon.pid, found.uid):
         return
-    claim = (
-        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, but"
-    )
-    if listener is None:
-        raise InUse(
-            f"{claim} its listener could not be identified",
-            ending_hint(host, found.daemon.pid),
-            code="other_daemon",
-        )
-    raise InUse(
-        f"{claim} process {listener.pid} (user {user_name(listener.uid)}) listens there",
-        f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped",
-        code="other_daemon",
-    )
+    problem, hint = "its listener could not be identified", ending_hint(host, found.daemon.pid)
+    if listener is not None:
+        problem = f"process {listener.pid} (user {user_name(listener.uid)}) listens there"
+        hint = f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped"
+    claim = f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}"
+    raise InUse(f"{claim}, but {problem}", hint, code="other_daemon")
 
 
 def _check_not_replaced(found: FoundDaemon) -> None:
     """Raise NoDaemon if another gpushare stopped or replaced the daemon while we waited for the lock."""
-    noted = None if found.record is None or found.record.state == ADOPTED else found.record
-    if found.home is not None and found.home.read() != noted:
+    # An adopted daemon has no record of its own.
+    record_then = None if found.record is None or found.record.state == ADOPTED else found.record
+    if found.home is not None and found.home.read() != record_then:
         raise NoDaemon(
             f"another gpushare stopped or replaced the MPS daemon {found.daemon.pid}",
             "see the current daemons: gpushare mps status",
