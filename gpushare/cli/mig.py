@@ -34,11 +34,12 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.gpu_models import find_model
+from gpushare.host.host import Host
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.places import InstancePlace, named_places
-from gpushare.mig.plan import Cost, MigPlan, NoPlan, Why, shown_steps
+from gpushare.mig.plan import Cost, InstanceChange, MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.planner import eviction_words, plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.recover import leftovers
@@ -131,9 +132,10 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     GPUs with the same layout are shown once; on a terminal their idle instances are then listed without UUIDs, unless
     -v is given. A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    silent: list[Gpu] = []
+    host = settings.connect()
+    gpus, silent = capable_gpus(host, gpu)
     hidden: dict[int, GpushareError] = {}
-    gpus, layouts = capable_gpus(gpu, silent, hidden)
+    layouts = layouts_of(host, gpus, hidden)
     texts: list[GpuText] = []
     rows: list[MigGpu] = []
     unusable_notes: list[str] = []
@@ -148,7 +150,6 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
         rows.append(status_row(mig_gpu, layout, None))
         if mig_gpu.mig_enabled and not layout.instances:
             unusable_notes.append(f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it")
-    host = settings.connect()
     notes = [str(leftover) for leftover in leftovers(host, MigLedger(host))]
     notes += [*unusable_notes, *(f"{error.message}: {error.hint}" for error in hidden.values())]
     screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
@@ -168,13 +169,14 @@ def profiles(gpu: str | None = GPU_OPTION, model: str | None = MODEL) -> Any:
     The number in a name is rounded; the memory column is exact. With --model, published facts replace the
     driver's, each with its confidence; the driver's may differ.
     """
-    silent: list[Gpu] = []
+    silent: Sequence[Gpu] = ()
     if model is not None:
         layout, confidence = model_layout(model)
         rows = profile_rows(layout, confidence)
     else:
-        _, layouts = capable_gpus(gpu, silent)
-        rows = [row for layout in layouts for row in profile_rows(layout)]
+        host = settings.connect()
+        gpus, silent = capable_gpus(host, gpu)
+        rows = [row for layout in layouts_of(host, gpus) for row in profile_rows(layout)]
     return Result(
         data=MigProfilesAnswer(profiles=tuple(rows)), tables=(profiles_table(rows),), errors=gpu_errors(silent)
     )
@@ -205,9 +207,7 @@ def fits(
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
-    data = MigFitsAnswer(
-        fits=False, would_go=tuple(_instance_in_the_way(index, gone) for index, gone in answer.would_go)
-    )
+    data = MigFitsAnswer(fits=False, would_go=tuple(_would_go_row(index, change) for index, change in answer.would_go))
     text = f"no: {answer.message}"
     return Result(data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
@@ -239,13 +239,15 @@ def plan(
 
 
 def _with_eviction_hint(
-    plan: MigPlan | NoPlan, layouts: Sequence[Layout], wish: Wish, *, exact: bool
+    answer: MigPlan | NoPlan, layouts: Sequence[Layout], wish: Wish, *, exact: bool
 ) -> MigPlan | NoPlan:
-    """Return the plan; if programs are in its way, the refusal with a hint that names the command to end them."""
-    words_and_options = eviction_words(plan) if isinstance(plan, NoPlan) else None
-    if not isinstance(plan, NoPlan) or words_and_options is None:
-        return plan
-    instances, evict_options = words_and_options
+    """Return the answer to a wish; a refusal because of running programs gets a hint with the command that ends them."""
+    if isinstance(answer, MigPlan):
+        return answer
+    eviction = eviction_words(answer)
+    if eviction is None:
+        return answer
+    instances, evict_options = eviction
     if exact:
         # A request by size is given as the profile that serves it on these GPUs.
         words = " ".join(
@@ -255,7 +257,7 @@ def _with_eviction_hint(
         command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {evict_options}"
     else:
         command = f"gpushare mig destroy {instances} {evict_options}"
-    return replace(plan, hint=f"end the programs there, or let gpushare end them: {command}")
+    return replace(answer, hint=f"end the programs there, or let gpushare end them: {command}")
 
 
 @contextmanager
@@ -292,29 +294,24 @@ def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout],
     )
 
 
-def capable_gpus(
-    gpu: str | None, silent: list[Gpu] | None = None, hidden: dict[int, GpushareError] | None = None
-) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the GPUs that -g names and that have MIG, with their layouts.
-
-    ``silent`` gets those that do not answer; without it such a GPU is an error if -g names it. ``hidden`` gets the errors
-    of those whose instances the driver does not list: their layouts are empty.
-    """
-    host = settings.connect()
+def capable_gpus(host: Host, gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Gpu]]:
+    """Return the GPUs that -g names and that have MIG, at least one; and those that it names and that do not answer."""
     chosen = gpus_named(host, gpu)
     gpus = [each for each in chosen if each.mig_capable and each.error is None]
-    lost = [each for each in chosen if each.error is not None]
-    if lost and (not gpus or (gpu not in {None, "all"} and silent is None)):
-        raise GpuLost(str(lost[0].error), "see: gpushare status", gpu=lost[0].index)
-    if silent is not None:
-        silent += lost
+    silent = [each for each in chosen if each.error is not None]
+    if silent and not gpus:
+        raise _silent_error(silent)
     if not gpus:
         raise no_mig_error(chosen, "try one that has it: gpushare mig profiles --model h100-80gb")
-    return gpus, layouts_of(host, gpus, hidden)
+    return gpus, silent
+
+
+def _silent_error(silent: Sequence[Gpu]) -> GpuLost:
+    return GpuLost(str(silent[0].error), "see: gpushare status", gpu=silent[0].index)
 
 
 def chosen_gpus(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
-    """Return the GPUs that a wish is for, with their layouts: of this host, or no GPU and an empty layout of a model."""
+    """Return the GPUs that a wish is for, with their layouts; for --model no GPU, and the layout of an empty one."""
     if model is not None and gpu is not None:
         raise BadUsage(
             "both a GPU and a model are named",
@@ -323,7 +320,11 @@ def chosen_gpus(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequ
         )
     if model is not None:
         return (), [model_layout(model)[0]]
-    return capable_gpus(gpu)
+    host = settings.connect()
+    gpus, silent = capable_gpus(host, gpu)
+    if silent and gpu not in {None, "all"}:
+        raise _silent_error(silent)
+    return gpus, layouts_of(host, gpus)
 
 
 def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
@@ -381,16 +382,16 @@ class MigProfilesAnswer:
     profiles: tuple[ProfileRow, ...]
 
 
-def _instance_in_the_way(gpu: int, gone: Any) -> WouldGo:
-    """Return an instance, or the compute instances of it, that would have to go."""
+def _would_go_row(gpu: int, change: InstanceChange) -> WouldGo:
+    """Return what would have to be destroyed for a wish on a GPU: an instance, or only compute instances of it."""
     return WouldGo(
         gpu=gpu,
-        gpu_instance_id=gone.instance.id,
-        profile=gone.instance.profile.name,
-        start=gone.instance.start,
-        whole=gone.whole,
-        compute_instance_ids=tuple(part.id for part in gone.compute),
-        busy=gone.busy,
+        gpu_instance_id=change.instance.id,
+        profile=change.instance.profile.name,
+        start=change.instance.start,
+        whole=change.whole,
+        compute_instance_ids=tuple(part.id for part in change.compute),
+        busy=change.busy,
     )
 
 

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import ComputeMode, Gpu
@@ -61,7 +61,7 @@ from gpushare.mig.on_demand import left_instances, remove_left
 from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
-from gpushare.mig.profile import Layout
+from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, wish_words
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
@@ -80,11 +80,12 @@ def current_layouts(host: Host, gpu: str | None, *, named: bool = False) -> tupl
     On a host with several GPUs -g is required, unless the instances that change are ``named``: their names tell which GPU.
     """
     all_gpus = gpus_of(host)
-    devices: Sequence[Device] = ()
     if named and gpu is None:
-        devices = [Device(gpu=each) for each in all_gpus if each.error is None and each.mig_capable]
-        gpu = "all"
-    devices = devices or select_for_change(gpu, all_gpus)
+        capable_devices = [Device(gpu=each) for each in all_gpus if each.error is None and each.mig_capable]
+        # Without one, the error is that of all GPUs.
+        devices: Sequence[Device] = capable_devices or select_for_change("all", all_gpus)
+    else:
+        devices = select_for_change(gpu, all_gpus)
     for device in devices:
         if device.mig is not None:
             # Otherwise "-g MIG-... apply" would destroy its neighbors.
@@ -177,14 +178,14 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
 
 
 def _change_result(host: Host, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
-    """Return the answer to a MIG change: its plan and picture in a dry run, else what was made, how to undo it, what is in force."""
-    texts = [*notes, *change.notes, *change.plan.notes]
+    """Return the result of a MIG change: in a dry run its plan with a picture, else what is in force now, with the undo."""
+    all_notes = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
         made = _made_instances(host, change)
-        texts += _notes_afterwards(host, change)
+        all_notes += _notes_afterwards(host, change)
     undo = _undo_line(change) if change.plan.steps else None
-    planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(texts)))
+    planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(all_notes)))
     result = plan_result(planned, dry_run=dry_run)
     if dry_run:
         plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
@@ -218,31 +219,42 @@ class MigChangeAnswer(PlanAnswer):
 def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
     named_by_spot = {named.spot: named for named in names_of(host).values()}
-    names = {spot: f" '{named.name}'" for spot, named in named_by_spot.items()}
-    yield from (text for text, _ in _stopped_daemons(change))
-    # Those of other users.
+    yield from (daemon.text for daemon in _stopped_daemons(change))
+    # MPS daemons of other users.
     yield from (f"{loss.what} is gone" for loss in change.plan.consent if loss.action == "stops")
     for part in change.gpus:
         if part.enable is not None and part.enable is not part.before.mig_enabled:
             yield f"GPU {part.gpu.index}: MIG is {'on' if part.enable else 'off'}"
         if part.plan.destroyed:
-            gone = []
-            for each in part.plan.destroyed:
-                parts = "" if each.whole else f"{counted(len(each.compute), 'compute instance')} of "
-                gone.append(f"{parts}{each.instance}")
-            several = len(gone) > 1 or (not each.whole and len(each.compute) > 1)
-            yield f"{', '.join(gone)} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
+            yield _destroyed_line(part)
         for row in made:
             if row.gpu == part.gpu.index:
-                name = names.get(Spot(part.gpu.uuid or "", row.profile, row.start), "")
+                named = named_by_spot.get(Spot(part.gpu.uuid or "", row.profile, row.start))
+                name = "" if named is None else f" '{named.name}'"
                 yield f"{row.profile}:{row.start}{name} on GPU {row.gpu}: {', '.join(row.uuids)}"
-        for instance in part.plan.kept:
-            now = named_by_spot.get(Spot(part.gpu.uuid or "", *instance.place))
-            if now is None and instance.name:
-                yield f"{instance} on GPU {part.gpu.index} has no name"
-            elif now is not None and (now.name, now.users) != (instance.name, instance.granted):
-                users = f", for {', '.join(now.users)} only" if now.users else ""
-                yield f"{instance} on GPU {part.gpu.index} is now '{now.name}'{users}"
+        yield from _naming_lines(part, named_by_spot)
+
+
+def _destroyed_line(part: GpuChange) -> str:
+    """Return which instances, and compute instances of others, are gone from a GPU."""
+    destroyed = part.plan.destroyed
+    names = [
+        str(each.instance) if each.whole else f"{counted(len(each.compute), 'compute instance')} of {each.instance}"
+        for each in destroyed
+    ]
+    several = len(destroyed) > 1 or (not destroyed[0].whole and len(destroyed[0].compute) > 1)
+    return f"{', '.join(names)} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
+
+
+def _naming_lines(part: GpuChange, named_by_spot: Mapping[Spot, NamedInstance]) -> Iterator[str]:
+    """Yield the instances that stay on a GPU and have another name or other users than before the change."""
+    for instance in part.plan.kept:
+        named = named_by_spot.get(Spot(part.gpu.uuid or "", *instance.place))
+        if named is None and instance.name:
+            yield f"{instance} on GPU {part.gpu.index} has no name"
+        elif named is not None and (named.name, named.users) != (instance.name, instance.granted):
+            users = f", for {', '.join(named.users)} only" if named.users else ""
+            yield f"{instance} on GPU {part.gpu.index} is now '{named.name}'{users}"
 
 
 def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
@@ -254,16 +266,16 @@ def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
         gpu = host.nvml.gpu(on_gpu.gpu.index) if places else None
         if gpu is None or gpu.error is not None:
             continue
-        # A GPU instance that stays may lose compute instances, and get others in their place.
+        # A GPU instance that stays may lose compute instances, and get others in their place with the same UUIDs.
         destroyed = {part.uuid for removal in plan.destroyed for part in removal.compute}
-        stayed = {part.uuid for instance in plan.kept for part in instance.compute} - destroyed
+        old_uuids = {part.uuid for instance in plan.kept for part in instance.compute} - destroyed
         rows += [
             MadeInstance(
                 gpu=gpu.index,
                 gpu_instance_id=instance.id,
                 profile=instance.profile.name,
                 start=instance.start,
-                uuids=tuple(part.uuid for part in instance.compute if part.uuid and part.uuid not in stayed),
+                uuids=tuple(part.uuid for part in instance.compute if part.uuid and part.uuid not in old_uuids),
             )
             for instance in MigReader(host.nvml).layout(gpu).instances
             if instance.place in places
@@ -299,40 +311,26 @@ def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
 def _undo_line(change: MigChange) -> str | None:
     """Return the commands that undo a change, as one line; None: nothing undoes it.
 
-    It destroys by name or place what the change has created, and creates again what it has destroyed: what was made since
-    stays. A GPU whose mode has changed gets its layout of before as a whole, and so does one with a GPU instance that
-    stays and has other compute instances; this asks before it takes what is named, granted or in use. Only what the
-    change itself has named goes without a question.
+    Where only whole GPU instances have changed, they destroy what was created and create what was destroyed: what was
+    made since stays. Where the MIG mode or the compute instances of a GPU instance have changed, they restore the
+    earlier layout of the GPU; this asks before it takes what is named, granted or in use. Only what the change itself
+    has named goes without a question.
     """
     parts = [part for part in change.gpus if part.changes]
-    # GPUs on which nothing but the mode has changed, from on to off.
-    only_off = [
+    only_switched_off = [
         part for part in parts if part.before.mig_enabled and part.enable is False and not part.before.instances
     ]
-    exact = [
+    by_instance = [
         part
         for part in parts
         if part.enable is None and all(each.whole for each in (*part.plan.destroyed, *part.plan.created))
     ]
-    created = {
-        (part.gpu.uuid or "", *new.instance.place): new.instance
-        for part in parts
-        for new in part.plan.created
-        if new.whole
-    }
-    names = [named.name for named in change.names if named.spot in created]
-    named_spots = {named.spot for named in change.names}
-    commands = [f"gpushare mig destroy {' '.join(names)} -y"] if names else []
-    # Names that have moved are free again before their instances of before get them.
-    commands += filter(None, [change.plan.undo])
-    for part in exact:
-        unnamed = [new.instance for new in part.plan.created if (part.gpu.uuid, *new.instance.place) not in named_spots]
-        if unnamed:
-            commands.append(f"gpushare mig destroy {' '.join(map(str, unnamed))} -g {part.gpu.index}")
-    if only_off:
-        commands.append(f"gpushare mig enable -g {_gpu_numbers(only_off)}")
-    commands += as_commands(part.before for part in parts if part not in only_off and part not in exact)
-    for part in exact:
+    commands = _commands_that_destroy(change, by_instance)
+    if only_switched_off:
+        numbers = ranges(part.gpu.index for part in only_switched_off).replace(" ", "")
+        commands.append(f"gpushare mig enable -g {numbers}")
+    commands += as_commands(part.before for part in parts if part not in only_switched_off and part not in by_instance)
+    for part in by_instance:
         staying = [new.instance for new in part.plan.created] + list(part.plan.kept)
         wish = wish_words(part.before.without(staying))
         if wish:
@@ -340,38 +338,64 @@ def _undo_line(change: MigChange) -> str | None:
     for part in parts:
         users = {instance.name: instance.granted for instance in part.layout.instances if instance.name}
         commands += naming_commands(part.before, part.after, users)
-    # Their instances have their names again by then.
-    commands += [command for _, command in _stopped_daemons(change) if command]
+    # By then the instances of the daemons have their names again.
+    commands += [daemon.start_command for daemon in _stopped_daemons(change) if daemon.start_command]
     return in_turn(commands)
 
 
-def _stopped_daemons(change: MigChange) -> Iterator[tuple[str, str | None]]:
-    """Yield in words each MPS daemon that a change stops, and the command that starts it after the undo.
+def _commands_that_destroy(change: MigChange, by_instance: Sequence[GpuChange]) -> list[str]:
+    """Return the commands that destroy the instances that a change created, and undo its naming.
 
-    None: its instance has no name that would find it again, and may get another UUID.
+    Instances with names go on all GPUs; those without only on the GPUs that are undone ``by_instance``.
     """
+    created_spots = {
+        Spot(part.gpu.uuid or "", *new.instance.place) for part in change.gpus for new in part.plan.created if new.whole
+    }
+    names = [named.name for named in change.names if named.spot in created_spots]
+    commands = [f"gpushare mig destroy {' '.join(names)} -y"] if names else []
+    # A name that has moved must be free again before its earlier instance gets it.
+    commands += filter(None, [change.plan.undo])
+    named_spots = {named.spot for named in change.names}
+    for part in by_instance:
+        created = [new.instance for new in part.plan.created]
+        unnamed = [str(each) for each in created if (part.gpu.uuid, *each.place) not in named_spots]
+        if unnamed:
+            commands.append(f"gpushare mig destroy {' '.join(unnamed)} -g {part.gpu.index}")
+    return commands
+
+
+class _StoppedDaemon(NamedTuple):
+    """An MPS daemon that a change stops, in words, and the command that starts it again after the undo.
+
+    No command: its instance has no name by which to find it again, and may get another UUID.
+    """
+
+    text: str
+    start_command: str | None
+
+
+def _stopped_daemons(change: MigChange) -> Iterator[_StoppedDaemon]:
+    """Yield the MPS daemons that a change stops."""
     for part in change.gpus:
-        titles: dict[str | None, tuple[str, str | None]] = {
-            part.gpu.uuid: (f"GPU {part.gpu.index}", str(part.gpu.index))
-        }
+        titles: dict[str | None, str] = {part.gpu.uuid: f"GPU {part.gpu.index}"}
+        selectors: dict[str | None, str | None] = {part.gpu.uuid: str(part.gpu.index)}
         for instance in part.layout.instances:
-            selector = instance.name if len(instance.compute) == 1 else None
             title = f"'{instance.name}'" if instance.name else f"{instance} on GPU {part.gpu.index}"
-            titles |= {each.uuid: (title, selector) for each in instance.compute}
+            titles |= {each.uuid: title for each in instance.compute}
+            selectors |= {each.uuid: instance.name if len(instance.compute) == 1 else None for each in instance.compute}
         for record in change.daemons:
             if record.device_uuid not in titles:
                 continue
-            title, selector = titles[record.device_uuid]
             # `timeslice set --beside-mps` may have changed the mode since the start; None: it is unknown.
             mode_stays = part.gpu.compute_mode in {None, ComputeMode.EXCLUSIVE_PROCESS}
             exclusive = record.profile is None and record.previous_compute_mode is not None and mode_stays
+            selector = selectors[record.device_uuid]
             start = start_command(selector or "UUID", record.limits, exclusive=exclusive, users=record.users)
-            text = f"the MPS daemon of {title} is gone"
-            yield (text, start) if selector else (f"{text}; to start it on another instance: {start}", None)
-
-
-def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
-    return ranges(part.gpu.index for part in parts).replace(" ", "")
+            text = f"the MPS daemon of {titles[record.device_uuid]} is gone"
+            if selector is None:
+                yield _StoppedDaemon(f"{text}; to start it on another instance: {start}", None)
+            else:
+                yield _StoppedDaemon(text, start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,12 +419,7 @@ def recover(
     """
     host = settings.connect()
     ledger = MigLedger(host)
-    undo: str | None = None
-    notes: tuple[str, ...] = ()
-    if forget:
-        done = _forget(host, ledger)
-    else:
-        done, undo, notes = _recover_or_preview(host, ledger)
+    done, undo, notes = _Recovery(_forget(host, ledger)) if forget else _recover_or_preview(host, ledger)
     if done:
         text = "\n".join(done)
     elif ledger.running():
@@ -412,22 +431,23 @@ def recover(
     return Result(data=data, notes=notes, **shown)
 
 
-def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
-    """Return what was done, the command that takes it back (`other_way`), and what of earlier changes is not restored yet.
+class _Recovery(NamedTuple):
+    """What recovery has done, or in a dry run would do; the command that takes it back; what is still not restored."""
 
-    In a dry run nothing is done, and the first is what would be.
-    """
-    interrupted = ledger.interrupted()
-    instances = left_instances(host)
-    if ledger.running() or (interrupted is None and not instances and not ledger.not_restored()):
-        return (), None, ()
     done: tuple[str, ...] = ()
+    undo: str | None = None
+    not_restored: tuple[str, ...] = ()
+
+
+def _recover_or_preview(host: Host, ledger: MigLedger) -> _Recovery:
+    """Undo an interrupted change and try again what earlier ones could not restore; in a dry run only say so."""
+    interrupted = ledger.interrupted()
+    nothing_left = interrupted is None and not left_instances(host) and not ledger.not_restored()
+    if ledger.running() or nothing_left:
+        return _Recovery()
     undo = None if interrupted is None else other_way(host, interrupted)
     if settings.dry_run:
-        if interrupted is not None:
-            done = (_preview_text(host, interrupted),)
-        done += tuple(f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
-        done += tuple(f"{each} was made for a job that has ended; it would be destroyed" for each in instances)
+        done = tuple(_recovery_preview(host, ledger, interrupted))
     else:
         need_rights(host)
         with ledger.locked():
@@ -436,14 +456,17 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
     if lost and not done:
         hints = dict.fromkeys(leftover.remedy for leftover in lost)
         raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
-    return done, None if lost else undo, tuple(map(str, lost))
+    return _Recovery(done, None if lost else undo, tuple(map(str, lost)))
 
 
-def _preview_text(host: Host, change: ChangeRecord) -> str:
-    """Return in words what recovery would do about an interrupted change."""
-    if is_complete(host, change):
-        return f"'{change.title}' was interrupted but is complete; nothing would be undone"
-    return f"'{change.title}' was interrupted at '{change.step or 'its start'}'; it would be undone"
+def _recovery_preview(host: Host, ledger: MigLedger, interrupted: ChangeRecord | None) -> Iterator[str]:
+    """Yield in words what recovery would do."""
+    if interrupted is not None and is_complete(host, interrupted):
+        yield f"'{interrupted.title}' was interrupted but is complete; nothing would be undone"
+    elif interrupted is not None:
+        yield f"'{interrupted.title}' was interrupted at '{interrupted.step or 'its start'}'; it would be undone"
+    yield from (f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
+    yield from (f"{each} was made for a job that has ended; it would be destroyed" for each in left_instances(host))
 
 
 def _forget(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -565,10 +588,10 @@ def apply(
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
         """Plan the layout on the GPUs of the wish, or of the file."""
-        gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish or (), parted_config, exact=exact)
+        gpus, layouts, demands, notes = _demands_on_gpus(host, gpu, wish or (), parted_config, exact=exact)
         _need_profiles(gpus, layouts, demands)
         may_go = eviction_targets(evict, layouts)
-        # For a file MIG devices count, not how they are spread over GPU instances.
+        # A file counts MIG devices: a GPU that has them stays, however they are spread over GPU instances.
         wishes = {
             layout.gpu: demands[layout.gpu].wish
             for layout in layouts
@@ -578,12 +601,12 @@ def apply(
         modes = {index: demand.mig_enabled for index, demand in demands.items()}
         naming = None
         if names:
-            wanted = [
+            in_order_of_wish = [
                 (part, instance)
                 for part, layout in zip(plan.gpus, layouts, strict=True)
                 for instance in in_order(demands[part.gpu].wish, layout.profiles, part.after)
             ]
-            naming = plan_names(host, names, grants, wanted)
+            naming = plan_names(host, names, grants, in_order_of_wish)
         change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
         return replace(change, notes=(*notes, *change.notes))
 
@@ -633,7 +656,7 @@ def _switch_mode(
         """Plan to switch MIG on or off on the GPUs that ``gpu`` names; off also destroys their instances.
 
         Raises:
-            InUse: there are some, and ``destroy`` is not set (``instances_exist``).
+            InUse: MIG is to be off, there are instances, and ``destroy`` is not set (``instances_exist``).
         """
         gpus, layouts = current_layouts(host, gpu)
         may_go = eviction_targets(evict, layouts)
@@ -665,13 +688,13 @@ def change_of(
     plan: MigPlan,
     title: str,
     *,
-    evict: Sequence[tuple[int, int, int | None]] = (),
-    modes: dict[int, bool] | None = None,
+    evict: Sequence[Target] = (),
+    modes: Mapping[int, bool] | None = None,
     naming: Naming | None = None,
 ) -> MigChange:
-    """Return the transaction for a plan.
+    """Return the transaction that carries out a plan for GPUs with these layouts, and names and grants their instances.
 
-    ``evict`` are the busy instances that may go, ``modes`` the MIG modes to set by GPU, ``naming`` what becomes of names.
+    ``evict`` are the busy instances that may go, ``modes`` the MIG modes to set, by index of the GPU.
     """
     modes = modes or {}
     naming = naming or Naming()
@@ -679,17 +702,15 @@ def change_of(
         gpu_change(gpu, layout, part, modes.get(gpu.index))
         for gpu, layout, part in zip(gpus, layouts, plan.gpus, strict=True)
     ]
-    after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
-    may_go = {(target[0], target[1]) for target in evict}
     change = plan_change(
         host,
         changes,
         ledger,
         title=title,
-        evict=may_go,
+        evict={(target.gpu, target.instance) for target in evict},
         first=naming.first,
         naming=naming.commands,
-        after=after,
+        after=[*name_steps(host, plan.gpus, naming.changed), *naming.after],
         job_names=partial(job_names, host),
     )
     notes = list(change.plan.notes)
@@ -711,20 +732,33 @@ def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
                 yield f"GPU {gpu.index}: {swap.title} is swapped out of it, and can only come back when MIG is off again"
 
 
-def _demands_of_gpus(
+class _GpuDemands(NamedTuple):
+    """The GPUs that `mig apply` changes, with their layouts; what each should have, by its index; notes."""
+
+    gpus: Sequence[Gpu]
+    layouts: Sequence[Layout]
+    demands: Mapping[int, Demand]
+    notes: tuple[str, ...] = ()
+
+
+def _demands_on_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], config: Config | None, *, exact: bool
-) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
-    """Return the GPUs of a wish, or of the ``config`` of a file, their layouts, the demand of each by index, and notes."""
+) -> _GpuDemands:
+    """Return the GPUs that -g names, or that a ``config`` of a file has entries for, and what they should have.
+
+    Without a file each of them should have the ``wish``. ``exact``: an entry without a GPU, or the other way round, is
+    an error.
+    """
     if config is None:
         gpus, layouts = current_layouts(host, gpu)
         demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish)))
-        return gpus, layouts, {each.index: demand for each in gpus}, ()
+        return _GpuDemands(gpus, layouts, {each.index: demand for each in gpus})
     absent_notes = absent_gpus(config, host)
     all_gpus = gpus_named(host, gpu)
     demands, notes = demands_of(config, all_gpus, host, named=gpu is not None, exact=exact)
     gpus = [each for each in all_gpus if each.index in demands]
     check_answers(*gpus)
-    return gpus, layouts_of(host, gpus), demands, (*absent_notes, *notes)
+    return _GpuDemands(gpus, layouts_of(host, gpus), demands, (*absent_notes, *notes))
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:
@@ -753,8 +787,9 @@ def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapp
 
 
 def _tells_gpu(word: str) -> bool:
-    """Return whether a word for an instance also says on which GPU it is: a name, a UUID, or GPU/GI."""
-    return "/" in word or not (word.isdigit() or ":" in word or word.lower() == "all")
+    """Return whether a word for an instance also says on which GPU it is: a name, a UUID, or GPU/GI[/CI]."""
+    is_of_any_gpu = word.isdigit() or ":" in word or word.lower() == "all"
+    return "/" in word or not is_of_any_gpu
 
 
 def name(
@@ -769,39 +804,23 @@ def name(
     have later. An instance has one name, which survives a reboot. `run --mig PROFILE` takes no instance
     that has a name.
     """
-    gives_name = name is not None and instance is not None
-    if gives_name is (forget is not None):
-        raise BadUsage(
-            "give a name and an instance, or a name to forget",
-            "for example: gpushare mig name train 0/2; gpushare mig name --forget train",
-            code="no_name",
-        )
-    if forget is not None:
+    if forget is not None and name is None:
         return ask_and_carry_out(_plan_forget(forget), replan=lambda: _plan_forget(forget))
-    return ask_and_carry_out(_plan_name(name or "", instance or "", gpu))
+    if forget is None and name is not None and instance is not None:
+        return ask_and_carry_out(_plan_name(name, instance, gpu))
+    raise BadUsage(
+        "give a name and an instance, or a name to forget",
+        "for example: gpushare mig name train 0/2; gpushare mig name --forget train",
+        code="no_name",
+    )
 
 
 def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
-    """Return the plan that gives a GPU instance a name; neither may have another, and the name may not be taken."""
+    """Return the plan that names a GPU instance. Raises BadUsage if it has another name, or another one has this name."""
     check_name(name)
     host = settings.connect()
     _, layouts = current_layouts(host, gpu, named=True)
-    targets = find_targets(instance, layouts)
-    if len(targets) != 1:
-        raise BadUsage(
-            f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
-        )
-    (target,) = targets
-    layout = next(each for each in layouts if each.gpu == target.gpu)
-    gpu_instance = next(each for each in layout.instances if each.id == target.instance)
-    if target.compute is not None and len(gpu_instance.compute) > 1:
-        raise BadUsage(
-            f"'{instance[:60]}' is one of {len(gpu_instance.compute)} compute instances of {gpu_instance}; "
-            "a name means the GPU instance with all of them",
-            f"name that: gpushare mig name {name} {layout.gpu}/{gpu_instance.id}; for one compute instance use -g MIG-<uuid>",
-            gpu=layout.gpu,
-            code="part_of_instance",
-        )
+    layout, gpu_instance = _instance_to_name(name, instance, layouts)
     named = NamedInstance(
         name=name, gpu_uuid=layout.uuid or "", profile=gpu_instance.profile.name, start=gpu_instance.start
     )
@@ -820,6 +839,27 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
         steps=() if gpu_instance.name == name else (step,),
         undo=f"gpushare mig name --forget {name}",
     )
+
+
+def _instance_to_name(name: str, instance: str, layouts: Sequence[Layout]) -> tuple[Layout, GpuInstance]:
+    """Return the GPU instance that a word means, after the layout of its GPU; raises BadUsage if it means another thing."""
+    targets = find_targets(instance, layouts)
+    if len(targets) != 1:
+        raise BadUsage(
+            f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
+        )
+    (target,) = targets
+    layout = next(each for each in layouts if each.gpu == target.gpu)
+    gpu_instance = next(each for each in layout.instances if each.id == target.instance)
+    if target.compute is not None and len(gpu_instance.compute) > 1:
+        raise BadUsage(
+            f"'{instance[:60]}' is one of {len(gpu_instance.compute)} compute instances of {gpu_instance}; "
+            "a name means the GPU instance with all of them",
+            f"name that: gpushare mig name {name} {layout.gpu}/{gpu_instance.id}; for one compute instance use -g MIG-<uuid>",
+            gpu=layout.gpu,
+            code="part_of_instance",
+        )
+    return layout, gpu_instance
 
 
 def _plan_forget(name: str) -> Plan:
@@ -869,12 +909,13 @@ def revoke(
 
 
 def _carry_out_grant(make: Callable[[Host], Plan]) -> Any:
-    """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
+    """Carry out a change of grants under the lock of all MIG changes; there ``make`` plans it, in case another came first."""
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:
         # Without root only the record of an instance that is gone can be changed.
         return ask_and_carry_out(make(host))
-    # Planned before the lock, too, unless an interrupted change is undone first: a refused change must not wait for it.
+    # Planned before the lock, too: a refused change must not wait for it. But the undo of an interrupted change comes
+    # first: until then there is nothing to plan on.
     first = make(host) if ledger.interrupted() is None else Plan(title="the users of the instance", steps=())
     return ask_and_carry_out(first, replan=lambda: make(host), locked=lambda: recovered(host, ledger))

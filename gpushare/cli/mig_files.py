@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
@@ -69,7 +69,7 @@ def check(
     gpus = gpus_named(host, gpu)
     if not gpus:
         raise no_gpu_error()
-    strict = exact or gpu is not None
+    needs_entry = exact or gpu is not None
     notes: tuple[str, ...] = ()
     if parted_config is None:
         demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish or ())))
@@ -82,7 +82,7 @@ def check(
             notes += idle_entry_notes(parted_config, gpus, ids, range(host.nvml.count()))
         demands = wishes_for(parted_config, gpus, ids)
         config_name = parted_config.name
-    checked = tuple(_checked_gpu(each, demands.get(each.index), host, strict=strict) for each in gpus)
+    checked = tuple(_checked_gpu(each, demands.get(each.index), host, needs_entry=needs_entry) for each in gpus)
     # With --exact an entry without a GPU, which has a note, is a difference too.
     as_requested = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not as_requested:
@@ -112,8 +112,10 @@ class CheckedGpu:
     @property
     def lines(self) -> list[str]:
         """Return the comparison as lines for people."""
-        if self.as_requested is not False:
-            return [f"GPU {self.gpu}: {'as asked' if self.as_requested else self.problem}"]
+        if self.as_requested is None:
+            return [f"GPU {self.gpu}: {self.problem}"]
+        if self.as_requested:
+            return [f"GPU {self.gpu}: as asked"]
         lines = [f"GPU {self.gpu}: not as asked"]
         if self.problem:
             lines.append(f"  {self.problem}")
@@ -132,16 +134,14 @@ class MigCheckAnswer:
     gpus: tuple[CheckedGpu, ...]
 
 
-def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
-    """Return a GPU compared with its demand; ``strict``: one without a demand is not as requested, instead of left out."""
+def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, needs_entry: bool) -> CheckedGpu:
+    """Return a GPU compared with its demand; one without a demand is left out of the verdict, unless it ``needs_entry``."""
     problem, difference = _compare_gpu(gpu, demand, host)
-    as_requested = None
-    if demand is not None or strict or gpu.error is not None:
-        as_requested = problem is None and not difference
+    is_left_out = demand is None and gpu.error is None and not needs_entry
     return CheckedGpu(
         gpu=gpu.index,
         uuid=gpu.uuid,
-        as_requested=as_requested,
+        as_requested=None if is_left_out else problem is None and not difference,
         problem=problem,
         mig_enabled=gpu.mig_enabled,
         mig_pending=gpu.mig_pending,
@@ -152,7 +152,7 @@ def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -
 
 
 def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference]:
-    """Return what is wrong with a GPU as a whole, and the difference in MIG devices, empty where that cannot be compared."""
+    """Return what is wrong with a GPU as a whole, if anything, and how its MIG devices differ, where they can be compared."""
     if gpu.error is not None:
         return gpu.error, Difference()
     if demand is None:
@@ -198,13 +198,18 @@ OF_FILE: Final = (
 )
 
 
-def demands_of(
-    config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool
-) -> tuple[dict[int, Demand], tuple[str, ...]]:
-    """Return what these GPUs should have, by index, for a change, and notes. GPUs without MIG are skipped.
+class Demands(NamedTuple):
+    """What GPUs should have, by their index, and notes on entries and GPUs that do not match."""
 
-    GPUs without an entry are left out, as by mig-parted. It is an error if none of the GPUs that the user has ``named``
-    remains, and with ``exact`` if a GPU has no entry or an entry no GPU.
+    by_gpu: dict[int, Demand]
+    notes: tuple[str, ...]
+
+
+def demands_of(config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool) -> Demands:
+    """Return what a change should give these GPUs. GPUs without an entry are left out, as by mig-parted, or without MIG.
+
+    It is an error if none of the GPUs that the user has ``named`` remains, and with ``exact`` if a GPU has no entry or
+    an entry no GPU.
     """
     host_indexes = range(host.nvml.count())
     ids = pci_ids(config, gpus, host)
@@ -217,10 +222,10 @@ def demands_of(
         if without_entry:
             entry_notes.insert(0, f"config '{config.name}' has no entry for GPU {', '.join(without_entry)}")
         raise NoGpu("; ".join(entry_notes), "change the file, or drop --exact", code="no_gpu_of_config")
-    # Of the chosen GPUs only, an entry without a GPU tells nothing: its GPU may be another one.
+    # An entry that matches none of the chosen GPUs may match one that was not chosen.
     notes = idle_notes if len(gpus) == len(host_indexes) else ()
     if demands:
-        return demands, notes
+        return Demands(demands, notes)
     if any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig_error(gpus)
     if named:
@@ -228,7 +233,7 @@ def demands_of(
         raise NoGpu(
             f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
         )
-    return demands, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
+    return Demands({}, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here"))
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:

@@ -63,17 +63,17 @@ class Settings:
     connected: Host | None = None
 
     def connect(self) -> Host:
-        """Return the host, connected once: ``--host``, then ``GPUSHARE_HOST``, then this machine.
+        """Return the host that ``--host`` or ``GPUSHARE_HOST`` names, or this machine; it is connected once.
 
-        A command that changes something first removes what a gpushare that was killed while it wrote has left.
+        A command that changes something also removes the temporary files of killed gpushare processes.
         """
         if self.connected is None:
             from gpushare.connect import connect
 
             self.connected = connect(self.spec)
-            # The user's shell still has GPUSHARE_HOST.
-            is_usual = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
-            set_host(None if is_usual else self.spec, self.verbs, simulated=self.connected.is_simulated)
+            # Printed commands name the host, unless the user's shell does already.
+            is_host_of_shell = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
+            set_host(None if is_host_of_shell else self.spec, self.verbs, simulated=self.connected.is_simulated)
             if self.changes and not self.dry_run:
                 from gpushare.host.records import sweep_leftovers
 
@@ -144,11 +144,7 @@ def open_closed_streams() -> None:
 
 
 def parse_output_format(text: str) -> OutputFormat:
-    """Return the output format that a user names.
-
-    Raises:
-        BadUsage: no such format.
-    """
+    """Return the output format that a user names; raises BadUsage if there is none of this name."""
     from gpushare.show.result import OutputFormat
 
     try:
@@ -272,11 +268,11 @@ def interrupted_error(error: KeyboardInterrupt) -> Interrupted:
 
 
 class ReaderGone(Exception):
-    """The reader of stdout is gone (| head). Typer would handle a BrokenPipeError itself, with exit code 1."""
+    """The reader of stdout is gone. Typer would handle a BrokenPipeError itself, with exit code 1."""
 
 
 def _apply_common_options(words: Sequence[str], *, interspersed: bool) -> None:
-    """Set the common options of words that the parser refuses, so that its error is shown as they say (-o json, --debug).
+    """Set the common options (-o json, --debug) of a command line that the parser refuses: its error is shown as they say.
 
     ``interspersed``: options may come after arguments.
     """
@@ -302,17 +298,15 @@ def _note_command_name(name: str | None, parent: Any) -> None:
 
 @contextlib.contextmanager
 def _errors_in_typed_format(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
-    """Let an error of the parser be shown in the output format that the words request.
-
-    Raises:
-        NotWritten: --help could not be written; parsing does nothing else outside this process.
-    """
+    """Let an error of the parser be shown in the output format that the words request."""
+    # The parser consumes its list.
     words = list(words)
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
+        # The only thing that parsing writes is --help.
         raise NotWritten(error.errno, error.strerror) from error
     except Exception:
         _apply_common_options(words, interspersed=interspersed)
@@ -337,11 +331,7 @@ class Helped:
     """A command whose help has its options in groups, and examples."""
 
     def get_help_option_names(self, _ctx: Any) -> list[str]:
-        """Return ``-h`` and ``--help``.
-
-        Typer keeps the option that it makes first, and the context of a completion or of a walk over all commands has no
-        parent with our names.
-        """
+        """Return ``-h`` and ``--help``, also in a completion or a walk over all commands, where `CONTEXT` does not apply."""
         return ["-h", "--help"]
 
     def format_help_text(self: Any, ctx: Any, formatter: Any) -> None:
@@ -371,12 +361,7 @@ _LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--isolation"})
 
 
 def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
-    """Return the value of an option that is given once or several times: lists are joined with commas.
-
-    Raises:
-        BadCombination: a flag is given with its opposite.
-        BadUsage: the option takes only one value.
-    """
+    """Return the value of an option that is given once or several times: lists are joined, other values refused."""
     if option.is_flag:
         if len({*values}) > 1:
             raise BadCombination(
@@ -393,6 +378,14 @@ def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
     raise BadUsage(
         f"{name} is given {times}: first {first}, last {last}", "give it once, with one value", code="repeated_option"
     )
+
+
+class _MisplacedOptions(NamedTuple):
+    """Options of gpushare among the words of a program: their names, the same with values, and the program's own words."""
+
+    names: list[str]
+    words: list[str]
+    program: list[str]
 
 
 class Command(Helped, TyperCommand):
@@ -412,10 +405,10 @@ class Command(Helped, TyperCommand):
         super().__init__(*arguments, **named)
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return a parser that joins or refuses the values of an option given several times, where click keeps the last.
+        """Return a parser that joins or refuses the values of an option that is given several times (`_single_value`).
 
-        For that, options of one value are made to collect several while the parser is built. Before the command (`Group`)
-        the last value still wins: an alias may give `--host` and `-o` there.
+        Click keeps the last value. So the parser is built as if each option took several, and its result is reduced. Before
+        the command (`Group`) the last value still wins: an alias may give `--host` and `-o` there.
         """
         single_value_options = [
             option
@@ -457,52 +450,46 @@ class Command(Helped, TyperCommand):
         return ctx
 
     def _note_misplaced_options(self, ctx: Any, words: list[str]) -> None:
-        """Note which options of this command stand after the program, which gets them; ``--`` before it says that it should."""
+        """Note which options of this command are passed to the program, because they stand after it without ``--`` before it."""
         program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
         words_before = words[: len(words) - len(program)]
         # A number is no program: the command refuses it.
         if not program or program[0].isdecimal() or (words_before and words_before[-1] == "--"):
             return
-        option_names, option_words, program_words = self._split_options(ctx, program)
-        if option_names:
-            meant_words = ["gpushare", *settings.command.split(), *words_before, *option_words, "--", *program_words]
-            line = cut(shlex.join(meant_words), 400)
+        misplaced = self._misplaced_options(ctx, program)
+        if misplaced.names:
+            meant_words = [*settings.command.split(), *words_before, *misplaced.words, "--", *misplaced.program]
+            line = cut(shlex.join(["gpushare", *meant_words]), 400)
             name = quoted(os.path.basename(program[0]))
+            single = len(misplaced.names) == 1
             note(
-                f"{', '.join(dict.fromkeys(option_names))} after {name} {'is' if len(option_names) == 1 else 'are'} passed to it, not to "
-                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(option_names) == 1 else 'them'}, put -- before "
+                f"{', '.join(dict.fromkeys(misplaced.names))} after {name} {'is' if single else 'are'} passed to it, not to "
+                f"gpushare; for gpushare: {line}; if the program takes {'it' if single else 'them'}, put -- before "
                 "the program"
             )
 
-    def _split_options(self, ctx: Any, program: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-        """Return the names of this command's options among the words of a program, these options with values, and the rest."""
+    def _misplaced_options(self, ctx: Any, program: Sequence[str]) -> _MisplacedOptions:
+        """Return which words of a program's command line are options of this command."""
         options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        option_names: list[str] = []
-        option_words: list[str] = []
-        program_words = [program[0]]
+        misplaced = _MisplacedOptions([], [], [program[0]])
         unread = list(program[1:])
         while unread:
             word = unread.pop(0)
             if word == "--":
-                program_words += [word, *unread]
+                misplaced.program.extend([word, *unread])
                 break
             option = options.get(word.partition("=")[0] if word.startswith("--") else word)
             if option is None or not word.startswith("-"):
-                program_words.append(word)
+                misplaced.program.append(word)
                 continue
-            option_names.append(word.partition("=")[0])
-            option_words.append(word)
+            misplaced.names.append(word.partition("=")[0])
+            misplaced.words.append(word)
             if not getattr(option, "is_flag", True) and "=" not in word and unread:
-                option_words.append(unread.pop(0))
-        return option_names, option_words, program_words
+                misplaced.words.append(unread.pop(0))
+        return misplaced
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command.
-
-        Raises:
-            Interrupted: by Ctrl-C.
-            ReaderGone: the reader of stdout is gone.
-        """
+        """Run the command. Raises Interrupted after Ctrl-C, and ReaderGone (| head), which Typer would handle itself."""
         settings.changes = self.changes
         settings.given = frozenset(_given_names(ctx))
         try:
@@ -545,7 +532,7 @@ class Group(Helped, TyperGroup):
             return super().make_context(info_name, args, parent, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the named command; as `Command.make_context`. The error notes the word, for a suggestion."""
+        """Return what Typer finds for the first word; an error about the word has it, so that `suggest` finds a similar one."""
         with _errors_in_typed_format(args, interspersed=True):
             try:
                 return super().resolve_command(ctx, args)
@@ -673,12 +660,7 @@ HOST_FILE_OPTION: Final = option("-f --file", "FILE", "The same as FILE.")
 
 
 def host_file(argument: str | None, option: str | None, verb: str) -> str:
-    """Return the path that is given as an argument or as an option; ``gpushare.yaml`` of the working directory if none is.
-
-    Raises:
-        BadUsage: both are given, or none and there is no such file.
-        NoPermission: as `default_path`.
-    """
+    """Return the path that is given as an argument or as an option, else that of ``gpushare.yaml`` in this directory."""
     if argument is not None and option is not None:
         raise BadUsage("two files are given", f"give one: gpushare {verb} {quoted(option)}", code="two_sources")
     path = option if argument is None else argument
@@ -696,11 +678,7 @@ def host_file(argument: str | None, option: str | None, verb: str) -> str:
 
 
 def longest_wait(timeout: str | None, *, wait: bool) -> float | None:
-    """Return how many seconds a command may wait for room: 0 without ``--wait``; None: without end.
-
-    Raises:
-        BadUsage: ``--timeout`` without ``--wait``, or no time.
-    """
+    """Return how many seconds a command may wait for room: 0 without ``--wait``; None: without end."""
     if timeout is not None and not wait:
         raise BadCombination("--timeout belongs to --wait", f"gpushare {settings.command} JOB --wait --timeout 10m")
     if not wait:
@@ -722,18 +700,18 @@ class Refused(NamedTuple):
 
 
 def refuse(rows: Sequence[Refused], given: Collection[str] | None = None) -> None:
-    """Raise BadCombination if options do not go together; ``given`` has those that count, by default `Settings.given`."""
+    """Raise BadCombination if given options do not go together; ``given`` is by default `Settings.given`."""
     if given is None:
         given = settings.given
     for row in rows:
         options = [name for name in row.options.split() if name in given]
         others = [name for name in row.others.split() if name in given]
-        if not options or bool(others) is row.needs:
-            continue
-        if row.needs:
+        if options and row.needs and not others:
             problem = f"{options[0]} needs {' or '.join(row.others.split())}"
-        else:
+        elif options and others and not row.needs:
             problem = f"{options[0]} cannot be combined with {others[0]}"
+        else:
+            continue
         # --yield:swap is typed as two words.
         problem = problem.replace(":", " ")
         raise BadCombination(f"{problem}: {row.why}", f"for example: gpushare {settings.command} {row.instead}")
@@ -765,11 +743,7 @@ def gpus_named(host: Host, gpu: str | None) -> list[Gpu]:
 
 
 def ask_line(prompt: str) -> str:
-    """Ask on stderr and return the line from stdin, empty at its end.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C instead of an answer.
-    """
+    """Ask on stderr and return the line from stdin, empty at its end."""
     sys.stderr.write(prompt)
     sys.stderr.flush()
     line = ""
@@ -788,10 +762,7 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
     """Ask for the losses of a plan that the user has not agreed to yet, and return all that are agreed to.
 
     Call it after planning and before the first change. Then plan again under the locks; if `is_agreed` is false for the
-    new plan, it would take something else: ask again.
-
-    Raises:
-        NeedsConsent: the answer is no (code ``not_confirmed``), or there is no terminal to ask on.
+    new plan, it would take something else: ask again. Raises NeedsConsent.
     """
     from gpushare.plan import describe_losses, not_agreed
 
@@ -839,33 +810,26 @@ def ask_and_carry_out(
     While the plan is carried out, the locks of ``homes`` are held, and the one of ``locked``, which yields notes: no other
     gpushare changes the same. ``replan`` plans again under the locks, because the host may have changed during the
     question. If the new plan takes more than the user has agreed to, the locks are released and the user is asked again.
-
-    Raises:
-        NeedsConsent: as `consented`.
-        GpushareError: a lock, the new plan or a step fails.
     """
+    from gpushare.plan import carry_out
     from gpushare.show.plan import plan_result
 
+    if settings.dry_run:
+        return plan_result(plan, dry_run=True)
     lock_notes: list[str] = []
-    if not settings.dry_run:
-        from gpushare.plan import carry_out
-
-        agreed = consented(plan)
-        done = False
-        while not done:
-            with contextlib.ExitStack() as locks:
-                lock_notes += locks.enter_context(locked())
-                # In a fixed order, so that two commands cannot wait for each other's locks.
-                for home in sorted(homes, key=lambda home: home.directory):
-                    locks.enter_context(home.locked())
-                if replan is not None:
-                    plan = replan()
-                done = is_agreed(plan, agreed)
-                if done:
-                    carry_out(plan, say_step if settings.verbose else None)
-            if not done:
-                agreed = consented(plan, agreed)
-    return plan_result(plan, dry_run=settings.dry_run, notes=lock_notes)
+    agreed = consented(plan)
+    while True:
+        with contextlib.ExitStack() as locks:
+            lock_notes += locks.enter_context(locked())
+            # In a fixed order, so that two commands cannot wait for each other's locks.
+            for home in sorted(homes, key=lambda home: home.directory):
+                locks.enter_context(home.locked())
+            if replan is not None:
+                plan = replan()
+            if is_agreed(plan, agreed):
+                carry_out(plan, say_step if settings.verbose else None)
+                return plan_result(plan, dry_run=False, notes=lock_notes)
+        agreed = consented(plan, agreed)
 
 
 def say_step(step: Step) -> None:
@@ -886,11 +850,7 @@ def others_note(others: Mapping[int, str]) -> str:
 
 
 def percentage(option: str, text: str, *, example: str, code: str) -> float:
-    """Return a part of something in percent, as typed: ``97%`` or ``97``.
-
-    Raises:
-        BadUsage: it is not from 0.1 to 100, or may as well be a share: ``0.97``.
-    """
+    """Return a part of something in percent, as typed: ``97%`` or ``97``; ``0.97`` is refused, as it may be a share."""
     try:
         percent = parse_thread_percentage(text)
     except BadUsage:
@@ -903,11 +863,7 @@ def percentage(option: str, text: str, *, example: str, code: str) -> float:
 
 
 def split_command(option: str, command: str) -> list[str]:
-    """Return the words of a command line as a shell splits them.
-
-    Raises:
-        BadUsage: a quote is open, or there is no word.
-    """
+    """Return the words of a command line, at least one, as a shell splits them."""
     try:
         words = shlex.split(command)
     except ValueError as error:
@@ -920,11 +876,7 @@ def split_command(option: str, command: str) -> list[str]:
 
 
 def positive_time(option: str, text: str, example: str, *, least: float = 0.0, most: float = math.inf) -> float:
-    """Return a time above zero in seconds, as typed; ``least`` and ``most`` are in seconds too.
-
-    Raises:
-        BadUsage: the text is not a time, or it is zero or out of bounds.
-    """
+    """Return a time above zero in seconds, as typed; ``least`` and ``most`` are in seconds too."""
     seconds = parse_seconds(text)
     if seconds <= 0 or not least <= seconds <= most:
         raise BadUsage(f"invalid duration for {option}: {text}", f"give {option} {example}", code="bad_duration")

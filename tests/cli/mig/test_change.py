@@ -243,6 +243,7 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
         (A100, ("destroy", "0/99"), "unknown_instance", 6),
         (A100, ("name", "train", "0/1"), "unknown_instance", 6),
         (A100, ("name", "train"), "no_name", 2),
+        (A100, ("name", "train", "--forget", "eval"), "no_name", 2),
         (A100, ("name", "--forget", "train"), "no_name", 6),
         (A100, ("name", "3g.40gb", "0/1"), "bad_name", 2),
         # What is typed wrong is told before what the host lacks.
