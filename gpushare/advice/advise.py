@@ -358,7 +358,7 @@ def _title_of(advice: Advice) -> str:
     if advice.best.way is not Way.WHOLE:
         return advice.best.way.label
     processes = sum(part.situation.placed_processes for part in advice.parts)
-    at_once = sum(part.situation.places for part in advice.parts)
+    at_once = sum(part.situation.gpu_sets for part in advice.parts)
     gpus = advice.situation.gpus_each
     if advice.situation.together:
         return "one process per GPU"
@@ -376,7 +376,7 @@ def _queue_text(situation: Situation, places: int) -> str:
     """
     gpus = situation.gpus_each
     most = situation.plain.most
-    if situation.by_room and most != 1:
+    if situation.memory_decides and most != 1:
         if len(situation.case.workloads) > 1 or places != len(situation.spread):
             return "as many at a time as fit"
         return f"as many at a time as fit: {most}" + (" on each GPU" if places > 1 else "")
@@ -392,7 +392,7 @@ def _place_answer(part: Part) -> PlacedProcesses:
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
         gpus_each = part.situation.gpus_each
-        places = part.situation.places
+        places = part.situation.gpu_sets
         equal_sets = len({work.gpus or 1 for work in case.workloads}) == 1
         if case.processes <= places:
             title = "the whole GPU" if gpus_each == 1 else f"{gpus_each} whole GPUs"
@@ -474,7 +474,7 @@ def _others_ruled_out(advice: Advice, best: WayVerdict) -> bool:
 
 def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
     """Return why not several run at the same time, where one at a time wins for want of another way."""
-    waits = advice.situation.placed_processes > advice.situation.places
+    waits = advice.situation.placed_processes > advice.situation.gpu_sets
     if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
         return []
     return [

@@ -180,11 +180,6 @@ class Case:
             return sum(work.groups or 1 for work in self.workloads)
         return None
 
-    @property
-    def parties(self) -> int | None:
-        """Return the number of shares if each party has its own: groups, else processes."""
-        return self.groups if self.groups is not None else self.processes
-
     @functools.cached_property
     def roles(self) -> frozenset[Role]:
         return frozenset(work.role for work in self.workloads if work.role is not None)

@@ -69,15 +69,17 @@ def _pods_idle(s: Situation, way: Way) -> bool:
 
 
 def _instances_may_go(s: Situation, _: Way) -> bool:
-    """Return whether MIG may be turned off for a job that no instance can serve: all instances are idle and nobody's."""
+    """Return whether instances stand in the way of a job that needs the whole GPU, and may go: idle and nobody's."""
     needs_whole_gpu = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
-    nobodys = not any(instance.busy or instance.name or instance.granted for instance in s.kept)
-    return bool(s.gpu.mig_enabled and s.kept) and nobodys and needs_whole_gpu and s.may_be_root is not False
+    if not s.gpu.mig_enabled or not s.kept or s.may_be_root is False:
+        return False
+    return needs_whole_gpu and not any(instance.busy or instance.name or instance.granted for instance in s.kept)
 
 
 def _mig_stays(s: Situation, way: Way) -> bool:
     """Return whether MIG is on and cannot be turned off: without root, or with instances that must stay."""
     if way is Way.WHOLE and _instances_may_go(s, way):
+        # The rule `idle-instances-first` makes that a condition.
         return False
     # Instances are never destroyed only in order to measure.
     has_instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
@@ -88,22 +90,24 @@ def _mig_stays(s: Situation, way: Way) -> bool:
 def _why_mig_stays(s: Situation, _: Way) -> str:
     """Return why MIG cannot be turned off, for the text of a rule."""
     if s.kept:
-        some_may_go = s.may_be_root is not False and not all(instance.busy for instance in s.kept)
-        option = " (--destroy: idle ones may go)" if some_may_go else ""
+        some_are_idle = any(not instance.busy for instance in s.kept)
+        option = " (--destroy: idle ones may go)" if some_are_idle and s.may_be_root is not False else ""
         return f"its instances stay: {', '.join(map(instance_title, s.kept))}{option}"
     return "only root can turn it off" if s.may_be_root is False else "its instances stay"
 
 
 def _mig_occupied(s: Situation, _: Way) -> bool:
-    """Return whether programs stay on a GPU without MIG. Those that are there stay unless the user says otherwise."""
-    stated = s.case.any("occupied")
-    stays = stated if stated is not None else bool(s.gpu.processes)
-    return bool(stays) and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
+    """Return whether programs keep MIG from being turned on: those that run now stay, unless the user says otherwise."""
+    occupied = s.case.any("occupied")
+    if occupied is None:
+        occupied = bool(s.gpu.processes)
+    return occupied and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
 
 
 def _programs_in_the_way(s: Situation, _: Way) -> bool | None:
-    """Return whether running programs prevent partitioning."""
+    """Return whether programs that run now keep the GPU from being partitioned; None: unknown."""
     if s.gpu.mig_enabled:
+        # Only turning MIG on needs an idle GPU.
         return False
     return None if s.gpu.processes is None else s.gpu.processes > 0
 
@@ -129,18 +133,17 @@ def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
 
 def _sizes_are_shares(s: Situation, way: Way) -> bool:
     """Return whether the chosen MIG profiles have exactly the wanted shares."""
-    sizes = _real_and_wanted_shares(s, way)
-    return sizes is not None and sizes[0] == sizes[1]
+    real, wanted = _real_and_wanted_shares(s, way) or (None, None)
+    return real is not None and real == wanted
 
 
 def _nearest_sizes(s: Situation, way: Way) -> str:
     """Return which profiles come nearest to the wanted shares, for the text of a rule."""
     slices = s.slices(way)
-    sizes = _real_and_wanted_shares(s, way)
-    if slices is None or sizes is None:
+    real, wanted = _real_and_wanted_shares(s, way) or (None, None)
+    if slices is None or real is None:
         return "choose the profiles nearest to the shares (gpushare mig profiles)"
-    real, asked = sizes
-    return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {asked}"
+    return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {wanted}"
 
 
 def _mig_sms(s: Situation, _: Way) -> str:
@@ -161,13 +164,13 @@ def _why_no_mig_for_all(s: Situation, _: Way) -> str:
 
 
 def _too_many_clients(s: Situation, way: Way) -> bool | None:
-    """Return whether more clients would be on one MPS server than it takes; None: unknown."""
-    limit = s.mps_clients_in(way)
-    clients = s.clients_of(way)
-    if limit is None or clients is None:
+    """Return whether one MPS server would have more clients than it accepts; None: unknown."""
+    accepted = s.clients_accepted(way)
+    clients = s.clients_per_server(way)
+    if accepted is None or clients is None:
         return None
-    # In waves, only as many run as it takes.
-    return clients > limit and s.wave_size(way) is None
+    # In waves, never more run than the server accepts.
+    return clients > accepted and s.wave_size(way) is None
 
 
 def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
@@ -189,9 +192,10 @@ def _driver_before(branch: int) -> Condition:
 
 
 def _limits_tight(s: Situation, _: Way) -> bool:
-    """Return whether all fit, but not with limits that include CUDA's own memory."""
+    """Return whether the clients that run at once fit under MPS, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
-    if usable is None or not (s.under_mps.fits or s.wave_size(Way.MPS)):
+    fit_at_once = s.under_mps.fits or s.wave_size(Way.MPS) is not None
+    if usable is None or not fit_at_once:
         return False
     works = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
     limits = (limit_for(work.memory) * (count or 1) for work, count in works if work.memory is not None)
@@ -206,15 +210,16 @@ def _free_now(s: Situation) -> int:
 def short_now(s: Situation, way: Way) -> bool:
     """Return whether the programs that are on the GPU leave too little memory; False where it is unknown."""
     budget = s.budget_of(way)
+    # These ways have one process at a time on the GPU, the others all of them.
     needed = budget.largest_bytes if way in {Way.WHOLE, *LEAVING} else budget.needed_bytes
     return s.in_use and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
-    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown."""
-    # Where all fit on the GPU, none has to leave.
-    cost = s.leaving_cost(way) if s.fit_together is False else None
-    if cost is None:
+    """Return whether the host has too little memory for the copies of all jobs that leave the GPU; None: unknown."""
+    cost = s.leaving_cost(way)
+    # No job has to leave, or no size is known: other rules say so.
+    if s.fit_together is not False or cost is None:
         return False
     free = s.host.host_memory_bytes
     return None if free is None else cost.host_bytes > free
@@ -232,45 +237,49 @@ def _leavers_answer(s: Situation, way: Way) -> bool | None:
     if way is Way.SWAP and s.pair:
         # Production stays, and nobody waits for an answer of the other.
         return False
+    cost = s.leaving_cost(way)
+    switch_seconds = 0.0 if cost is None else cost.switch_seconds
     return any_of(
-        work.latency if work.latency_seconds is None else work.latency_seconds < s.switch_seconds(way)
-        for work, _ in s.leavers(way)
+        work.latency if work.latency_seconds is None else work.latency_seconds < switch_seconds
+        for work in s.leavers(way)
     )
 
 
 def wakes_late(s: Situation, _: Way) -> bool:
-    """Return whether a server is to answer sooner than an engine that sleeps can copy its memory back."""
+    """Return whether a latency target is shorter than the time that a sleeping engine takes to copy its memory back."""
     cost = s.leaving_cost(Way.TURNS)
     wake_seconds = 0.0 if cost is None else cost.in_seconds
     return any(work.latency_seconds is not None and work.latency_seconds < wake_seconds for work in s.case.workloads)
 
 
-def _own_time(s: Situation, _: Way) -> bool:
-    """Return whether several people have long work, and nobody stated that its order does not matter."""
-    long_work_of_several = s.case.pattern is Pattern.STEADY and s.case.same_user is False
-    return s.short_of_memory and not s.pair and long_work_of_several and s.case.any("progress") is not False
+def _long_work_of_several(s: Situation, _: Way) -> bool:
+    """Return whether several people have long work that does not fit together, and may not want to wait for others."""
+    if not s.short_of_memory or s.pair:
+        return False
+    return s.case.pattern is Pattern.STEADY and s.case.same_user is False and s.case.any("progress") is not False
 
 
-def _total_counts(s: Situation, _: Way) -> bool:
-    """Return whether only the total time counts for jobs that do not all fit: nobody waits for a part of the work.
+def _only_total_time(s: Situation, _: Way) -> bool:
+    """Return whether, of jobs that do not all fit, only the total time counts: nobody waits for a part of the work.
 
-    Of several users, somebody does unless the user says otherwise. In waves, they need not be one after another.
+    Several users are taken to wait for their parts, unless the user says that not all must advance.
     """
     progress = s.case.any("progress")
-    somebody_waits = bool(progress) or s.pair or s.servers or (progress is None and s.case.same_user is False)
+    somebody_waits = bool(progress) or s.pair or s.endless or (progress is None and s.case.same_user is False)
+    # In waves under MPS, several run at a time: a queue is not the shortest.
     in_waves = s.wave_size(Way.MPS) is not None
     return s.short_of_memory and not somebody_waits and not s.together and not in_waves
 
 
-def _untried(s: Situation, _: Way) -> str:
-    """Return in words the uses of the jobs for which gpushare does not try to copy them out of a GPU."""
+def _untried_uses(s: Situation, _: Way) -> str:
+    """Return in words what the jobs use with which copying out of a GPU was never tried; empty: nothing."""
     mode = s.gpu.compute_mode
     uses = []
     if s.case.any("graphics"):
         uses.append("graphics")
     if s.case.any("profiler"):
         uses.append("profilers and debuggers")
-    if mode is not None and mode is not ComputeMode.DEFAULT:
+    if mode is not None and s.exclusive_mode:
         uses.append(f"compute mode {mode.title}")
     return ", ".join(uses)
 
@@ -278,15 +287,16 @@ def _untried(s: Situation, _: Way) -> str:
 # -- the case --------------------------------------------------------------------------------------------
 
 
-def _ranks(s: Situation, _: Way) -> bool:
-    """Return whether the processes work together, as MPI ranks do, and none is known to fill the GPU."""
+def _small_ranks(s: Situation, _: Way) -> bool:
+    """Return whether the processes work together, as MPI ranks of one user do, and none is known to fill the GPU."""
+    if s.case.same_user is False or s.saturating is True:
+        return False
     one_application = s.several and s.case.processes is not None and s.case.any("one_application")
-    together = s.case.any("cooperating") or one_application
-    return bool(together) and s.case.same_user is not False and s.saturating is not True
+    return bool(s.case.any("cooperating") or one_application)
 
 
-def _half(s: Situation, _: Way) -> bool:
-    """Return whether a process that does not fill the GPU needs at most half of its memory."""
+def _half_is_enough(s: Situation, _: Way) -> bool:
+    """Return whether each process is known to need at most half of the GPU and of its memory."""
     memory, total = s.plain.largest_bytes, s.plain.total_bytes
     return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
 
@@ -301,13 +311,14 @@ def _leaves_half(s: Situation, _: Way) -> bool:
 
 
 def _free_to_measure(s: Situation, _: Way) -> bool:
-    """Return whether the ways can be measured against each other: several alike, which need no isolation and one GPU."""
-    needs_isolation = s.isolation & {Isolation.FAULT, Isolation.FULL} or not s.trusted
+    """Return whether `gpushare bench` can measure the ways against each other, with copies of one program on one GPU."""
+    if not s.several or s.pair or not s.trusted or s.isolation & {Isolation.FAULT, Isolation.FULL}:
+        return False
     # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
-    one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
-    # Copies of one program are measured, or one after the other such engines.
-    alike = len(s.case.workloads) == 1 or all(work.cuda_graphs for work in s.case.workloads)
-    return s.several and alike and not s.pair and not needs_isolation and one_gpu
+    if s.case.any("vms") or s.case.any("nccl") or s.case.any("p2p"):
+        return False
+    # Several LLM engines are measured one after the other, each with copies of itself.
+    return len(s.case.workloads) == 1 or all(work.cuda_graphs for work in s.case.workloads)
 
 
 def _pattern(pattern: Pattern) -> Condition:
@@ -318,7 +329,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
     "spans_gpus": lambda s, _: s.gpus_each > 1,
     "a_gpu_for_each": lambda s, _: (
-        s.case.processes is not None and s.placed_processes <= s.places and not s.among_others
+        s.case.processes is not None and s.placed_processes <= s.gpu_sets and not s.among_others
     ),
     "too_few_gpus": lambda s, _: s.gpus_each > max(1, _gpus_here(s)),
     "gpus_differ": lambda s, _: s.gpus_each > 1 and len({gpu.name for gpu in s.spread}) > 1,
@@ -332,10 +343,9 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "graphics_profiles": lambda s, _: any(
         profile.graphics for profile in (s.gpu.layout.profiles if s.gpu.layout else s.gpu.documented)
     ),
-    "mode_not_default": lambda s, _: s.shut,
     "mode_prohibited": lambda s, _: s.gpu.compute_mode is ComputeMode.PROHIBITED,
     "one_process_at_a_time": lambda s, _: (
-        s.several and s.shut and (s.may_be_root is False or s.gpu.instance is not None)
+        s.several and s.exclusive_mode and (s.may_be_root is False or s.gpu.instance is not None)
     ),
     "driver_before_slices": _driver_before(FIRST_SLICES),
     "driver_before_checkpoint": _driver_before(_FIRST_CHECKPOINT),
@@ -350,7 +360,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "sms_short": lambda s, way: bool(s.short_of_sms(way)),
     "sizes_are_shares": _sizes_are_shares,
     "more_than_instances": lambda s, _: (
-        s.case.parties is not None and s.most_instances is not None and s.case.parties > s.most_instances
+        s.most_instances is not None and (s.case.groups or s.case.processes or 0) > s.most_instances
     ),
     "one_each_group": lambda s, _: s.grouped is False or (s.case.groups is None and s.several),
     "groups": lambda s, _: (s.case.groups or 0) > 1 and bool(s.grouped) and s.apart,
@@ -376,15 +386,15 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "short_now": short_now,
     # jobs that leave the GPU
     "host_too_small": _host_too_small,
-    "leavers_run": lambda s, way: any_of(work.running for work, _ in s.leavers(way)),
+    "leavers_run": lambda s, way: any_of(work.running for work in s.leavers(way)),
     "leavers_answer": _leavers_answer,
     "production_too_large": _production_too_large,
     "wakes_late": wakes_late,
     "movable_unknown": lambda s, _: None in map(s.case.any, ("nccl", "ipc", "managed_memory")),
-    "untried_uses": lambda s, way: bool(_untried(s, way)),
+    "untried_uses": lambda s, way: bool(_untried_uses(s, way)),
     "cost_known": lambda s, way: s.leaving_cost(way) is not None,
-    "own_time": _own_time,
-    "total_counts": _total_counts,
+    "long_work_of_several": _long_work_of_several,
+    "only_total_time": _only_total_time,
     # the case
     "single": lambda s, _: s.case.processes == 1,
     "several_known": lambda s, _: (
@@ -396,8 +406,8 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "farm": lambda s, _: (
         s.several and s.saturating is False and s.case.same_user is True and not s.idle_often and not s.pair
     ),
-    "ranks": _ranks,
-    "half": _half,
+    "small_ranks": _small_ranks,
+    "half_is_enough": _half_is_enough,
     "leaves_half": _leaves_half,
     "free_to_measure": _free_to_measure,
     "production_work": lambda s, _: Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY}),
@@ -434,10 +444,10 @@ def _without_limits(s: Situation, _: Way) -> str:
     return "so no limit is enforced by MPS"
 
 
-def _of_clients(s: Situation, way: Way) -> str:
-    """Return in brackets how many clients MPS accepts, if that decides how many run at the same time."""
-    clients = s.mps_clients_in(way) if way in ALL_MPS else None
-    return "" if clients is None or s.wave_size(way) != clients else f" (MPS accepts {clients} clients)"
+def _why_so_many_at_a_time(s: Situation, way: Way) -> str:
+    """Return in brackets how many clients MPS accepts, if a wave has exactly so many; else an empty text."""
+    accepted = s.clients_accepted(way) if way in ALL_MPS else None
+    return "" if accepted is None or s.wave_size(way) != accepted else f" (MPS accepts {accepted} clients)"
 
 
 WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
@@ -447,8 +457,8 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "gpus_here": lambda s, _: _gpus_here(s),
     "gpus_idle": _gpus_idle,
     "mode": lambda s, _: "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title,
-    "processes": lambda s, way: s.clients_of(way),
-    "mps_clients": lambda s, way: s.mps_clients_in(way),
+    "processes": lambda s, way: s.clients_per_server(way),
+    "mps_clients": lambda s, way: s.clients_accepted(way),
     "replicas": lambda s, _: _replicas(s),
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
@@ -469,12 +479,12 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
     "memory_free": lambda s, _: format_bytes(_free_now(s)),
     "at_a_time": lambda s, way: s.wave_size(way),
-    "of_clients": _of_clients,
+    "why_so_many_at_a_time": _why_so_many_at_a_time,
     "without_limits": _without_limits,
     "host_needed": _host_needed,
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
     "cost": _cost_text,
-    "untried": _untried,
+    "untried_uses": _untried_uses,
 }
 
 

@@ -19,14 +19,11 @@ if TYPE_CHECKING:
 
 
 def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
-    """Return the limit of one process with its CUDA context, in bytes; None is no limit.
-
-    Where the size is unknown, people who share a GPU get equal parts, and others no limit. Clients of MPS get the first
-    limit with which all jobs fit: with CUDA's own memory, else the bare size, else none.
-    """
+    """Return the limit of one process with its CUDA context, in bytes; None is no limit."""
     usable = s.budget_of(way).usable_bytes
     count = s.case.processes
     if work.memory is None:
+        # People who share a GPU get equal parts.
         people_share = s.case.pattern is Pattern.INTERACTIVE or Isolation.QUOTA in s.isolation
         return equal_limit(usable, count) if people_share and usable and count else None
     if way not in ALL_MPS:
@@ -34,7 +31,7 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
     # MPS has no limits before Volta.
     if s.before_volta or usable is None:
         return None
-    # A client of MPS may allocate what its job has, less one context.
+    # The limit of a client is what its job has, less one context: its size with CUDA's own memory, or else without.
     for client_limit in (limit_for, whole_mib):
         total = 0
         for each, at_once in zip(s.case.workloads, s.counts_at_once(way), strict=True):
@@ -46,11 +43,7 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
 
 
 def memory_limits(s: Situation) -> list[int | None]:
-    """Return the limit of an MPS client of each workload, in bytes; None is no limit.
-
-    All limits together fit the GPU. Where those with CUDA's own memory do not, none is set, unless a quota was asked for:
-    then it is the bare size. Clients of unknown size share the rest.
-    """
+    """Return the limit of an MPS client of each workload, in bytes; None is no limit. All limits together fit the GPU."""
     works = s.case.workloads
     usable = s.under_mps.usable_bytes
     if s.before_volta:
@@ -61,23 +54,26 @@ def memory_limits(s: Situation) -> list[int | None]:
         return limits
     limited_bytes = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
     if limited_bytes > usable:
+        # There is no room for CUDA's own memory: the limits are the bare sizes if a quota was asked for, else there is none.
         quota = Isolation.QUOTA in s.isolation
         return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
+    # Clients of unknown size share the rest.
     unlimited_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
     part_of_rest = equal_limit(usable - limited_bytes, unlimited_count) if unlimited_count else None
     return [part_of_rest if limit is None else limit for limit in limits]
 
 
 def limits_sum(s: Situation, way: Way) -> int | None:
-    """Return the sum of the memory limits of the MPS clients; None if one has no limit, as in the commands."""
+    """Return the sum of the memory limits of the MPS clients; None if a client has none in the commands."""
     if way not in ALL_MPS or way is Way.MPS_STATIC:
         return None
-    if any(job_memory(s, way, work) is None for work in s.case.workloads if not work.running):
-        return None
-    limits = zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True)
-    # What runs already keeps the limit that it has, which is unknown.
-    limited = [0 if work.running else (limit or 0) * (count or 0) for work, limit, count in limits]
-    return sum(limited) if all(limited) else None
+    total = 0
+    for work, limit, count in zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True):
+        # What runs already keeps the limit that it has, which is unknown.
+        if work.running or not limit or not count or job_memory(s, way, work) is None:
+            return None
+        total += limit * count
+    return total
 
 
 # So much of an instance can be given to jobs; the driver has the rest.
@@ -85,9 +81,9 @@ _USABLE_PERCENT: Final = 98
 
 
 def inside_limit(way: Way, work: Workload, profile: Profile, processes: int) -> int | None:
-    """Return the limit of each of the processes of one instance of this profile, in bytes; None is no limit.
+    """Return the memory limit of each process in an instance of this profile, in bytes; None is no limit.
 
-    With MPS in the instance it is the limit of a client, which is at most its equal part; else that of a job.
+    It is the limit of a job under time-slicing; else of an MPS client, at most an equal part of the instance.
     """
     total = profile.memory_bytes
     equal = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, processes)
@@ -96,11 +92,11 @@ def inside_limit(way: Way, work: Workload, profile: Profile, processes: int) -> 
     if way is Way.MIG_TIMESLICE:
         return whole_mib(work.memory + CONTEXT_BYTES)
     limit = limit_for(work.memory)
-    return limit if equal is None or limit <= equal else equal
+    return limit if equal is None else min(limit, equal)
 
 
 def client_job_memory(limit: int | None, profile: Profile) -> int | None:
-    """Return the limit of the job around a client of MPS with this limit, at most what its instance has for jobs."""
+    """Return the memory limit of a job that is an MPS client with this limit: with a context, at most its instance's."""
     if limit is None:
         return None
     with_context = limit + CLIENT_BYTES
@@ -116,10 +112,9 @@ def client_limits(share: float | None, memory: int | None) -> Limits:
 
 
 def threads_for(s: Situation, processes: int) -> float:
-    """Return the cap of each of N clients, in percent: the measured one, else 100/n to keep each within its share, or 200/n.
+    """Return the cap of each of N clients, in percent: the measured one, else an equal part of `threads_together`.
 
-    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested. Where the
-    SMs that each process needs are given and there are enough, the cap leaves them to all others.
+    Where the SMs that each process needs are given and there are enough, the cap leaves them to all others.
     """
     if s.cap is not None:
         return s.cap
@@ -131,6 +126,9 @@ def threads_for(s: Situation, processes: int) -> float:
 
 
 def threads_together(s: Situation) -> int:
-    """Return what the thread caps of all clients add up to in percent: 100 keeps each within its share."""
+    """Return what the thread caps of all clients add up to, in percent: 100 keeps each within its share, else 200.
+
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
+    """
     within_shares = s.case.any("containment") or s.case.any("latency") or Isolation.QUOTA in s.isolation
     return 100 if within_shares else 200

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.conditions import wakes_late
@@ -29,8 +29,8 @@ from gpushare.advice.steps import (
     Steps,
     Verb,
     clean_name,
-    exactly,
     label_of,
+    limits_to_set,
     mig_as_it_was,
     program_text,
     undo_of,
@@ -43,7 +43,7 @@ from gpushare.mig.wish import Request, merged, wish_of
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
-    from gpushare.advice.case import Workload
+    from gpushare.advice.case import Case, Workload
     from gpushare.advice.situation import Situation
     from gpushare.mig.profile import Profile
 
@@ -54,18 +54,19 @@ if TYPE_CHECKING:
 def _needs_yes(s: Situation) -> bool:
     """Return whether the line that destroys the idle instances has ``-y``: one has a name or a grant, or is not ours."""
     layout = s.gpu.layout
-    return layout is not None and any(instance not in s.kept and not may_go(instance) for instance in layout.instances)
+    idle = () if layout is None else [instance for instance in layout.instances if instance not in s.kept]
+    return not all(map(may_go, idle))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Party:
-    """The programs of one instance. ``where`` is what their command names: the instance by name or UUID, or a profile."""
+class _Tenant:
+    """The processes that have one instance. ``selector`` is what their command names: its name or UUID, or a profile."""
 
     name: str
     work: Workload
     processes: int
     profile: Profile
-    where: str
+    selector: str
 
 
 def _mig(steps: Steps, way: Way) -> None:
@@ -85,32 +86,33 @@ def _mig(steps: Steps, way: Way) -> None:
         steps.add_line("then, in each instance: gpushare run --mig PROFILE -- CMD")
         return
 
-    # Instances get names where a command or a grant has to tell them apart.
+    # New instances get names where a command or a grant has to tell them apart.
     users = {work.user for work in s.case.workloads if work.user is not None}
-    steps.several_shells = free is None and (way is not Way.MIG or not s.trusted or len(users) > 1)
+    named = free is None and (way is not Way.MIG or not s.trusted or len(users) > 1)
+    steps.several_shells = named
     if free is None:
         for on_gpu in steps.each_gpu():
-            parties = _parties(on_gpu, way, named=True) if steps.several_shells else []
-            _create_instances(steps, on_gpu, way, parties)
+            _create_instances(steps, on_gpu, way, _tenants(on_gpu, way, named=True) if named else [])
         if s.case.same_user is not True and not all(work.user for work in s.case.workloads):
             steps.add_line(_WHO_MAY)
-    _add_jobs_in_instances(steps, way)
-
-
-def _add_jobs_in_instances(steps: Steps, way: Way) -> None:
-    """Add the lines of the jobs: of each instance, or one for all jobs of a profile if any instance of it will do."""
-    s = steps.s
-    if steps.several_shells or way is not Way.MIG:
+    if named or way is not Way.MIG:
         for on_gpu in steps.each_gpu():
-            for party in _parties(on_gpu, way, named=steps.several_shells):
-                _run_inside(steps, on_gpu, way, party)
-        return
+            for tenant in _tenants(on_gpu, way, named=named):
+                _run_inside(steps, on_gpu, way, tenant)
+    else:
+        _add_jobs_by_profile(steps)
+
+
+def _add_jobs_by_profile(steps: Steps) -> None:
+    """Add one line for all jobs that run in instances of a profile, each in any idle one."""
+    s = steps.s
     if s.one_process and s.case.any("code"):
         steps.add_line("in the program: independent work on separate streams overlaps inside its instance, too")
     # They name GPUs only if the host has others.
     gpus = steps.gpu if len(s.host.gpus) > len(s.spread) else None
-    lines = Counter((party.profile.name, party.work) for party in _parties(s, way, named=False))
+    lines = Counter((tenant.profile.name, tenant.work) for tenant in _tenants(s, Way.MIG, named=False))
     for (profile, work), count in lines.items():
+        # A single line is for the jobs on all GPUs.
         total = s.counts_of_all[0] if len(lines) == 1 and len(s.case.workloads) == 1 else count
         steps.add_job(program_text(total, label_of(work)), work, gpu=gpus, mig=profile)
 
@@ -121,17 +123,19 @@ _WHO_MAY: Final = (
 )
 
 
-def _create_instances(steps: Steps, s: Situation, way: Way, parties: Sequence[_Party]) -> None:
-    """Add the lines that create the instances of one GPU, with names and grants if parties are given."""
+def _create_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_Tenant]) -> None:
+    """Add the lines that create the instances of one GPU, with names and grants if tenants are given."""
     slices = s.slices(way)
     layout = s.gpu.layout
     wish = () if slices is None else slices.wish
-    # In the order of the wish, which `Slices.wish` sorts by profile.
-    names = tuple(party.name for party in sorted(parties, key=lambda party: party.profile.name, reverse=True))
     if not s.gpu.mig_enabled or layout is None or not layout.instances:
         what = "create the instances" if s.gpu.mig_enabled else "turn MIG on and create the instances"
-        steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, names=names)
-    elif not addable(layout, wish) and not parties:
+        # In the order of the wish, which `Slices.wish` sorts by profile.
+        by_profile = sorted(tenants, key=lambda tenant: tenant.profile.name, reverse=True)
+        steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, names=tuple(tenant.name for tenant in by_profile))
+    elif not tenants and addable(layout, wish):
+        steps.add_change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
+    elif not tenants:
         # Those that stay are in the list too: what is not in it is destroyed.
         what = "create the instances; idle ones that are not in the list are destroyed"
         wish = merged((*wish_of(s.kept), *wish))
@@ -139,77 +143,76 @@ def _create_instances(steps: Steps, s: Situation, way: Way, parties: Sequence[_P
     else:
         if not addable(layout, wish):
             idle = [f"{s.gpu.index}/{instance.id}" for instance in layout.instances if instance not in s.kept]
-            words = ["mig", "destroy", *idle]
-            if _needs_yes(s):
-                words.append("-y")
+            words = ["mig", "destroy", *idle, *(["-y"] if _needs_yes(s) else [])]
             steps.lines.append(steps.command_line("make room: destroy the idle instances", *words, root=True))
-            steps.undo[:0] = mig_as_it_was(steps, s)
-        if not parties:
-            steps.add_change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
-        for party in parties:
-            options: dict[str, Any] = {"wish": (Request(profile=party.profile.name),), "names": (party.name,)}
-            steps.add_change(f"create the instance of {party.name}", s, Verb.MIG_CREATE, **options)
-    for party in parties:
-        if party.work.user is not None:
-            words = ["mig", "grant", party.name, party.work.user]
-            steps.lines.append(steps.command_line(f"only {party.work.user} and root may use it", *words, root=True))
+            steps.undo_first(mig_as_it_was(steps, s))
+        for tenant in tenants:
+            wish = (Request(profile=tenant.profile.name),)
+            what = f"create the instance of {tenant.name}"
+            steps.add_change(what, s, Verb.MIG_CREATE, wish=wish, names=(tenant.name,))
+    for tenant in tenants:
+        if tenant.work.user is not None:
+            words = ["mig", "grant", tenant.name, tenant.work.user]
+            steps.lines.append(steps.command_line(f"only {tenant.work.user} and root may use it", *words, root=True))
 
 
-def _parties(s: Situation, way: Way, *, named: bool) -> list[_Party]:
-    """Return who has which instance: one per share of the way, with the instances of the GPU in this order.
+def _tenants(s: Situation, way: Way, *, named: bool) -> list[_Tenant]:
+    """Return who has which instance of a GPU: one tenant per share of the way.
 
-    ``named``: the commands name the instances by the names of the parties, else by UUID, or by profile if they are new.
+    ``named``: the commands name the instances by their tenants; else by UUID, or by profile if they are new.
     """
     works = s.case.workloads
+    free = s.free_instances(way)
+    profiles = s.profiles(way)
+    selectors = [profile.name for profile in profiles]
+    if free is not None:
+        selectors = [str(instance.compute[0].uuid) for instance in free]
+    instances = zip(profiles, selectors, strict=True)
     # A name is of the whole host.
     prefix = "" if s.gpu.index == s.host.gpus[0].index else f"gpu{s.gpu.index}-"
-    named_works: list[tuple[str, Workload, int]] = []
+    tenants: list[_Tenant] = []
     for work in works:
         if len(works) == 1:
             count = len(s.shares(way))
-            name = "group"
+            label = "group"
         else:
             count = (work.processes if way is Way.MIG else work.groups) or 1
-            name = clean_name(label_of(work) or work.user, len(named_works) + 1)
+            label = clean_name(label_of(work) or work.user, len(tenants) + 1)
         # An instance that is shared has two if the number is unknown.
         processes = work.processes or (count if way is Way.MIG else 2 * count)
         for number in range(count):
-            inside = max(1, processes // count + (number < processes % count))
-            suffix = f"-{number + 1}" if count > 1 else ""
-            named_works.append((f"{prefix}{name}{suffix}", work, inside))
-    profiles = s.profiles(way)
-    free = s.free_instances(way)
-    if free is not None:
-        wheres = [str(instance.compute[0].uuid) for instance in free]
-    else:
-        wheres = [profile.name for profile in profiles]
-    return [
-        _Party(name=name, work=work, processes=inside, profile=profile, where=name if named else where)
-        for (name, work, inside), profile, where in zip(named_works, profiles, wheres, strict=True)
-    ]
+            name = f"{prefix}{label}-{number + 1}" if count > 1 else f"{prefix}{label}"
+            processes_inside = max(1, processes // count + (number < processes % count))
+            profile, selector = next(instances)
+            if named:
+                selector = name
+            tenants.append(
+                _Tenant(name=name, work=work, processes=processes_inside, profile=profile, selector=selector)
+            )
+    return tenants
 
 
-def _run_inside(steps: Steps, s: Situation, way: Way, party: _Party) -> None:
+def _run_inside(steps: Steps, s: Situation, way: Way, tenant: _Tenant) -> None:
     """Add the lines for the programs of one instance: the start of MPS in it, if that is the way, and the jobs."""
-    work = party.work
-    where = party.where
-    title = party.name if steps.several_shells else label_of(work) or party.name
-    what = program_text(party.processes, title)
-    limit = inside_limit(way, work, party.profile, party.processes)
+    work = tenant.work
+    selector = tenant.selector
+    title = tenant.name if steps.several_shells else label_of(work) or tenant.name
+    what = program_text(tenant.processes, title)
+    limit = inside_limit(way, work, tenant.profile, tenant.processes)
     if way is Way.MIG:
-        steps.add_job(what, work, gpu=None, mig=where)
+        steps.add_job(what, work, gpu=None, mig=selector)
     elif way is Way.MIG_TIMESLICE:
-        steps.add_job(what, work, gpu=where, slice=OWN_SLICE, memory=limit)
+        steps.add_job(what, work, gpu=selector, slice=OWN_SLICE, memory=limit)
     else:
-        limits = client_limits(threads_for(s, party.processes), limit)
+        limits = client_limits(threads_for(s, tenant.processes), limit)
         start = steps.change_line(
-            f"start MPS in the instance of {title}", s, Verb.MPS_START, instance=where, limits=limits
+            f"start MPS in the instance of {title}", s, Verb.MPS_START, instance=selector, limits=limits
         )
         steps.lines.append(start)
-        # The undo of a new instance stops its daemon, too.
+        # The undo of a new instance, which has a name, stops its daemon, too.
         if start.change is not None and not steps.several_shells:
-            steps.undo[:0] = undo_of(steps, s, start.change)
-        steps.add_job(what, work, gpu=where, memory=client_job_memory(limit, party.profile))
+            steps.undo_first(undo_of(steps, s, start.change))
+        steps.add_job(what, work, gpu=selector, memory=client_job_memory(limit, tenant.profile))
 
 
 # -- MPS ---------------------------------------------------------------------------------------------
@@ -218,11 +221,11 @@ def _run_inside(steps: Steps, s: Situation, way: Way, party: _Party) -> None:
 OPPORTUNISTIC_CAP: Final = 60
 
 
-def _daemons(steps: Steps, what: str, limits: Limits) -> None:
+def _start_daemons(steps: Steps, what: str, limits: Limits) -> None:
     """Add the lines that start MPS on each GPU with these limits, or set them at a daemon that runs."""
     for s in steps.each_gpu():
         if s.mps_serves:
-            steps.add_change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=exactly(limits))
+            steps.add_change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=limits_to_set(limits))
         else:
             steps.add_change(what, s, Verb.MPS_START, limits=limits)
 
@@ -231,42 +234,44 @@ def _mps(steps: Steps, way: Way) -> None:
     """Add the lines of MPS: the daemons with their limits, and the jobs."""
     s = steps.s
     works = s.case.workloads
-    processes = s.wave_size(Way.MPS) or s.case.processes
-    share = None if processes is None or s.before_volta else threads_for(s, processes)
+    at_once = s.wave_size(Way.MPS) or s.case.processes
+    # Before Volta, MPS limits no threads.
+    cap = None if at_once is None or s.before_volta else threads_for(s, at_once)
     if way is Way.MPS_STREAMS:
         steps.add_line("inside each program: put independent work on separate CUDA streams")
-    if s.case.any("weights") and processes is not None and processes > 1 and share is not None:
-        _daemons(steps, "start MPS", Limits())
+    if s.case.any("weights") and at_once is not None and at_once > 1 and cap is not None:
+        _start_daemons(steps, "start MPS", Limits())
         _shares(steps, way)
     elif len(works) > 1:
-        _daemons(steps, "start MPS", Limits())
-        threads = client_limits(share, None).threads_percent
+        _start_daemons(steps, "start MPS", Limits())
+        threads = client_limits(cap, None).threads_percent
         for work in works:
             what = program_text(work.processes or 1, label_of(work))
             steps.add_job(what, work, threads_percent=threads, memory=job_memory(s, way, work))
     else:
-        limits = client_limits(share, memory_limits(s)[0])
-        _daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
-        _run_clients(steps, works[0], at_once=processes, memory=job_memory(s, way, works[0]))
+        limits = client_limits(cap, memory_limits(s)[0])
+        _start_daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
+        _run_clients(steps, works[0], at_once=at_once, memory=job_memory(s, way, works[0]))
     steps.measure.append("total steps per second of all programs, with and without MPS")
     if not s.before_volta:
         steps.measure.append(
             "the same with --threads 100 and with half the cap: the best cap depends on the program: "
-            f"gpushare bench --copies 1,{min(processes or 4, 8)} -- CMD"
+            f"gpushare bench --copies 1,{min(at_once or 4, 8)} -- CMD"
         )
 
 
 def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: int | None) -> None:
-    """Add the line of equal clients: a farm, where they end by themselves and belong to one user."""
+    """Add the line of equal MPS clients: a farm where they end by themselves and belong to one user."""
     s = steps.s
     total = s.counts_of_all[0]
-    can_be_farm = s.case.same_user and not s.together and not s.servers and s.gpu.instance is None
+    can_be_farm = s.case.same_user and not s.together and not s.endless and s.gpu.instance is None
     if total is not None and total > 1 and can_be_farm:
         parallel = None if at_once is None else min(at_once * len(s.spread), total)
         some_wait = f", {parallel} at a time" if parallel is not None and parallel < total else ""
         what = f"{program_text(total)}{some_wait}; {{}} in CMD is the number of the copy"
         steps.add_job(what, work, copies=total, parallel=parallel, memory=memory)
     elif s.together and total is not None:
+        # The ranks of one job are started together, not as jobs of their own.
         what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
         steps.add_job(what, work, memory=memory)
     else:
@@ -275,8 +280,8 @@ def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: i
 
 
 def _equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
-    """Add the lines of equal jobs: with names of their own where they do not end by themselves."""
-    if steps.s.servers and steps.s.gpu.instance is None:
+    """Add the line of equal jobs. Those that do not end by themselves get names, by which the undo ends them."""
+    if steps.s.endless and steps.s.gpu.instance is None:
         steps.add_copies(work, count, **options)
     else:
         steps.add_job(program_text(count, label_of(work)), work, **options)
@@ -316,7 +321,7 @@ _LISTED: Final = "which jobs are out, and how long that took: gpushare swap list
 class _Pair:
     """How a way starts production and the others: notes on their lines, and the options of `gpushare run`.
 
-    The others yield to production by ``yields``, if they may: only between jobs of one user; else they have ``apart``.
+    The others yield to production by ``yields`` if they can (see `_can_yield`); else they have the options ``apart``.
     """
 
     yields: str | None = None
@@ -376,36 +381,42 @@ def _production(steps: Steps, way: Way) -> None:
     pair = _PAIRS[way]
     first = next((work for work in s.case.workloads if work.role is Role.PRODUCTION), None)
     already_running = first is not None and bool(first.running)
-    without_role = _without_role(s, way, already_running=already_running)
+    can_yield = _can_yield(s, way, already_running=already_running)
     # Under MPS, production has no role.
-    running_production = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
-    target = None if first is None or way is Way.SWAP else steps.free_name(_service(first, 1, running_production))
-    whose = "by its own user" if s.case.same_user is False else None
+    running_names = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
+    first_name = None if first is None else steps.free_name(_production_name(first, 1, running_names))
+    owner = "by its own user" if s.case.same_user is False else None
     cost = s.leaving_cost(way) if way is Way.SWAP else None
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     if way is Way.MPS_PRIORITY:
-        _daemons(steps, "start MPS without a cap for production", Limits())
-    yielding = _yielding_options(s, way, target, without_role=without_role)
-    services = 0
-    others = 0
+        _start_daemons(steps, "start MPS without a cap for production", Limits())
+    production_count = 0
+    others_count = 0
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
-        produces = work.role is Role.PRODUCTION
+        is_production = work.role is Role.PRODUCTION
+        production_count += is_production
         memory = job_memory(s, way, work)
-        services += produces
         if work.running and way is Way.SLICES:
-            _set_slice_of_running(steps, work, count, whose)
+            _set_slice_of_running(steps, work, count, owner)
         elif work.running:
             steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
-        elif produces:
+        elif is_production:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
-            options = {pair.name: _service(work, services, running_production), "wait": pair.wait}
-            steps.add_job(program_text(count or 1, label_of(work), _joined(how, whose)), work, memory=memory, **options)
+            options = {pair.name: _production_name(work, production_count, running_names), "wait": pair.wait}
+            steps.add_job(program_text(count or 1, label_of(work), how, owner), work, memory=memory, **options)
         else:
-            others += 1
-            how = pair.note_apart if without_role else pair.note and pair.note.format(name=target)
-            name = "other" if others == 1 else f"other{others}"
-            steps.add_copies(work, count, _joined(how, whose), name, memory=memory, **yielding)
-    if way is Way.SWAP and not without_role:
+            others_count += 1
+            name = "other" if others_count == 1 else f"other{others_count}"
+            if can_yield:
+                how = pair.note and pair.note.format(name=first_name)
+                # Swap is told by the growth of production, whichever job that is.
+                target = None if way is Way.SWAP else first_name
+                options = {"opportunistic": True, "yields": pair.yields, "target": target}
+            else:
+                how = pair.note_apart
+                options = _options_apart(s, way)
+            steps.add_copies(work, count, how, owner, default=name, memory=memory, **options)
+    if way is Way.SWAP and can_yield:
         early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
         steps.add_line(
             f"{early}The other job leaves in time for steady growth of production; a large allocation at once, before it "
@@ -414,44 +425,41 @@ def _production(steps: Steps, way: Way) -> None:
     steps.measure += pair.measure
 
 
-def _without_role(s: Situation, way: Way, *, already_running: bool) -> bool:
-    """Return whether the others cannot yield by ``--opportunistic``, which needs to find production by its role."""
+def _can_yield(s: Situation, way: Way, *, already_running: bool) -> bool:
+    """Return whether the others can yield by ``--opportunistic``, which has to find production by its role.
+
+    ``already_running``: production runs already, without that role.
+    """
     if _PAIRS[way].yields is None:
-        return True
-    # Only root finds the jobs of other users by their names. Where production runs already, only its growth tells swap.
-    if s.case.same_user is False and not (already_running and way is Way.SWAP):
-        return True
-    return already_running and way is Way.SLICES
+        return False
+    if s.case.same_user is False:
+        # Only root finds the jobs of other users by their names; a production that runs is seen to grow by swap.
+        return already_running and way is Way.SWAP
+    return not (already_running and way is Way.SLICES)
 
 
-def _yielding_options(s: Situation, way: Way, target: str | None, *, without_role: bool) -> dict[str, Any]:
-    """Return the options of `gpushare run` for the jobs beside production, whose name is ``target``."""
-    pair = _PAIRS[way]
-    if not without_role:
-        return {"opportunistic": True, "yields": pair.yields, "target": target}
-    if way is not Way.MPS_PRIORITY:
-        return dict(pair.apart)
-    counts = zip(s.case.workloads, s.counts_of_all, strict=True)
-    clients = sum(count or 1 for work, count in counts if work.role is not Role.PRODUCTION)
-    return {**pair.apart, "threads_percent": client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent}
+def _options_apart(s: Situation, way: Way) -> dict[str, Any]:
+    """Return the options of `gpushare run` for each job beside production that cannot yield to it."""
+    options = dict(_PAIRS[way].apart)
+    if way is Way.MPS_PRIORITY:
+        counts = zip(s.case.workloads, s.counts_of_all, strict=True)
+        clients = sum(count or 1 for work, count in counts if work.role is not Role.PRODUCTION)
+        options["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent
+    return options
 
 
-def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, whose: str | None) -> None:
-    """Add the line that sets the slice of jobs that run already; ``whose`` says that their own user has to."""
+def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, owner: str | None) -> None:
+    """Add the line that sets the slice of jobs that run already; ``owner`` is a note that only their user can."""
     slice_of_job = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
     what = f"the slice of {program_text(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
-    steps.add_line(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
+    steps.add_line(f"{what}; {owner}" if owner else what, f"gpushare timeslice set {slice_of_job} PID")
     steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
 
 
-def _joined(*parts: str | None) -> str:
-    return ", ".join(filter(None, parts))
-
-
-def _service(work: Workload, number: int, running: Sequence[str]) -> str:
-    """Return the name of a production job: of one that runs already, if the case gives it none."""
-    if work.name is None and number <= len(running):
-        return running[number - 1]
+def _production_name(work: Workload, number: int, running_names: Sequence[str]) -> str:
+    """Return the name of production job ``number``; if the case gives it none, that of the one that runs already."""
+    if work.name is None and number <= len(running_names):
+        return running_names[number - 1]
     return clean_name(work.name, number, "serve")
 
 
@@ -461,6 +469,7 @@ def _service(work: Workload, number: int, running: Sequence[str]) -> str:
 def _whole(steps: Steps, way: Way) -> None:
     """Add the lines of jobs that have a GPU, or GPUs, to themselves."""
     s = steps.s
+    ranks = s.together and s.case.any("nccl") is not False and s.placed_processes > 1
     if s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
         machine = "one virtual machine at a time" if s.several else "the virtual machine"
@@ -469,7 +478,7 @@ def _whole(steps: Steps, way: Way) -> None:
         steps.add_line(
             "for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU"
         )
-    elif s.together and s.case.any("nccl") is not False and s.placed_processes > 1:
+    elif ranks:
         _one_job(steps)
     elif may_pause(s):
         # In a queue, a service that stays would keep the other job out.
@@ -480,8 +489,8 @@ def _whole(steps: Steps, way: Way) -> None:
                 steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
             else:
                 _alone(steps, work, count)
-        if s.placed_processes > s.places:
-            if not s.by_room:
+        if s.placed_processes > s.gpu_sets:
+            if not s.memory_decides:
                 steps.add_line("a program that gpushare did not start is not held back")
             steps.measure.append("the total time of all, one after the other: sharing has to beat that")
 
@@ -492,32 +501,35 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
     In line and without a limit of memory, a job claims the whole GPU.
     """
     s = steps.s
-    how: str | None = None
-    if s.placed_processes <= s.places:
-        own_gpus = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
-        how = f"each gets {own_gpus}" if s.placed_processes > 1 else None
-    elif s.by_room:
-        how = "as many at a time as fit"
-    elif s.pair:
-        how = "first" if work.role is Role.PRODUCTION else "when production has ended"
-    elif s.gpus_each > 1 and s.places > 1:
-        how = f"{s.places} at a time"
-    else:
-        how = "one at a time" if s.places == 1 else "one at a time on each GPU"
     options: dict[str, Any] = {"slice": steps.own_slice}
     if s.gpus_each > 1:
         # Jobs on several GPUs run outside MPS by themselves.
         options = {}
-    elif s.by_room and not cannot_leave(s):
+    elif s.memory_decides and not cannot_leave(s):
         options = {"swap": "request"}
     # One process alone claims only what it needs, too.
-    claims_its_size = s.by_room or (s.placed_processes == 1 and work.memory is not None)
+    claims_its_size = s.memory_decides or (s.placed_processes == 1 and work.memory is not None)
     memory = job_memory(s, Way.WHOLE, work) if claims_its_size else None
-    steps.add_job(program_text(count, label_of(work), how), work, wait=True, memory=memory, **options)
+    what = program_text(count, label_of(work), _turn_text(s, work))
+    steps.add_job(what, work, wait=True, memory=memory, **options)
+
+
+def _turn_text(s: Situation, work: Workload) -> str | None:
+    """Return in words when a job gets a whole GPU; None: it is the only one."""
+    if s.placed_processes <= s.gpu_sets:
+        own_gpus = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
+        return f"each gets {own_gpus}" if s.placed_processes > 1 else None
+    if s.memory_decides:
+        return "as many at a time as fit"
+    if s.pair:
+        return "first" if work.role is Role.PRODUCTION else "when production has ended"
+    if s.gpus_each > 1 and s.gpu_sets > 1:
+        return f"{s.gpu_sets} at a time"
+    return "one at a time" if s.gpu_sets == 1 else "one at a time on each GPU"
 
 
 def _one_job(steps: Steps) -> None:
-    """Add the line of processes that depend on each other: in a queue, the first would wait forever."""
+    """Add the line of one job whose processes depend on each other: in a queue, the first would wait forever."""
     s = steps.s
     processes = s.placed_processes
     gpus = len(s.spread)
@@ -536,10 +548,14 @@ def _one_job(steps: Steps) -> None:
 
 
 def may_pause(s: Situation) -> bool:
-    """Return whether `gpushare run` can keep both jobs of a pair on the GPU, one of them paused; on one GPU under MPS."""
-    if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.places > 1:
+    """Return whether `gpushare run` can pause one job of a pair on the GPU while the other works.
+
+    On one GPU they do that as clients of MPS.
+    """
+    if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.gpu_sets > 1:
         return False
-    return s.gpus_each > 1 or not next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS).refused
+    mps = next(verdict for verdict in verdicts(s) if verdict.way is Way.MPS)
+    return s.gpus_each > 1 or not mps.refused
 
 
 # -- time-slicing, and jobs that leave the GPU ---------------------------------------------------------
@@ -551,21 +567,23 @@ def _timeslice(steps: Steps, way: Way) -> None:
     """Add the lines of jobs that share the time of a GPU."""
     s = steps.s
     for on_gpu in steps.each_gpu():
-        if on_gpu.shut and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
+        if on_gpu.exclusive_mode and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
             steps.add_change("admit several programs", on_gpu, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
         steps.lines.append(steps.command_line("running programs share the GPU as they do now; see", *see))
-    waits = len(s.spread) > 1 or s.wave_size(way) is not None
+    in_line = len(s.spread) > 1 or s.wave_size(way) is not None
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
-        memory = job_memory(s, way, work)
         if work.running:
             continue
+        memory = job_memory(s, way, work)
         if steps.own_slice is None:
-            steps.add_job(program_text(count, label_of(work)), work, swap="request", memory=memory, wait=waits)
+            steps.add_job(program_text(count, label_of(work)), work, swap="request", memory=memory, wait=in_line)
         else:
             slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
-            _equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=waits and memory is not None)
+            # In line and without a limit of memory, a job would claim the whole GPU.
+            wait = in_line and memory is not None
+            _equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=wait)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
         steps.add_line(
             "the memory is divided equally, because what each needs is not known; with --memory SIZE it is that"
@@ -573,28 +591,43 @@ def _timeslice(steps: Steps, way: Way) -> None:
     steps.measure.append("p99 and rate of each program, alone and with the others")
 
 
+class _WeightedJobs(NamedTuple):
+    """Processes of a workload of which each has this share."""
+
+    work: Workload
+    processes: int
+    share: float
+
+
+def _weighted_jobs(case: Case) -> list[_WeightedJobs]:
+    """Return the jobs of a case with their shares; where none are given, the first has twice the share of each other."""
+    works = case.workloads
+    if case.shares is not None:
+        shares = iter(case.shares)
+        weighted = []
+        for work in works:
+            own_shares = work.shares or ()
+            # Several shares are those of its processes; a single one is that of each.
+            processes = 1 if len(own_shares) > 1 else work.processes or 1
+            weighted += [_WeightedJobs(work, processes, next(shares)) for _ in own_shares]
+        return weighted
+    if len(works) == 1:
+        others_count = (case.processes or 2) - 1
+        return [_WeightedJobs(works[0], 1, 2.0), _WeightedJobs(works[0], others_count, 1.0)]
+    return [_WeightedJobs(work, work.processes or 1, 1.0 if number else 2.0) for number, work in enumerate(works)]
+
+
 def _shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
-    s = steps.s
-    works = s.case.workloads
-    counts = [count or 1 for count in s.case.counts]
-    if s.case.shares is not None:
-        shares = s.case.shares
-        if len(works) == 1:
-            counts = [1] * len(shares)
-    else:
-        # Where none are given, the first has twice the share of each other.
-        if len(works) == 1:
-            counts = [1, (s.case.processes or 2) - 1]
-        shares = (2.0, *[1.0] * (len(counts) - 1))
-    total = sum(share * count for share, count in zip(shares, counts, strict=True))
-    for number, (share, count) in enumerate(zip(shares, counts, strict=True)):
-        work = works[number if len(works) > 1 else 0]
-        options: dict[str, Any] = {"weight": share / min(shares)}
+    weighted = _weighted_jobs(steps.s.case)
+    smallest = min(jobs.share for jobs in weighted)
+    total = sum(jobs.share * jobs.processes for jobs in weighted)
+    for work, processes, share in weighted:
+        options: dict[str, Any] = {"weight": share / smallest}
         if way in ALL_MPS:
             options = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
-        what = program_text(count, f"the program with {share:g} of {total:g}")
-        steps.add_job(what, work, memory=job_memory(s, way, work), **options)
+        what = program_text(processes, f"the program with {share:g} of {total:g}")
+        steps.add_job(what, work, memory=job_memory(steps.s, way, work), **options)
     if way is Way.SLICES:
         steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
 
@@ -614,11 +647,10 @@ def _leaving(steps: Steps, way: Way) -> None:
         measure = (
             "how long the first work after a pause takes: the job comes back first, and waits while the others work"
         )
-    if s.case.same_user is False:
-        how += ", each by its own user"
+    owner = "each by its own user" if s.case.same_user is False else None
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         memory = job_memory(s, way, work)
-        steps.add_copies(work, count, how, memory=memory, wait=way is Way.SWAP, swap=swap)
+        steps.add_copies(work, count, how, owner, memory=memory, wait=way is Way.SWAP, swap=swap)
     steps.measure += [_LISTED, measure]
 
 
@@ -649,7 +681,7 @@ def _measure(steps: Steps, _: Way) -> None:
     """Add the line that measures the ways against each other."""
     s = steps.s
     ways = ""
-    if s.shut and s.may_be_root is False:
+    if s.exclusive_mode and s.may_be_root is False:
         # Nobody can change the compute mode, which admits one program or MPS.
         ways = " --ways queue,mps"
     elif s.case.same_user is False:
@@ -700,9 +732,9 @@ _MOST_PODS: Final = 48
 def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
-    # More pods than fit wait in the cluster; those that are mostly idle may be more.
+    # Where only some fit at a time, the other pods wait in the cluster.
     pods = max(2, min(s.wave_size(way) or s.case.processes or 4, _MOST_PODS))
-    # What the file of the host says of its GPUs; empty where the GPU stays as it is.
+    # What `export` reads of the GPUs of the host; empty where they stay as they are.
     layout = ""
     shares_text = f"{pods} pods share each GPU"
     options = ["--replicas", str(pods)]
@@ -763,14 +795,14 @@ def _turn_off_obstacles(steps: Steps, way: Way) -> None:
         if s.gpu.mig_enabled and way in _WITHOUT_MIG:
             may_have_instances = s.gpu.layout is None or bool(s.gpu.layout.instances)
             if s.gpu.mps_daemons:
-                steps.undo[:0] = [
-                    AdviceStep("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each")
-                ]
+                # Before the change, so that it is undone after it.
+                text = "and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each"
+                steps.undo_first([AdviceStep(text)])
             steps.add_change("turn MIG off", s, Verb.MIG_DISABLE, destroy=may_have_instances, yes=_needs_yes(s))
         if s.mps_in_the_way(way):
             if s.gpu.mps is None:
                 steps.add_line("stop the MPS daemon of the GPU the way it was started: see gpushare mps status")
-                steps.undo[:0] = [AdviceStep("start the MPS daemon again the same way")]
+                steps.undo_first([AdviceStep("start the MPS daemon again the same way")])
             else:
                 steps.add_change("stop the running MPS daemon; waits for its programs", s, Verb.MPS_STOP)
 
@@ -780,6 +812,7 @@ def _measures_of_one_server(s: Situation) -> list[str]:
     if s.case.any("multi_model"):
         return ["instances of each model and dynamic batching in the server itself"]
     if not s.several or s.apart:
+        # One server does not keep its models apart.
         return []
     kind = "one engine with continuous batching (vLLM, TensorRT-LLM, SGLang)"
     if s.case.any("replicas") and not s.case.any("cuda_graphs"):

@@ -132,12 +132,11 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     known_bytes = [
         size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None
     ]
+    wanted = sum(known_bytes) if known_bytes else None
     # With unknown sizes the sum is only a lower bound, which counts if it is already too large.
-    complete = len(known_bytes) == len(sizes)
+    if wanted is not None and len(known_bytes) < len(sizes) and (total is None or wanted <= total):
+        wanted = None
     largest = max((size for size in sizes if size is not None), default=None)
-    wanted = sum(known_bytes) if complete and known_bytes else None
-    if wanted is None and known_bytes and total is not None and sum(known_bytes) > total:
-        wanted = sum(known_bytes)
     return Budget(
         total_bytes=total,
         headroom_bytes=None if total is None else -(-total * HEADROOM_PERCENT // 100),
@@ -160,12 +159,12 @@ def whole_mib(size: int) -> int:
 
 
 def limit_for(memory: int) -> int:
-    """Return the pinned memory limit for a process of this size, including CUDA's own memory, rounded up."""
+    """Return the limit of an MPS client for a process of this size: with CUDA's own memory, rounded up."""
     return -(-(memory + MPS_LIMIT_EXTRA_BYTES) // _STEP) * _STEP
 
 
 def equal_limit(usable: int, processes: int) -> int | None:
-    """Return the limit of each of N equal processes, or None if it would be too small."""
+    """Return an equal part of the usable memory as a limit, rounded down; None if CUDA's own memory would fill it."""
     share = usable // processes // _STEP * _STEP
     return share if share > MPS_LIMIT_EXTRA_BYTES else None
 
@@ -227,7 +226,7 @@ def _about_text(seconds: float) -> str:
 
 @dataclass(frozen=True, order=True)
 class Share:
-    """What one party needs of an instance, with contexts; 0 means unknown. ``graphics`` needs a +gfx profile."""
+    """What one instance must hold, with CUDA contexts; 0 means unknown. ``graphics`` needs a +gfx profile."""
 
     memory_bytes: int = 0
     sms: int = 0
@@ -263,42 +262,44 @@ _NEARLY: Final = 0.9
 
 def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
     """Return the largest instances that fit these shares next to those that are kept; if need be, with nearly the SMs asked for."""
-    exact = _slices_for(layout, shares, kept)
+    exact = _slices_with(layout, shares, kept)
     if exact.why_not is None or not any(share.sms for share in shares):
         return exact
     nearly = tuple(replace(share, sms=math.ceil(share.sms * _NEARLY)) for share in shares)
-    with_nearly = _slices_for(layout, nearly, kept)
+    with_nearly = _slices_with(layout, nearly, kept)
     return exact if with_nearly.why_not is not None else with_nearly
 
 
-def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> Slices:
-    """Return the largest instances that fit these shares next to those that are kept.
+def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> Slices:
+    """Return the largest instances that fit exactly these shares next to those that are kept.
 
     Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
     """
     room = replace(layout, instances=kept)
-    kinds = {graphics: _profiles_of_kind(layout, graphics=graphics) for graphics in (False, True)}
-    # The smallest profile for each share: if these do not fit, nothing does.
-    smallest = [_smallest_holding(kinds[share.graphics], share) for share in shares]
-    too_large = next((share for share, profile in zip(shares, smallest, strict=True) if profile is None), None)
-    if too_large is not None:
-        return Slices(why_not=f"no instance has {too_large}{_largest_text(kinds[too_large.graphics], too_large)}")
-    chosen = [profile for profile in smallest if profile is not None]
-    if not _fit_together(room, chosen):
+    profiles_by_graphics = {graphics: _profiles_of_kind(layout, graphics=graphics) for graphics in (False, True)}
+    # The profiles to choose from for each share.
+    candidates = [profiles_by_graphics[share.graphics] for share in shares]
+    smallest: list[Profile] = []
+    for share, profiles in zip(shares, candidates, strict=True):
+        holding = next((profile for profile in profiles if _holds(profile, share)), None)
+        if holding is None:
+            return Slices(why_not=f"no instance has {share}{_largest_text(profiles, share)}")
+        smallest.append(holding)
+    if not _fit_together(room, smallest):
         largest = max(shares)
-        needed = chosen[shares.index(largest)]
+        needed = smallest[shares.index(largest)]
         most_that_fit = _most_that_fit(room, needed)
         reason = f"{len(shares)} instances with {largest} do not fit: {most_that_fit or 'none'} of {needed.name} would"
         return Slices(why_not=reason)
 
     # Then larger ones: by the wanted percentages, equal for equal shares, else each as large as fits.
     if all(share.percent for share in shares):
-        weighted = _weighted_profiles(room, [kinds[share.graphics] for share in shares], shares)
+        weighted = _weighted_profiles(room, candidates, shares)
         if weighted is not None:
             return Slices(profiles=weighted)
     if len(set(shares)) == 1:
-        return Slices(profiles=tuple(_largest_equal(room, kinds[shares[0].graphics], chosen[0], len(shares))))
-    return Slices(profiles=tuple(_enlarge(room, [kinds[share.graphics] for share in shares], chosen)))
+        return Slices(profiles=(_largest_equal(room, candidates[0], smallest[0], len(shares)),) * len(shares))
+    return Slices(profiles=tuple(_enlarge(room, candidates, smallest)))
 
 
 def _profiles_of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
@@ -313,27 +314,13 @@ def _profiles_of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
 
 
 def _largest_text(profiles: Sequence[Profile], share: Share) -> str:
-    """Return the end of a sentence that says what the largest profile has."""
+    """Return the end of a sentence: what the largest profile has of the memory and SMs that a share asks for."""
     if not profiles:
         return ""
     largest = profiles[-1]
-    return f"; the largest, {largest.name}, has {_as_share(largest, share)}"
-
-
-def _as_share(profile: Profile, share: Share) -> Share:
-    """Return how much a profile has of what a share asks for: memory, SMs or both; memory if it asks for nothing."""
-    memory = 0
-    if share.memory_bytes or not share.sms:
-        memory = profile.memory_bytes or 0
-    sms = (profile.multiprocessors or 0) if share.sms else 0
-    return Share(memory, sms)
-
-
-def _smallest_holding(ordinary: Sequence[Profile], share: Share) -> Profile | None:
-    """Return the smallest profile that holds a share; None: none does."""
-    return next(
-        (profile for profile in sorted(ordinary, key=lambda p: (p.size or 0, p.slices)) if _holds(profile, share)), None
-    )
+    memory = (largest.memory_bytes or 0) if share.memory_bytes or not share.sms else 0
+    sms = (largest.multiprocessors or 0) if share.sms else 0
+    return f"; the largest, {largest.name}, has {Share(memory, sms)}"
 
 
 def _holds(profile: Profile, share: Share) -> bool:
@@ -357,16 +344,15 @@ def _most_that_fit(room: Layout, profile: Profile) -> int:
     return next((count for count in range(most, 0, -1) if _fit_together(room, [profile] * count)), 0)
 
 
-def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
-    """Return ``count`` times the same profile: of those that fit so often, the one with the most SMs, then the least memory."""
+def _largest_equal(room: Layout, candidates: Sequence[Profile], least: Profile, count: int) -> Profile:
+    """Return the profile with the most SMs, then the least memory, that fits ``count`` times and is not below ``least``."""
     better = [
         profile
-        for profile in ordinary
+        for profile in candidates
         if (profile.memory_bytes or 0) >= (least.memory_bytes or 0) and profile.slices >= least.slices
     ]
     better.sort(key=lambda profile: (-(profile.multiprocessors or profile.slices), profile.memory_bytes or 0))
-    best = next((profile for profile in better if _fit_together(room, [profile] * count)), least)
-    return [best] * count
+    return next((profile for profile in better if _fit_together(room, [profile] * count)), least)
 
 
 # So many profiles, each chosen for one share, are tried in every combination.
@@ -400,19 +386,21 @@ def _weighted_profiles(
     return next((choice for choice in choices if _fit_together(room, choice)), None)
 
 
-def _enlarge(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
-    """Return the chosen profiles enlarged, the smallest first, as long as all fit; ``kinds`` has the profiles of each."""
-    while (enlarged := _enlarge_one(room, kinds, chosen)) is not None:
+def _enlarge(room: Layout, candidates: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+    """Return the chosen profiles enlarged, the smallest first, as long as all fit; each becomes one of its candidates."""
+    while (enlarged := _enlarge_one(room, candidates, chosen)) is not None:
         chosen = enlarged
     return chosen
 
 
-def _enlarge_one(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> list[Profile] | None:
+def _enlarge_one(
+    room: Layout, candidates: Sequence[Sequence[Profile]], chosen: Sequence[Profile]
+) -> list[Profile] | None:
     """Return the chosen profiles with the smallest that can grow by one step enlarged; None if none can."""
     smallest_first = sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0))
     for number in smallest_first:
         current = chosen[number]
-        for larger in kinds[number]:
+        for larger in candidates[number]:
             # More memory and as many slices, or fewer of one of them, is no step up.
             if larger.slices <= current.slices or (larger.memory_bytes or 0) < (current.memory_bytes or 0):
                 continue
@@ -483,8 +471,8 @@ class Situation:
         return 1 if ranks else most
 
     @property
-    def places(self) -> int:
-        """Return how many jobs can have their GPUs for themselves at the same time."""
+    def gpu_sets(self) -> int:
+        """Return how many jobs can have GPUs of their own at the same time: the number of sets of `gpus_each` GPUs."""
         return max(1, len(self.spread) // self.gpus_each)
 
     @property
@@ -494,7 +482,7 @@ class Situation:
 
     @property
     def placed_processes(self) -> int:
-        """Return the number of processes on all of these GPUs; if unknown, 2, or 1 of one application."""
+        """Return the number of processes on all of these GPUs; an unknown number counts as 2, of one application as 1."""
         if self.whole is None and self.one_process:
             return 1
         return (self.whole or self.case).processes or 2
@@ -512,20 +500,21 @@ class Situation:
         return replace(self, gpu=gpu, case=case or self.case, more=tuple(more), whole=whole, own_gpu=own_gpu)
 
     def variant(self, **changes: Any) -> Situation:
-        """Return a copy with another case or cap. The GPU is the same, so known results are shared."""
+        """Return a copy with another case or cap. The GPU is the same, so the results of `once` are shared."""
         copy = replace(self, **changes)
-        vars(copy)["_known"] = self._known
+        vars(copy)["_results"] = self._results
         return copy
 
     @cached_property
-    def _known(self) -> dict[Hashable, Any]:
+    def _results(self) -> dict[Hashable, Any]:
+        """Return the results of `once` by their keys."""
         return {}
 
     def once(self, key: Hashable, work: Callable[[], T]) -> T:
         """Return the result of ``work``, which is called once for this situation and all of its variants."""
-        if key not in self._known:
-            self._known[key] = work()
-        result: T = self._known[key]
+        if key not in self._results:
+            self._results[key] = work()
+        result: T = self._results[key]
         return result
 
     # -- the case ----------------------------------------------------------------------------------
@@ -542,12 +531,12 @@ class Situation:
 
     @cached_property
     def among_others(self) -> bool:
-        """Return whether `in_use` holds for more programs than those that only draw on a display: others compute here too."""
+        """Return whether a program of `in_use` computes: not all of them only draw on a display."""
         return self.in_use and (self.gpu.processes or 0) > self.gpu.displays
 
     @cached_property
     def in_use(self) -> bool:
-        """Return whether programs that are not part of the case are on the GPU and stay there, outside MIG; also those that only draw."""
+        """Return whether programs that are not part of the case stay on the GPU, outside MIG; also those that only draw."""
         has_programs = bool(self.gpu.processes) and not self.gpu.mig_enabled
         return has_programs and not self.case.any("running") and self.case.any("occupied") is not False
 
@@ -591,7 +580,7 @@ class Situation:
 
     @cached_property
     def apart(self) -> bool:
-        """Return whether parties must be separated from each other."""
+        """Return whether the processes, or their groups, must be separated from each other."""
         explicit = len(self.case.workloads) == 1 and (self.case.groups or 0) > 1
         return bool(
             explicit
@@ -603,26 +592,27 @@ class Situation:
 
     @cached_property
     def one_process(self) -> bool:
-        """Return whether the case is one process that has the GPU alone; assumed of one application."""
-        processes = self.case.processes
-        return (processes == 1 and not self.with_others) or (
-            processes is None and bool(self.case.any("one_application"))
-        )
+        """Return whether the case is one process that has the GPU alone; one application of unknown size counts as one."""
+        if self.case.processes is None:
+            return bool(self.case.any("one_application"))
+        return self.case.processes == 1 and not self.with_others
 
     @cached_property
-    def servers(self) -> bool:
-        """Return whether they do not end by themselves, so that a queue would never move: servers and interactive work."""
+    def endless(self) -> bool:
+        """Return whether jobs do not end by themselves (servers, interactive work): a queue of them would never move."""
         return bool(self.case.any("server")) or self.case.pattern is Pattern.INTERACTIVE
 
     @cached_property
     def batched(self) -> bool:
         """Return whether one engine with continuous batching can replace the copies of one LLM."""
-        llm = bool(self.case.any("replicas")) and self.case.any("cuda_graphs") is not False
-        alone = self.several and not self.apart and not self.pair
-        return llm and alone and bool(self.case.any("cuda_graphs") or self.saturating)
+        cuda_graphs = self.case.any("cuda_graphs")
+        # Copies that fill the GPU are taken for an LLM, unless the user says that they use no CUDA graphs.
+        is_llm = bool(cuda_graphs or (cuda_graphs is None and self.saturating))
+        may_be_merged = self.several and not self.apart and not self.pair
+        return bool(self.case.any("replicas")) and is_llm and may_be_merged
 
     @cached_property
-    def shut(self) -> bool:
+    def exclusive_mode(self) -> bool:
         """Return whether the compute mode of the GPU does not admit several programs."""
         return self.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
 
@@ -635,14 +625,14 @@ class Situation:
     def together(self) -> bool:
         """Return whether the processes are one job on one GPU: all have to run, and none can wait for another to end."""
         signs_of_one_job = ("cooperating", "nccl", "ipc", "one_application")
-        # Where the order of their ends is all the same, none waits for another.
-        any_order = self.case.any("progress") is False and not self.case.any("nccl") and not self.case.any("p2p")
-        may_be_one_job = self.several and not self.pair and self.gpus_each == 1 and not any_order
+        # The user says that they need not all advance: each may wait for the end of another.
+        may_run_in_turn = self.case.any("progress") is False and not self.case.any("nccl") and not self.case.any("p2p")
+        may_be_one_job = self.several and not self.pair and self.gpus_each == 1 and not may_run_in_turn
         return may_be_one_job and any(map(self.case.any, signs_of_one_job))
 
     @cached_property
     def in_phases(self) -> bool:
-        """Return whether processes that work together all have to advance, and may do so one after the other."""
+        """Return whether processes that work together must all advance, but need not run at the same time."""
         at_once = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.spread) >= (self.case.processes or 2)
         return self.together and not at_once and bool(self.case.any("cooperating") and self.case.any("progress"))
 
@@ -665,13 +655,13 @@ class Situation:
 
     @cached_property
     def grouped(self) -> bool | None:
-        """Return whether a party has several processes, which may share its part.
+        """Return whether some groups have several processes, which may share an instance; None if unknown.
 
-        Not those of one user that are to be kept apart: then each process of a list is a party of its own.
+        Where no groups are given, each workload of a list is one, unless processes of one user are to be kept apart.
         """
         groups, processes = self.case.groups, self.case.processes
-        stated = any(work.groups is not None for work in self.case.workloads)
-        if not stated and self.case.same_user and self.isolation - {Isolation.QUOTA}:
+        groups_given = any(work.groups is not None for work in self.case.workloads)
+        if not groups_given and self.case.same_user and self.isolation - {Isolation.QUOTA}:
             return False
         return None if groups is None or processes is None else groups < processes
 
@@ -693,30 +683,24 @@ class Situation:
         """Return whether all fit on this GPU at the same time; None if unknown."""
         return any_of([self.plain.may_fit, self.under_mps.may_fit])
 
-    def leavers(self, way: Way) -> list[tuple[Workload, int | None]]:
-        """Return the workloads that leave the GPU, with the number of their processes: of a pair that swaps, the opportunistic one."""
-        works = zip(self.case.workloads, self.case.counts, strict=True)
+    def leavers(self, way: Way) -> list[Workload]:
+        """Return the workloads that leave the GPU: all, but production of a pair stays where the other swaps."""
         production_stays = way is Way.SWAP and self.pair
-        return [(work, count) for work, count in works if not production_stays or work.role is Role.OPPORTUNISTIC]
+        return [work for work in self.case.workloads if not production_stays or work.role is Role.OPPORTUNISTIC]
 
     def leaving_cost(self, way: Way) -> LeavingCost | None:
         """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
-        leavers = [(work.memory + CONTEXT_BYTES, count or 1) for work, count in self.leavers(way) if work.memory]
+        leavers = [(work.memory + CONTEXT_BYTES, work.processes or 1) for work in self.leavers(way) if work.memory]
         if not leavers:
             return None
         return self.once(("cost", way, *leavers), lambda: self._swap_cost(way, leavers))
-
-    def switch_seconds(self, way: Way) -> float:
-        """Return how long it takes until one job is out and the next is back; 0 if no size is known."""
-        cost = self.leaving_cost(way)
-        return 0.0 if cost is None else cost.switch_seconds
 
     def _swap_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
         """Return the time and host memory that it takes to swap jobs out of the GPU and back in.
 
         ``leavers`` are pairs: the bytes of a process with its CUDA context, and the number of such processes.
         """
-        # Only here: most cases fit, and need none of it.
+        # Imported here: in most cases no job leaves.
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, swap_times
 
         largest = max(size for size, _ in leavers)
@@ -756,8 +740,8 @@ class Situation:
     def _can_be_queued(self) -> bool:
         """Return whether some of the processes may wait until others have ended.
 
-        They are equal and independent, none is needed now, and none is known to fill the GPU: several of those at once gain
-        nothing.
+        They are equal and independent, and none is needed now. None is known to fill the GPU: those gain nothing by
+        running several at once.
         """
         equal = len(self.case.workloads) == 1 and self.case.same_user is not False
         dependent = self.together or self.apart or self.idle_often
@@ -765,21 +749,21 @@ class Situation:
         return equal and self.saturating is not True and not dependent and not needed_now
 
     def _most_at_once(self, way: Way, processes: int) -> int:
-        """Return how many processes the MPS server and the memory admit at once; 0: they do not take turns."""
+        """Return how many processes the MPS server and the memory admit at once; 0: there is no reason to run several."""
         clients = self.mps_clients if _is_under_mps(way) else None
         most = processes if clients is None else min(processes, clients)
         memory = self.budget_of(way)
         if memory.may_fit is not False:
             return most
-        if self.saturating is False or most < processes:
-            return min(most, memory.most or 0)
-        # It is unknown whether one of them fills the GPU: a few are queued by their memory alone (`by_room`).
-        return 0
+        if self.saturating is None and most == processes:
+            # One of them may fill the GPU, so running several may gain nothing: `memory_decides` queues them.
+            return 0
+        return min(most, memory.most or 0)
 
     def _fewer_for_limits(self, way: Way, at_once: int) -> int:
-        """Return how many run at once so that each client of MPS has a limit, which includes the memory of its context.
+        """Return how many of ``at_once`` MPS clients can have limits, which include the memory of their contexts.
 
-        If these are too few of all that could run at once, return all, which then have no limits.
+        If that would be too few, return all of them: they run without limits.
         """
         size = self.case.workloads[0].memory
         usable = self.budget_of(way).usable_bytes
@@ -791,10 +775,11 @@ class Situation:
     def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
         """Return the number of processes of each workload that run at the same time."""
         wave = self.wave_size(way)
+        # A case that runs in waves has one workload.
         return self.case.counts if wave is None else (wave,)
 
     @cached_property
-    def by_room(self) -> bool:
+    def memory_decides(self) -> bool:
         """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
         other_needs = (
             "latency",
@@ -808,10 +793,11 @@ class Situation:
             "kubernetes",
         )
         sizes_known = all(work.memory is not None for work in self.case.workloads)
-        apart = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
-        # What fits on a GPU of a set is no reason for two jobs on it: each has its set for itself.
-        short = self.several and self.gpus_each == 1 and self.plain.may_fit is False and self.plain.one_fits is True
-        return bool(sizes_known and short and not apart and not any(map(self.case.any, other_needs)))
+        one_at_a_time = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
+        # A job with several GPUs has all of them for itself, whatever fits on one of them.
+        some_fit = self.gpus_each == 1 and self.plain.may_fit is False and self.plain.one_fits is True
+        may_share = self.several and not one_at_a_time and not any(map(self.case.any, other_needs))
+        return sizes_known and some_fit and may_share
 
     # -- MPS and MIG -------------------------------------------------------------------------------
 
@@ -824,20 +810,20 @@ class Situation:
     def mps_clients(self) -> int | None:
         """Return how many clients MPS accepts here; None if unknown. A MIG instance has a proportional part of them.
 
-        For a few processes, which each version accepts in the smallest instance too, no program is asked for its version.
+        The MPS program is asked for its version only for more processes than every version accepts in the smallest
+        instance.
         """
         processes = self.case.processes
-        # A host whose driver and program are unknown.
-        unknown_host = HostFacts(host=self.host.host)
-        clients = mps_clients(self.table, unknown_host, self.gpu)
+        # Without driver and program, the number is that of the oldest version.
+        clients = mps_clients(self.table, HostFacts(host=self.host.host), self.gpu)
         if clients is None or processes is None or processes > clients // _MOST_INSTANCES:
             clients = mps_clients(self.table, self.host, self.gpu)
         if clients is None or self.gpu.instance is None:
             return clients
         return max(1, int(clients * self.gpu.sm_share))
 
-    def clients_of(self, way: Way) -> int | None:
-        """Return how many clients one MPS server has: of the GPU, or of the fullest instance."""
+    def clients_per_server(self, way: Way) -> int | None:
+        """Return how many clients the fullest MPS server has: that of the GPU, or of an instance; None if unknown."""
         processes = self.case.processes
         if way is not Way.MIG_MPS or processes is None:
             return processes
@@ -846,10 +832,10 @@ class Situation:
             return max(-(-(work.processes or 1) // (work.groups or 1)) for work in works)
         return -(-processes // max(len(self.shares(way)), 1))
 
-    def mps_clients_in(self, way: Way) -> int | None:
+    def clients_accepted(self, way: Way) -> int | None:
         """Return how many clients one MPS server accepts: of the GPU, or of the smallest instance; None if unknown.
 
-        An instance has a part of those of the GPU, by its slices (MIG user guide).
+        An instance has a part of the clients of the GPU, by its slices (MIG user guide).
         """
         if way is not Way.MIG_MPS or self.mps_clients is None:
             return self.mps_clients
@@ -861,10 +847,7 @@ class Situation:
 
     @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:
-        """Return the MIG instances that must stay.
-
-        Busy ones; and unless the user says otherwise, those with a name or a grant, and those of somebody else.
-        """
+        """Return the MIG instances that must stay: busy ones and, unless the user says otherwise, those that somebody may need (`may_go`)."""
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
             return ()
@@ -886,15 +869,17 @@ class Situation:
 
         Its clients are not time-sliced, and MIG cannot be turned on while it runs.
         """
-        if not self.mps_serves or (self.case.any("running") and way is Way.TIMESLICE):
+        if not self.mps_serves:
             return False
         if way in LEAVING:
-            # In another mode its server has the GPU alone.
-            return self.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-        if way is Way.SLICES and self.pair and any(job.mps for job in self.jobs.values()):
+            # In an exclusive mode the MPS server has the GPU alone.
+            return self.exclusive_mode
+        if way is Way.TIMESLICE:
+            return not self.case.any("running")
+        if way is Way.SLICES:
             # Jobs that yield to production share its daemon.
-            return False
-        return way in {Way.TIMESLICE, Way.SLICES, *ALL_MIG}
+            return not (self.pair and any(job.mps for job in self.jobs.values()))
+        return way in ALL_MIG
 
     @cached_property
     def most_instances(self) -> int | None:
@@ -905,10 +890,11 @@ class Situation:
 
     @cached_property
     def may_be_root(self) -> bool | None:
+        """Return whether the user can become root; None if unknown: who is not root now may have sudo."""
         return self.case.root if self.case.root is not None else self.host.root or None
 
     def shares(self, way: Way) -> tuple[Share, ...]:
-        """Return what each instance must hold: one process with plain MIG, one party if the instance is shared."""
+        """Return what each instance must hold: one process with plain MIG, else the processes of one group."""
         works = self.case.workloads
         if way is Way.MIG:
             return self._shares_of_processes()
@@ -920,8 +906,8 @@ class Situation:
                 for _ in range(work.groups or 1)
             )
         processes = works[0].processes or 2
-        parties = self.case.groups or self._parties_for(processes)
-        return (_share_of(works[0], -(-processes // parties), context),) * parties
+        instances = self.case.groups or self._instances_for(processes)
+        return (_share_of(works[0], -(-processes // instances), context),) * instances
 
     def _shares_of_processes(self) -> tuple[Share, ...]:
         """Return what the instance of each process must hold, with its percentage if the user gave unequal ones."""
@@ -929,6 +915,7 @@ class Situation:
         if len(works) == 1:
             share = _share_of(works[0], 1, CONTEXT_BYTES)
             if not works[0].shares:
+                # An unknown number is taken as two.
                 return (share,) * (self.case.processes or 2)
             return tuple(replace(share, percent=percent) for percent in works[0].shares)
         shares = [_share_of(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
@@ -937,25 +924,22 @@ class Situation:
             shares = [replace(share, percent=percent) for share, percent in zip(shares, percentages, strict=True)]
         return tuple(shares)
 
-    def _parties_for(self, processes: int) -> int:
+    def _instances_for(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible.
 
-        Where no instance can be created, for want of root or of room, it is at most those that are idle.
+        Where no instance can be created, for want of root or of room, only the idle instances count.
         """
-        if self.idle_instances and (self.may_be_root is False or not self._has_room):
+        if self.idle_instances and (self.may_be_root is False or not self._can_add_instance):
             return max(1, min(len(self.idle_instances), processes - 1))
         most = max(1, min((self.most_instances or _MOST_INSTANCES), processes // 2))
         return next((count for count in range(most, 1, -1) if processes % count == 0), most)
 
     @cached_property
-    def _has_room(self) -> bool:
-        """Return whether any instance can be created next to those that stay."""
+    def _can_add_instance(self) -> bool:
+        """Return whether any instance can be created next to those that stay; True where no profiles are listed."""
         layout = self.gpu.layout
         profiles = [] if layout is None else _profiles_of_kind(layout, graphics=False)
-        if layout is None or not profiles:
-            return True
-        smallest = min(profiles, key=lambda profile: profile.slices)
-        return _fit_together(replace(layout, instances=self.kept), [smallest])
+        return layout is None or not profiles or _fit_together(replace(layout, instances=self.kept), profiles[:1])
 
     def slices(self, way: Way) -> Slices | None:
         """Return the instances for a way; None if the driver lists no profiles."""
@@ -963,9 +947,9 @@ class Situation:
         if layout is None or not layout.profiles:
             return None
         shares = self.shares(way)
-        return self.once(("slices", shares, self.kept), lambda: self._slices(layout, shares))
+        return self.once(("slices", shares, self.kept), lambda: self._find_slices(layout, shares))
 
-    def _slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
+    def _find_slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
         """Return the instances for these shares: next to all that is there, else next to what must stay."""
         most = self.most_instances
         if most is not None and len(shares) > most:
@@ -973,10 +957,9 @@ class Situation:
         if self.gpu.mig_enabled and layout.instances:
             # Nothing is destroyed if there is room next to all instances.
             next_to_all = slices_for(layout, shares, layout.instances)
-            if next_to_all.why_not is None or self.kept == layout.instances:
-                next_to_kept = next_to_all
-            else:
-                next_to_kept = slices_for(layout, shares, self.kept)
+            if next_to_all.why_not is None:
+                return next_to_all
+            next_to_kept = slices_for(layout, shares, self.kept)
             if next_to_kept.why_not is None or not self.kept:
                 return next_to_kept
             kept = ", ".join(map(instance_title, self.kept))
@@ -1000,7 +983,7 @@ class Situation:
         return _why_slices_too_few(profiles, shares, total)
 
     def short_of_sms(self, way: Way) -> str | None:
-        """Return which profile has fewer SMs than asked for, in words; None: none has."""
+        """Return in words which profiles have fewer SMs than asked for; None: none has, or no profiles fit."""
         short = {
             f"{profile.name} has {profile.multiprocessors} of the {share.sms} SMs"
             for profile, share in zip(self.profiles(way), self.shares(way), strict=False)
@@ -1022,31 +1005,29 @@ class Situation:
 
 
 def _why_slices_too_few(profiles: Sequence[Profile], shares: Sequence[Share], total: int) -> str | None:
-    """Return why profiles without placements cannot hold all shares; None if they may. ``total``: the GPU's memory in bytes.
+    """Return why the compute slices of profiles without placements are too few for all shares; None if they may do.
 
-    Their compute slices are added up. A profile of unknown memory has its part of the GPU's.
+    A profile of unknown memory is taken to have its part of the GPU's ``total`` bytes; if 0, whatever a share needs.
     """
     whole = max(profile.slices for profile in profiles)
-
-    def slices_needed(share: Share) -> int | None:
-        """Return the slices of the smallest profile that holds a share; None: none does."""
+    # The slices of the smallest profile that holds each share.
+    needed: list[int] = []
+    for share in shares:
         attributes = {"+gfx"} if share.graphics else set()
-        sizes = (
-            (profile.slices, profile.memory_bytes or total * profile.slices // whole or share.memory_bytes)
+        holding = [
+            profile.slices
             for profile in profiles
             if profile.attributes == attributes
-        )
-        return min((slices for slices, size in sizes if size >= share.memory_bytes), default=None)
-
-    needed = [slices_needed(share) for share in shares]
-    if None not in needed and sum(filter(None, needed)) <= whole:
+            and (profile.memory_bytes or total * profile.slices // whole or share.memory_bytes) >= share.memory_bytes
+        ]
+        needed += [min(holding)] if holding else []
+    if len(needed) == len(shares) and sum(needed) <= whole:
         return None
     largest = max(shares)
     if len(set(shares)) > 1:
         return f"{len(shares)} instances, the largest with {largest}, do not fit together"
-    needed_each = slices_needed(largest)
-    most = 0 if needed_each is None else whole // needed_each
-    return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
+    most = whole // needed[0] if needed else "none"
+    return f"{len(shares)} instances with {largest} do not fit: {most} would"
 
 
 def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
@@ -1086,29 +1067,24 @@ def instance_title(instance: GpuInstance) -> str:
 
 
 def _share_of(workload: Workload, processes: int, context: int) -> Share:
-    """Return what so many processes of a workload need of an instance, each with a context."""
+    """Return what an instance must hold for so many processes of a workload, each with a context of so many bytes."""
     memory = 0 if workload.memory is None else processes * (workload.memory + context)
     return Share(memory, workload.sms or 0, bool(workload.graphics))
 
 
 def instances_sentence(situation: Situation, way: Way) -> str | None:
-    """Return the memory calculation of each instance as text.
-
-    None for a way without MIG, without the memory of a process, or if the driver lists no profiles.
-    """
-    layout = situation.gpu.layout
+    """Return the memory calculation of each instance of a way with MIG; None: no profiles fit, or a size is unknown."""
     shares = situation.shares(way)
-    if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):
+    profiles = situation.profiles(way)
+    if not profiles or not all(share.memory_bytes for share in shares):
         return None
-    names = (profile.name for profile in situation.profiles(way))
-    sizes = {profile.name: profile.memory_bytes for profile in layout.profiles}
     sums = []
-    for (name, share), count in Counter(zip(names, shares, strict=False)).items():
-        size = sizes.get(name)
-        if size is None:
+    for (profile, share), count in Counter(zip(profiles, shares, strict=True)).items():
+        if profile.memory_bytes is None:
             return None
         each = "" if count == 1 else f"each of {count} "
         needed = format_bytes(share.memory_bytes)
-        unused = format_bytes(size - share.memory_bytes)
-        sums.append(f"in {each}{name} {needed} of {format_bytes(size)}, CUDA contexts counted: {unused} left")
-    return "; ".join(sums) or None
+        size = format_bytes(profile.memory_bytes)
+        unused = format_bytes(profile.memory_bytes - share.memory_bytes)
+        sums.append(f"in {each}{profile.name} {needed} of {size}, CUDA contexts counted: {unused} left")
+    return "; ".join(sums)

@@ -58,6 +58,7 @@ class Change:
 
     @property
     def selector(self) -> str:
+        """Return the ``-g`` value for its GPUs or its instance."""
         return self.instance or _selector(self.gpus)
 
     @property
@@ -166,8 +167,9 @@ class Steps:
 
     @property
     def own_slice(self) -> str | None:
-        """Return the driver's own slice, which takes a job out of MPS; None where no job can have one."""
-        return OWN_SLICE if (self.s.host.driver_major or FIRST_SLICES) >= FIRST_SLICES else None
+        """Return the driver's own slice, which keeps a job out of MPS; None: the driver is too old for slices of jobs."""
+        too_old = self.s.host.driver_major is not None and self.s.host.driver_major < FIRST_SLICES
+        return None if too_old else OWN_SLICE
 
     @property
     def gpu(self) -> str:
@@ -175,6 +177,7 @@ class Steps:
         return self.s.gpu.instance or _selector(gpu.index for gpu in self.s.spread)
 
     def each_gpu(self) -> list[Situation]:
+        """Return the situation on each of its GPUs alone."""
         return [self.s.on(gpu) for gpu in self.s.spread]
 
     def add_line(self, what: str, command: str | None = None) -> None:
@@ -192,14 +195,21 @@ class Steps:
         return AdviceStep(what, change=Change(**{"verb": verb, **own, **how}))
 
     def add_change(self, what: str, s: Situation, verb: Verb, **how: Any) -> None:
-        """Add a change of a GPU and what undoes it; what was done last is undone first."""
+        """Add a change of a GPU and what undoes it."""
         line = self.change_line(what, s, verb, **how)
         self.lines.append(line)
         if line.change is not None:
-            self.undo[:0] = undo_of(self, s, line.change)
+            self.undo_first(undo_of(self, s, line.change))
+
+    def undo_first(self, lines: Sequence[AdviceStep]) -> None:
+        """Put lines before the present undo: what is done last is undone first."""
+        self.undo[:0] = lines
 
     def free_name(self, name: str) -> str:
-        """Return a name of a job, with a number if a job on another GPU has it; of one on these, the line says that it runs."""
+        """Return a name for a job: with a number if a job on another GPU has it.
+
+        A job on these GPUs may have the name: that is then the job, and its line says that it runs already.
+        """
         taken = {job.name for job in self.s.host.jobs} - set(self.s.jobs)
         names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
         return next(free for free in names if free not in taken)
@@ -207,40 +217,43 @@ class Steps:
     def add_job(self, what: str, work: Workload, **options: Any) -> None:
         """Add the line of a job, by default on one of the GPUs of the situation; a job of its name that runs there stays.
 
-        ``options`` are fields of `JobCommand`.
+        ``options`` are fields of `JobCommand`, of which ``production`` or ``name`` is the name.
         """
-        key = "production" if options.get("production") else "name"
-        name = options.get(key)
+        name_option = "production" if options.get("production") else "name"
+        name = options.get(name_option)
         if name is not None:
-            free = options[key] = self.free_name(name)
-            self.job_names.append(free)
-            if free in self.s.jobs:
-                self.add_line(f"{what}: '{free}' runs already, and stays as it is")
+            free_name = options[name_option] = self.free_name(name)
+            self.job_names.append(free_name)
+            if free_name in self.s.jobs:
+                self.add_line(f"{what}: '{free_name}' runs already, and stays as it is")
                 return
-            if free != name:
+            if free_name != name:
                 what += f"; '{name}' is a job on another GPU"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
         self.add_line(what, str(job))
 
     def add_copies(
-        self, work: Workload, count: int | None, how: str | None = None, default: str = "job", **options: Any
+        self, work: Workload, count: int | None, *how: str | None, default: str = "job", **options: Any
     ) -> None:
-        """Add the line of one of some equal jobs, with the names of the others; ``default`` is for a workload without a name."""
+        """Add the line of the first of some equal jobs, with the names of the others.
+
+        ``default`` is the name where the workload has none.
+        """
         name = clean_name(work.name, 1, default)
         names = [name]
         if count is not None and count > 1:
             names = [f"{name}-{number}" for number in range(1, count + 1)]
-        wanted_names = {self.free_name(name): name for name in names}
         # Jobs that run come last: the line is to start one that does not run.
-        first, *others = sorted(wanted_names, key=self.s.jobs.__contains__)
-        what = program_text(count, label_of(work), how)
+        first, *rest = sorted(names, key=lambda name: self.free_name(name) in self.s.jobs)
+        others = [self.free_name(name) for name in rest]
+        what = program_text(count, label_of(work), *how)
         if len(others) == 1:
             what += f"; the other is {others[0]}"
         elif others:
             listed = f"{others[0]} to {others[-1]}" if others == names[1:] else ", ".join(others)
             what += f"; the others are {listed}"
-        self.add_job(what, work, name=wanted_names[first], **options)
+        self.add_job(what, work, name=first, **options)
         self.job_names += others
 
     def made(self) -> Recipe:
@@ -256,16 +269,16 @@ class Steps:
         )
 
     def _end_of_jobs(self) -> list[AdviceStep]:
-        """Return the line that ends the jobs of the recipe; none if it names none.
+        """Return the line that ends the jobs that the recipe starts; none if no job has a name.
 
-        It ends no job that ran before, unless all of them did: then the set-up is there already, and the undo ends it.
+        Where all of them run already, so that it starts none, the line ends those.
         """
-        # The running jobs are looked for only where there are names.
+        # The host is asked for the running jobs only where there are names.
         if not self.job_names:
             return []
         running = {job.name for job in self.s.host.jobs}
-        ended = [name for name in self.job_names if name not in running]
-        ended = ended or [name for name in self.job_names if name in self.s.jobs]
+        started = [name for name in self.job_names if name not in running]
+        ended = started or [name for name in self.job_names if name in self.s.jobs]
         return [self.command_line("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
 
 
@@ -277,7 +290,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     if verb is Verb.MPS_SET and gpu.mps is None:
         return [AdviceStep("restore the limits with the line that `gpushare mps set` printed")]
     if verb is Verb.MPS_SET and gpu.mps is not None:
-        return [steps.change_line("restore the limits", s, verb, limits=exactly(gpu.mps))]
+        return [steps.change_line("restore the limits", s, verb, limits=limits_to_set(gpu.mps))]
     if verb is Verb.MPS_STOP:
         return [steps.change_line("start MPS again with its current limits", s, Verb.MPS_START, limits=gpu.mps)]
     if verb is Verb.TIMESLICE_SET:
@@ -299,8 +312,8 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     return mig_as_it_was(steps, s)
 
 
-def exactly(limits: Limits) -> Limits:
-    """Return limits with all that `mps set` can say, except the priority: what is not limited is reset."""
+def limits_to_set(limits: Limits) -> Limits:
+    """Return what `mps set` has to say so that a daemon has exactly these limits; it cannot set the priority."""
     return replace(limits.explicit, priority=None)
 
 
@@ -327,11 +340,11 @@ def label_of(work: Workload) -> str | None:
     return work.name or (None if work.role is None else work.role.value)
 
 
-def program_text(processes: int | None, name: str | None = None, how: str | None = None) -> str:
+def program_text(processes: int | None, name: str | None = None, *how: str | None) -> str:
     """Return which program a line starts, how often, and how: ``worker, 3 times, one at a time``."""
     label = "each program" if name is None and processes is None else name or "the program"
-    times = "" if processes in {None, 1} else f", {processes} times"
-    return f"{label}{times}" + (f", {how}" if how else "")
+    times = "" if processes in {None, 1} else f"{processes} times"
+    return ", ".join(filter(None, [label, times, *how]))
 
 
 def clean_name(text: str | None, number: int, default: str = "group") -> str:

@@ -87,7 +87,7 @@ def test_a_job_is_never_out_longer_than_its_target(words: list[dict[str, Any]], 
     for way, situation in shared(answer(words, host, used)):
         if way in LEAVING:
             cost = situation.leaving_cost(way)
-            for work, _ in situation.leavers(way):
+            for work in situation.leavers(way):
                 assert not work.latency or cost is None or (work.latency_seconds or 0) >= cost.switch_seconds
 
 

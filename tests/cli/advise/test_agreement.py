@@ -117,6 +117,13 @@ def test_each_program_of_a_list_with_unequal_shares_is_started(cli: Any, tmp_pat
         assert all(f" {option} " in line for line in lines)
 
 
+def test_a_list_may_have_a_workload_with_several_shares(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("[{memory: 5G, weights: [30, 70], users: same}, {memory: 5G, weights: [50], users: same}]")
+    lines = [line for line in commands(answer(cli, "sim:l40s", f"-f {file}")) if " run " in line]
+    assert [line.partition("--threads ")[2].split()[0] for line in lines] == ["20", "46.7", "33.3"]
+
+
 def test_shares_of_bandwidth_are_slices_of_time(cli: Any) -> None:
     words = "--processes 2 --memory 5G --users same --saturating --bandwidth-bound --needs weights=2:1"
     assert answer(cli, "sim:l40s", words)["winner"] == "slices"
