@@ -20,12 +20,8 @@ from gpushare.host.host import Host
 
 # The daemon logs every conversation, so ask often only while a program is likely to create its context.
 _FIRST_SECONDS: Final = 0.1
-_SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
-
-
-def spacing(age: float) -> float:
-    """Return the seconds between two looks at a program of this age that has not been seen inside."""
-    return next(seconds for until, seconds in _SPACING if age < until)
+# Up to this age of the program, so many seconds between two polls.
+_INTERVALS: Final = ((5.0, 0.25), (30.0, 1.0), (math.inf, 5.0))
 
 
 def memory_held(processes: Iterable[GpuProcess]) -> int | None:
@@ -78,18 +74,18 @@ class Watch(abc.ABC):
         return self.client_pid or self.program_pid
 
     @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
+    def seconds_to_poll(self) -> float:
         return max(self._due, self.started + _FIRST_SECONDS) - time.monotonic()
 
     def poll(self) -> None:
-        """Look for the program's processes, and say when to do so again."""
+        """Look for the program's processes, and set the time of the next poll."""
         self.find_processes()
-        self._due = time.monotonic() + self.wait()
+        self._due = time.monotonic() + self.poll_interval()
 
-    def wait(self) -> float:
-        """Return the seconds until the next look."""
-        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
+    def poll_interval(self) -> float:
+        """Return the seconds to the next poll: few while the program is young and not yet seen in its share."""
+        age = time.monotonic() - self.started
+        return 5.0 if self.attached else next(seconds for most_age, seconds in _INTERVALS if age < most_age)
 
     @abc.abstractmethod
     def find_processes(self) -> None:
@@ -115,9 +111,10 @@ class Watch(abc.ABC):
 
 
 class Part:
-    """Called in this order: check, open, enter, started, poll until the program ends, settle, close, raise_end.
+    """A part of a job.
 
-    Before gpushare ends the program: asked (if the user wants it), release, and grows from time to time.
+    Its methods are called in this order: check, open, enter, started, poll until the program ends, settle, close,
+    raise_end. When gpushare ends the program, it calls asked (if the user wants it), release, and from time to time grows.
     """
 
     # When to poll next (monotonic seconds).
@@ -125,54 +122,56 @@ class Part:
 
     @property
     def where(self) -> str:
-        """Return what it adds to the place of the program, for people: ``, paused while 'web' works``."""
+        """Return what the part adds to the place of the program, for people: ``, paused while 'web' works``."""
         return ""
 
     @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
+    def seconds_to_poll(self) -> float:
         return self.due - time.monotonic()
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Return what it adds to the environment of the program."""
+        """Return what the part adds to the environment of the program."""
         return {}
 
     def check(self) -> None:
-        """Raise unless the job can run with it; nothing is changed."""
+        """Raise unless the job can run with this part; nothing is changed."""
 
     def open(self) -> None:
-        """Set it up: the program is about to start."""
+        """Set the part up before the program starts."""
 
     def enter(self, pid: int) -> None:
         """Act in the new process before it runs the program; may not raise."""
 
     def started(self, watch: Watch) -> None:
-        """Begin: the program runs. In a container, that is its first process. May not raise."""
+        """Begin to work on the program, whose process (in a container: the first one) has started; may not raise."""
 
     def poll(self) -> bool:
-        """Act; return whether the program is to be ended now."""
+        """Do what is due, and return whether gpushare should end the program now."""
         return False
 
     def asked(self) -> None:
-        """Note that the user has asked for the end of the program."""
+        """Note that the user, not a part, ends the program."""
 
     def grows(self) -> bool:
-        """Return whether a program that it has ended takes more meanwhile: it gets no more time."""
+        """Return whether the program still allocates memory although this part ended it: then its grace period is over."""
         return False
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue: it is about to end. Return what is to end with it and is not below it (start times)."""
+        """Let a paused program continue, so that it can end. Return processes to end with it that are not its descendants.
+
+        They are start times by PID.
+        """
         return {}
 
     def moved(self, device: Device) -> None:
         """Note that the program is on another device now."""
 
     def settle(self) -> None:
-        """Finish: the program, which had started, has ended."""
+        """Finish the work on the program, which has ended; not called if it never started."""
 
     def close(self, *, program_lives: bool = False) -> None:
-        """Give back what `open` took, if anything. ``program_lives``: something failed, and the guard ends the program."""
+        """Undo `open`. ``program_lives``: something failed, and the guard ends the program."""
 
     def raise_end(self) -> None:
-        """Raise if it has ended the program."""
+        """Raise the reason if this part has ended the program."""

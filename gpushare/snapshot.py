@@ -84,25 +84,26 @@ class HostState:
     def driver_version(self) -> str | None:
         return self._once("driver", self.host.nvml.driver_version)
 
-    def ask_levels(self) -> bool:
-        """Start nvidia-smi during the sweep, because it takes longer than all of NVML; return whether it could be."""
+    def start_reading_levels(self) -> bool:
+        """Start nvidia-smi, which takes longer than all of NVML, before the sweep; return whether it could be started."""
         return or_none(lambda: self._once("policy", self.host.policy.start)) is not None
 
     @property
     def levels(self) -> Mapping[int, TimeSlice | None]:
-        """Return the time-slice levels by GPU index; after `ask_levels`, from the program that runs already."""
+        """Return the time-slice levels by GPU index; after `start_reading_levels`, from the program that runs already."""
         if "policy" not in self._known:
             return self._once("levels", self.host.policy.read)
         return self._once("levels", lambda: policies_of(self._once("policy", self.host.policy.start).result()))
 
     @property
     def daemon_signs(self) -> tuple[object, ...]:
-        """Return what shows cheaply whether MPS daemons run, and that one has changed: records and processes."""
-        return self._once("signs", lambda: (self._records(), tuple(self.host.processes.named(MPS_CONTROL))))
+        """Return the records and processes of MPS daemons, which are read cheaply: if none is there or changed, no daemon is."""
 
-    def _records(self) -> tuple[tuple[str, int], ...]:
-        directories = self.host.run_directories
-        return tuple(record for directory in directories for record in _daemon_records(directory / "mps"))
+        def read() -> tuple[object, ...]:
+            records = [each for directory in self.host.run_directories for each in _daemon_records(directory / "mps")]
+            return tuple(records), tuple(self.host.processes.named(MPS_CONTROL))
+
+        return self._once("signs", read)
 
     @property
     def daemons(self) -> Sequence[FoundDaemon]:
@@ -164,20 +165,22 @@ class Observer:
     """Looks at a host again and again. ``state`` is what the last look has read."""
 
     def __init__(self, host: Host, *, strangers: bool = False, power: bool = False, hurry: bool = False) -> None:
-        """Look at a host; ``strangers``: ask the MPS daemons of other users, too; ``power``: ask the GPUs for theirs.
+        """Observe a host; ``strangers``: also ask the MPS daemons of other users; ``power``: also read the power of the GPUs.
 
-        ``hurry``: the first look does not wait for nvidia-smi, the time-slices are unknown until the next one.
+        ``hurry``: the first look does not wait for nvidia-smi, so the time-slice levels are unknown until the next one.
         """
         self._host, self._strangers, self._power = host, strangers, power
         self.state = HostState(host, strangers=strangers)
+        self._hurry = hurry
+        # Kept from look to look: the driver, the version of MPS, and, each until its time (monotonic), levels and daemons.
         self._driver: str | None = None
         self._mps_version: int | None = None
         self._mps_asked = False
         self._levels: Mapping[int, TimeSlice | None] = {}
         self._levels_until = 0.0
-        self._hurry = hurry
         self._daemons: tuple[MpsDaemon, ...] = ()
         self._daemons_until = 0.0
+        # What `HostState.daemon_signs` was when they were read.
         self._daemon_signs: object = None
 
     def read(self) -> Snapshot:
@@ -187,17 +190,17 @@ class Observer:
         each conversation into a log that is never rotated. What has visibly changed is asked at once.
         """
         self.state = state = HostState(self._host, strangers=self._strangers)
-        fresh = self._hurry or time.monotonic() < self._levels_until
+        reads_levels = not self._hurry and time.monotonic() >= self._levels_until
         self._hurry = False
-        if not fresh:
-            state.ask_levels()
+        if reads_levels:
+            state.start_reading_levels()
         paused = _paused_since(self._host)
         slices = _set_slices(self._host)
         gpus = tuple(replace(gpu, processes=self._described(gpu, paused, slices)) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
-        if not fresh:
+        if reads_levels:
             try:
                 self._levels, self._levels_until = state.levels, time.monotonic() + _SLOW_SECONDS
             except GpushareError as error:
@@ -247,7 +250,7 @@ class Observer:
         )
 
     def _daemons_now(self, state: HostState) -> tuple[MpsDaemon, ...]:
-        """Return the MPS daemons; those of the last look while nothing has visibly changed."""
+        """Return the MPS daemons, read again after some seconds, or as soon as a process on a GPU or a daemon's sign changes."""
         on_gpus = tuple((gpu.index, process.pid) for gpu in state.gpus for process in gpu.processes or ())
         signs = (on_gpus, state.daemon_signs)
         if time.monotonic() >= self._daemons_until or signs != self._daemon_signs:
@@ -308,9 +311,12 @@ class LastWork:
         at = snapshot.taken_at or time.time()
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
         self._looked = at
-        present = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
-        self._work = {key: value for key, value in self._work.items() if key in present}
-        self._first = {key: self._first.get(key, (began or at) if self._once else at) for key, began in present.items()}
+        started_at = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
+        # Processes that have ended are forgotten; those seen for the first time are noted.
+        self._work = {key: value for key, value in self._work.items() if key in started_at}
+        self._first = {
+            key: self._first.get(key, (start or at) if self._once else at) for key, start in started_at.items()
+        }
         return replace(snapshot, gpus=gpus)
 
     def _with_work(self, gpu: Gpu, at: float) -> Gpu:
@@ -319,19 +325,23 @@ class LastWork:
             return gpu
         # What works now needs no question to the driver; of MPS clients and under MIG nothing is known.
         idle = any(process.sm_percent == 0 and (process.memory_used_bytes or 0) > 0 for process in gpu.processes)
-        sampled = or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None
+        samples = (or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None) or {}
         for process in gpu.processes:
+            sampled_at = samples.get(process.pid)
+            if process.sm_percent:
+                self._note_work(process, at)
             # A sample from before its start is of another process with the same PID.
-            seen = (sampled or {}).get(process.pid, 0.0)
-            seen = seen if process.started_at is None or seen >= process.started_at else 0.0
-            seen = at if process.sm_percent else min(seen, at)
-            if seen:
-                self._work[_identity(process)] = max(seen, self._work.get(_identity(process), 0.0))
+            elif sampled_at and (process.started_at is None or sampled_at >= process.started_at):
+                self._note_work(process, min(sampled_at, at))
         processes = (replace(process, last_work_at=self._work.get(_identity(process))) for process in gpu.processes)
         return replace(gpu, processes=tuple(processes))
 
+    def _note_work(self, process: GpuProcess, at: float) -> None:
+        key = _identity(process)
+        self._work[key] = max(at, self._work.get(key, 0.0))
+
     def idle_seconds(self, process: GpuProcess, at: float) -> float | None:
-        """Return for how long a process has done nothing at least; None: unknown."""
+        """Return for how long, at least, a process has done no work on the GPU; None: unknown."""
         if process.sm_percent is None:
             return None
         key = _identity(process)

@@ -190,7 +190,7 @@ def host_facts(state: HostState) -> HostFacts:
 
 def _read_levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
     """Return the time-slice levels by GPU index; empty if the driver has none, None if nvidia-smi does not answer."""
-    if not state.ask_levels():
+    if not state.start_reading_levels():
         return None
     try:
         return state.levels

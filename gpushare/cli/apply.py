@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
-from gpushare.base.model import FileWay
+from gpushare.base.model import FileWay, GpuLease
 from gpushare.base.units import counted, format_duration, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -61,7 +61,7 @@ from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.rules import KEEP_UNIT
 
 # Errors of a file that can never be applied here: such a file changes nothing.
-_WRONG: Final = (BadUsage, NotSupported, NoPermission)
+_NEVER_APPLICABLE: Final = (BadUsage, NotSupported)
 _POLL_SECONDS: Final = 0.5
 
 
@@ -97,60 +97,66 @@ def apply(
         for undone_text in undone:
             note(undone_text)
         raise
-    changed = changed_limits(host, wanted)
-    # Only root puts them in force.
-    limits = "; ".join(changed) if host.root else ""
-    keep = _keep_plan(host, wanted, text, limits)
+    keeping = _keeping(host, wanted, text)
     if settings.dry_run:
-        return _apply_result(rows, matched, keep, changed, limits, dry_run=True, undo=_undo_command(host, rows))
+        return _apply_result(rows, matched, keeping, dry_run=True, undo=_prepare_undo(host, rows))
 
     changes_gpus = any(row.steps for row in rows)
     if changes_gpus and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
-    consented(keep)
+    consented(keeping.plan)
     undo = None
     if changes_gpus:
         rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
         undone += notes
 
-    notes = (*undone, *matched.notes)
-    kept: str | None = None
-    kept_errors: tuple[GpushareError, ...] = ()
+    kept = _Kept()
     # Only a file that the host matches is kept for the next boot, and only with it limits come into force.
     if not matched.missing and all(row.error is None for row in rows):
-        if keep.steps and not any(row.steps for row in rows):
-            undo = _undo_command(host, rows)
-        # They compare with the file kept so far, and hold once this one is kept.
+        if keeping.plan.steps and not any(row.steps for row in rows):
+            undo = _prepare_undo(host, rows)
         notes_if_kept = (
             *_dropped_gpus_notes(host, matched),
             *_rules_notes(host, wanted),
             *_limit_notes(host, wanted, path),
         )
-        kept, kept_errors = _keep_for_boot(host, text, keep, limits)
-        if kept is not None:
-            notes += notes_if_kept
-    if kept is None:
-        keep = _NOT_KEPT
-        changed = []
-    matched = replace(matched, notes=notes)
-    result = _apply_result(rows, matched, keep, changed, limits, dry_run=False, undo=undo, complete=not kept_errors)
-    return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *kept_errors))
+        kept = _keep_for_boot(host, text, keeping, notes_if_kept)
+    matched = replace(matched, notes=(*undone, *matched.notes, *kept.notes))
+    keeping = _NOT_KEPT if kept.path is None else keeping
+    result = _apply_result(rows, matched, keeping, dry_run=False, undo=undo, complete=not kept.errors)
+    return replace(result, data=replace(result.data, kept=kept.path), errors=(*result.errors, *kept.errors))
 
 
-_NOT_KEPT: Final = Plan(title="keep the file", steps=())
+class _Keeping(NamedTuple):
+    """How an applied file is kept: the plan, and the limits of users that differ from those in force.
+
+    ``limits_by_root`` are the same limits in words, if root applies the file: only then keeping it puts them in force.
+    """
+
+    plan: Plan
+    changed_limits: Sequence[str] = ()
+    limits_by_root: str = ""
 
 
-def _keep_plan(host: Host, wanted: HostFile, text: str, limits: str) -> Plan:
-    """Return the plan that keeps a file, and so puts ``limits`` of users in force; no steps: this text is kept already."""
-    ended = _ended_leases(host, wanted) if limits else []
+_NOT_KEPT: Final = _Keeping(Plan(title="keep the file", steps=()))
+
+
+def _keeping(host: Host, wanted: HostFile, text: str) -> _Keeping:
+    """Return how a file is kept; its plan has no steps if this text is kept already."""
+    changed = changed_limits(host, wanted)
+    limits = "; ".join(changed) if host.root else ""
+    ended = _ended_leases(host, wanted) if limits else {}
+    indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)} if ended else {}
+    titles = {uuid: f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}" for uuid, lease in ended.items()}
     purpose = "for the next boot" if host.root else "as the one that was applied last"
     what = f"keep the file {purpose}" + (f", and put in force: {limits}" if limits else "")
-    return Plan(
+    plan = Plan(
         title=limits or f"the file is kept {purpose}",
         steps=() if is_kept(host, text) else (Step(what=what, command=None, do=lambda: keep_applied(host, text)),),
-        notes=tuple(f"{loss.what} ends" for _, loss in ended),
-        consent=tuple(loss for uid, loss in ended if uid != host.uid),
+        notes=tuple(f"{title} ends" for title in titles.values()),
+        consent=tuple(Loss(action="ends", what=titles[uuid]) for uuid, lease in ended.items() if lease.uid != host.uid),
     )
+    return _Keeping(plan, changed, limits)
 
 
 def _undo_interrupted(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -193,7 +199,7 @@ def _plan_when_idle(host: Host, ledger: MigLedger, wanted: HostFile, seconds: fl
     while True:
         matched = entries_of(wanted, gpus_of(host))
         rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
-        _refuse_file([*matched.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
+        _refuse_file([*matched.missing, *(row.error for row in rows if isinstance(row.error, _NEVER_APPLICABLE))])
         busy_errors = [row.error for row in rows if isinstance(row.error, InUse)]
         seconds_left = deadline - time.monotonic()
         if not busy_errors or seconds_left <= 0:
@@ -218,27 +224,32 @@ def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, fi
     try:
         return _GpuRow(index, entry, plan=_plan_entry(host, ledger, index, matched))
     except NoPermission:
+        # It is about the user, not about the entry.
         raise
-    except _WRONG as error:
+    except _NEVER_APPLICABLE as error:
         return _GpuRow(index, entry, error=with_place_in_file(error, file, index, entry))
     except GpushareError as error:
         return _GpuRow(index, entry, error=error)
 
 
 def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
-    """Return the plan that makes a GPU match its entry; it may get names from the other GPUs that have entries."""
+    """Return the plan that makes a GPU match its entry. A name that another GPU with an entry has may move to this GPU."""
     answering = (gpu for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.error is None)
     others = {gpu.uuid for gpu in answering if gpu.uuid}
     return plan_gpu(host, ledger, index, matched.entries[index], others=others, job_names=partial(job_names, host))
 
 
-def _carry_out_rows(
-    host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_GpuRow]
-) -> tuple[list[_GpuRow], Matched, tuple[str, ...], str | None]:
-    """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows.
+class _CarriedOut(NamedTuple):
+    """What was done: the GPUs, the entries as matched under the lock, notes, and the command that takes it all back."""
 
-    Returns the rows, the entries, notes, and the command that takes it all back.
-    """
+    rows: list[_GpuRow]
+    matched: Matched
+    notes: tuple[str, ...]
+    undo: str | None
+
+
+def _carry_out_rows(host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_GpuRow]) -> _CarriedOut:
+    """Ask for consent, then plan again and carry out under the lock. A GPU that fails is rolled back; the next follows."""
     agreed: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
     while True:
@@ -250,17 +261,18 @@ def _carry_out_rows(
             rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
             _refuse_file(matched.missing)
             if is_agreed(_joined_plan(rows), agreed):
-                undo = _undo_command(host, rows)
-                return [_apply_row(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
+                undo = _prepare_undo(host, rows)
+                applied = [_apply_row(host, ledger, row, matched, agreed) for row in rows]
+                return _CarriedOut(applied, matched, notes, undo)
 
 
-def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
-    """Return the command that makes these GPUs what they are now, and write its file (not in a dry run).
+def _prepare_undo(host: Host, rows: Sequence[_GpuRow]) -> str | None:
+    """Write a file that describes the GPUs that change as they are now, and return the command that applies it.
 
-    None: a file cannot say all of it, or it cannot be written. If only limits of users change, the file has the GPUs of the
-    one kept so far, so that boot still sets them up.
+    In a dry run nothing is written. None: a file cannot describe them, or cannot be written.
     """
     state = HostState(host)
+    # If only limits of users change, the file has the GPUs of the one kept so far: boot must still set them up.
     changed = {row.gpu for row in rows if row.steps} or {*kept_entries(host, state.gpus)[0]}
     file, _ = captured_file(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
     if len(changed) != sum(len(entry.match.values) for entry in file.entries):
@@ -342,37 +354,46 @@ def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
         how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
         return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
     in_force = kept_limits(host)
+    limits_memory_now = bool(in_force) or in_force.others is not None
     longest = user_limits_in(wanted).longest_lease_seconds
     notes = []
     if wanted.memory:
         notes.append(f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory")
-    elif in_force or in_force.others is not None:
+    elif limits_memory_now:
         notes.append("limits of users (memory) are no longer in force: this file has none")
     if longest != in_force.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
     return notes
 
 
-def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
-    """Return the leases that end when a file is applied, because they are longer than it allows, with their users' ids."""
-    surviving = leases(host, user_limits_in(wanted))
-    indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
-    return [
-        (lease.uid, Loss(action="ends", what=f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}"))
+def _ended_leases(host: Host, wanted: HostFile) -> dict[str, GpuLease]:
+    """Return the leases, by UUID of the GPU, that end when a file is applied, because they are longer than it allows."""
+    allowed = leases(host, user_limits_in(wanted))
+    return {
+        uuid: lease
         for uuid, lease in leases(host, kept_limits(host)).items()
-        if uuid not in surviving or surviving[uuid].uid != lease.uid
-    ]
+        if uuid not in allowed or allowed[uuid].uid != lease.uid
+    }
 
 
-def _keep_for_boot(host: Host, text: str, keep: Plan, limits: str) -> tuple[str | None, tuple[GpushareError, ...]]:
-    """Put the limits of users in force by keeping an applied file for the next boot; return its path, or the error."""
+class _Kept(NamedTuple):
+    """The path of the kept file, and notes that are true now; no path: it was not kept, because of the errors, if any."""
+
+    path: str | None = None
+    notes: tuple[str, ...] = ()
+    errors: tuple[GpushareError, ...] = ()
+
+
+def _keep_for_boot(host: Host, text: str, keeping: _Keeping, notes_if_kept: tuple[str, ...]) -> _Kept:
+    """Keep an applied file for the next boot, which puts its limits of users in force."""
     try:
-        carry_out(keep, say_step if settings.verbose else None)
-        return str(keep_applied(host, text)), ()
+        carry_out(keeping.plan, say_step if settings.verbose else None)
+        return _Kept(str(keep_applied(host, text)), notes_if_kept)
     except GpushareError as error:
-        applied = "limits of users are not in force, and the file" if limits else "the file was applied, but it"
-        failed = error.restated(message=f"{applied} will not be applied at boot: {error.message}")
-        return None, (failed,)
+        applied = "the file was applied, but it"
+        if keeping.limits_by_root:
+            applied = "limits of users are not in force, and the file"
+        return _Kept(errors=(error.restated(message=f"{applied} will not be applied at boot: {error.message}"),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,9 +434,7 @@ def _in_force_text(row: _GpuRow) -> str:
 def _apply_result(
     rows: Sequence[_GpuRow],
     matched: Matched,
-    keep: Plan,
-    changed: Sequence[str],
-    limits: str,
+    keeping: _Keeping,
     *,
     dry_run: bool,
     undo: str | None,
@@ -423,16 +442,14 @@ def _apply_result(
 ) -> Result:
     """Return what was applied, or in a dry run would be, as a result; a single error is raised instead.
 
-    ``keep`` is the plan that keeps the file; ``changed`` are the limits of users that differ, and ``limits`` has those that
-    it puts in force: none unless this is root. With an error, the file is not kept. ``undo`` is the command that takes all of
-    it back. ``complete``: all that the file asks for is in force now.
+    With an error, the file is not kept. ``undo`` is the command that takes all of it back. ``complete``: all that the file
+    asks for is in force now.
     """
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
-    if errors:
-        keep, changed, limits = _NOT_KEPT, (), ""
-    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *keep.notes]
+    plan, changed, limits = _NOT_KEPT if errors else keeping
+    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *plan.notes]
     empty = {}
     if errors or not complete:
         # No steps does not mean that everything is as requested.
@@ -442,15 +459,15 @@ def _apply_result(
         notes += [f"{limit}; apply as root sets it" for limit in changed]
     whole = Plan(
         title="apply",
-        steps=(*(step for row in rows for step in row.steps), *keep.steps),
+        steps=(*(step for row in rows for step in row.steps), *plan.steps),
         undo=undo,
         notes=tuple(dict.fromkeys(notes)),
-        consent=(*_joined_plan(rows).consent, *keep.consent),
+        consent=(*_joined_plan(rows).consent, *plan.consent),
     )
     result = plan_result(whole, dry_run=dry_run, **empty)
     in_force = [_in_force_text(row) for row in rows if row.done]
-    if keep.steps and not dry_run and (limits or not in_force):
-        in_force.append(keep.title)
+    if plan.steps and not dry_run and (limits or not in_force):
+        in_force.append(plan.title)
     if in_force:
         result = replace(result, done=with_undo(in_force, undo))
     gpus = tuple(

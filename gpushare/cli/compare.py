@@ -130,7 +130,7 @@ def _facts_of_host(gpu: str | None) -> HostFacts:
     """
     state = HostState(settings.connect())
     # The table shows the levels: nvidia-smi runs during the sweep.
-    state.ask_levels()
+    state.start_reading_levels()
     facts = host_facts(state)
     if gpu is not None:
         chosen = {device.gpu.index for device in select(gpu, state.gpus)}

@@ -37,13 +37,15 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
     notes = list(matched.notes)
-    # One GPU with a problem, and apply would refuse the whole file.
-    if (limits or not all(row.as_requested for row in rows)) and all(row.problem is None for row in rows):
+    gpus_as_requested = all(row.as_requested for row in rows)
+    # apply refuses the whole file if one GPU has a problem.
+    apply_would_help = all(row.problem is None for row in rows)
+    if apply_would_help and (limits or not gpus_as_requested):
         notes.append(f"make it so: gpushare apply -f {shlex.quote(path)}")
     if processes:
         notes.append(f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
     lines = [*map(_gpu_text, rows), *map(str, processes), *limits]
-    as_requested = all(row.as_requested for row in rows) and not processes and not limits
+    as_requested = gpus_as_requested and not processes and not limits
     return Result(
         data=DiffAnswer(as_requested=as_requested, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
         text="\n".join(lines) or _no_difference_text(wanted),
@@ -53,12 +55,15 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
 
 
 def _no_difference_text(wanted: HostFile) -> str:
-    """Return what is said if no GPU and no process has a line of its own."""
-    if (wanted.memory or wanted.longest_lease_seconds is not None) and not wanted.entries and not wanted.rules:
-        return "the limits of users are those of the file"
-    if wanted.rules and not wanted.entries:
+    """Return the text for a file from which neither a GPU nor a process nor a limit differs."""
+    if wanted.entries:
+        return "no entry in the file matches a GPU of this host"
+    if wanted.rules:
         return "every process has the time-slice that the rules give it"
-    return "no entry in the file matches a GPU of this host"
+    has_limits = wanted.memory or wanted.longest_lease_seconds is not None
+    return (
+        "the limits of users are those of the file" if has_limits else "no entry in the file matches a GPU of this host"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ class JobMemory(Part):
         return {MARK: self.mark}
 
     @property
-    def seconds(self) -> float:
+    def seconds_to_poll(self) -> float:
         """Return how long until the next look."""
         return max(0.0, self._due - self._clock())
 

@@ -290,7 +290,7 @@ class Container(Part):
 class _ClientWatch(PlainWatch):
     """The watch over an engine's client, which is on no GPU: nothing is known until the container runs."""
 
-    def wait(self) -> float:
+    def poll_interval(self) -> float:
         """Return the seconds until the next question whether the container runs."""
         return _POLL_SECONDS
 

@@ -1225,7 +1225,7 @@ class Farm:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
         copies = [running for running in self._running.values() if running.program.runs]
         watched = [(each.copy, memory) for each in copies for memory in each.memories if memory.over is None]
-        to_read = [(copy, memory) for copy, memory in watched if memory.seconds <= 0]
+        to_read = [(copy, memory) for copy, memory in watched if memory.seconds_to_poll <= 0]
         if to_read and self._copy_limit is not None:
             # Copies with limits are all read at the same moment, so that all that are above theirs end together.
             to_read = watched

@@ -194,7 +194,7 @@ class GroupSlice(Part):
             self.due = math.inf if self.instead is None else self.instead.due
             return ends
         soon = watch.attached and not self._slices.proved
-        self.due = time.monotonic() + min(watch.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
+        self.due = time.monotonic() + min(watch.poll_interval(), _FIRST_SECONDS if soon else LOOK_SECONDS)
         return False
 
     def _has_new_process(self, watch: Attachment) -> bool:

@@ -447,7 +447,7 @@ class RecordedJob(Part):
         watch = self._watch
         if watch is None:
             return False
-        self.due = time.monotonic() + min(watch.wait(), 1.0)
+        self.due = time.monotonic() + min(watch.poll_interval(), 1.0)
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):

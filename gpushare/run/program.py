@@ -222,13 +222,13 @@ class TimeLimit(Part):
         self._due = self._clock() + self._limit
 
     @property
-    def seconds(self) -> float:
+    def seconds_to_poll(self) -> float:
         """Return how long until the end."""
         return self._due - self._clock()
 
     def poll(self) -> bool:
         """Return whether the time is over."""
-        self._over = self._over or self.seconds <= 0
+        self._over = self._over or self.seconds_to_poll <= 0
         return self._over
 
     def raise_end(self) -> None:
@@ -520,7 +520,9 @@ class Session:
         """Serve the program until it ends: signals, the terminal, its parts; return its status (negative: a signal)."""
         while (status := child.poll()) is None:
             # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
-            seconds = min(self._watch.seconds, *(part.seconds for part in self._running), _LONGEST_SECONDS)
+            seconds = min(
+                self._watch.seconds_to_poll, *(part.seconds_to_poll for part in self._running), _LONGEST_SECONDS
+            )
             for number in wakeups.wait(max(0.0, seconds)):
                 if number in ENDING or (number in _DEADLY and self._would_kill_a_client(number)):
                     self._notify_parts()
@@ -537,12 +539,12 @@ class Session:
 
     def _poll_parts(self, child: Child, wakeups: Wakeups) -> None:
         """Poll the watch and the parts that are due; end the program if one of them wants that."""
-        if self._watch.seconds <= 0:
+        if self._watch.seconds_to_poll <= 0:
             if self._container is not None and not self._running:
                 self._begin_in_container(self._container, child.pid)
             self._watch.poll()
         device = self._watch.device
-        is_to_end = any(part.poll() for part in self._running if part.seconds <= 0)
+        is_to_end = any(part.poll() for part in self._running if part.seconds_to_poll <= 0)
         if self._watch.device is not device:
             # One of them has moved the program.
             for part in self._running:

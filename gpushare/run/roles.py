@@ -370,7 +370,7 @@ class PauseForProduction(Part):
             self._pause_or_resume(pauser, at)
         if at >= self._find_due:
             pauser.find_processes()
-            self._find_due = time.monotonic() + watch.wait()
+            self._find_due = time.monotonic() + watch.poll_interval()
         self._note_pauses(watch, pauser)
         return False
 

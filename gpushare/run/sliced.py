@@ -147,7 +147,7 @@ class OwnSlice(Part):
     def poll(self) -> bool:
         """Give new processes of the program the slice."""
         self._set_slice(self._watch)
-        self.due = math.inf if self._failed else time.monotonic() + min(self._watch.wait(), LOOK_SECONDS)
+        self.due = math.inf if self._failed else time.monotonic() + min(self._watch.poll_interval(), LOOK_SECONDS)
         return False
 
     def _set_slice(self, watch: Watch) -> None:

@@ -958,7 +958,7 @@ class YieldToProduction(Part):
         self.yielded = False
 
     @property
-    def seconds(self) -> float:
+    def seconds_to_poll(self) -> float:
         """Return how long until the next poll."""
         return self._due - self._clock()
 

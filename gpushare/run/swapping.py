@@ -470,7 +470,7 @@ class Swapping(Part):
         return self._swap is not None
 
     @property
-    def seconds(self) -> float:
+    def seconds_to_poll(self) -> float:
         """Return how long until the next sample."""
         return max(0.0, self._due - self._clock())
 

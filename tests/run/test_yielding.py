@@ -42,7 +42,7 @@ def yielding(
             if any(part.poll() for part in parts):
                 runs.append((round(began, 1), round(clock(), 1)))
                 return 143
-            clock.sleep(max(0.01, *(part.seconds for part in parts)))
+            clock.sleep(max(0.01, *(part.seconds_to_poll for part in parts)))
         runs.append((round(began, 1), round(clock(), 1)))
         return 0
 
@@ -59,7 +59,7 @@ def yielding(
 class Memory(Part):
     """A limit of memory, and how often it was polled."""
 
-    seconds = 0.0
+    seconds_to_poll = 0.0
 
     def __init__(self, *, over: bool = False) -> None:
         self.over, self.polls = over, 0

@@ -59,7 +59,7 @@ def test_the_facts_of_the_host():
 
 
 def test_advice_on_a_few_processes_starts_no_program(cli, monkeypatch):
-    monkeypatch.setattr(HostState, "ask_levels", lambda _: pytest.fail("nvidia-smi"))
+    monkeypatch.setattr(HostState, "start_reading_levels", lambda _: pytest.fail("nvidia-smi"))
     monkeypatch.setattr(HostState, "mps_version", property(lambda _: pytest.fail("nvidia-cuda-mps-control")))
     assert (
         cli("advise", "--processes", "4", "--memory", "8G", "--no-saturating", output="json").ok().data["winner"]
