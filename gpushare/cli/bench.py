@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.base.benchmark import BenchAnswer, Benchmark
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
@@ -115,7 +115,6 @@ def bench(
     of the GPU are kept for run --wait.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python3 train.py
     """
-    built_in: dict[str, Any] = {"size": size, "cpu": cpu, "copy": copy, "footprint": footprint}
     refuse(_REFUSED)
     if command:
         check_window(window, metric)
@@ -132,31 +131,26 @@ def bench(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
 
-    def with_options(program: Settings) -> Settings:
-        """Return what is to be measured of a program, with the options that are given."""
-        default_ways = _WAYS_OF_SIZES if len(sizes) > 1 else DEFAULT_WAYS
-        if not program.in_one:
-            # Streams are copies inside one process, which only the built-in workload can be.
-            default_ways = default_ways.replace(",streams", "")
-        return replace(
-            program,
-            cells=[(way, number) for way in parse_ways(ways or default_ways) for number in parse_copies(copies)],
-            repeat=repeat,
-            window=program.window if window is None else positive_time("--for", window, "3s"),
-            limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
-        )
-
     if command:
-        wishes = [with_options(Settings(argv=command, metric=printed))]
+        programs = [Settings(argv=command, metric=printed)]
+        # Streams are copies inside one process, which only the built-in workload can be.
+        default_ways = DEFAULT_WAYS.replace(",streams", "")
     else:
-        wishes = [
-            with_options(built_in_workload(host, device, **{**built_in, "size": each_size})) for each_size in sizes
+        programs = [
+            built_in_workload(host, device, size=each_size, cpu=cpu, copy=copy, footprint=footprint)
+            for each_size in sizes
         ]
+        default_ways = _WAYS_OF_SIZES if len(sizes) > 1 else DEFAULT_WAYS
+    cells = [(way, number) for way in parse_ways(ways or default_ways) for number in parse_copies(copies)]
+    limit = None if timeout is None else positive_time("--timeout", timeout, "10m")
+    programs = [replace(program, cells=cells, repeat=repeat, limit=limit) for program in programs]
+    if window is not None:
+        programs = [replace(program, window=positive_time("--for", window, "3s")) for program in programs]
     if len(sizes) > 1:
-        return _measure_sizes(host, device, wishes, to_file, picture)
+        return _measure_sizes(host, device, programs, to_file, picture)
     if earlier is not None:
-        check_comparable(wishes[0].metric, earlier)
-    prepared = prepare(host, device, wishes[0])
+        check_comparable(programs[0].metric, earlier)
+    prepared = prepare(host, device, programs[0])
     if settings.dry_run:
         return bench_plan(host, device, prepared)
     data, measurement, signal_number = measure_with_progress(host, device, prepared)
@@ -191,16 +185,17 @@ _WAYS_OF_SIZES: Final = "timeslice,mps"
 
 
 def _measure_sizes(
-    host: Host, device: Device, wishes: Sequence[Settings], to_file: Path | None, picture: Path | None
+    host: Host, device: Device, programs: Sequence[Settings], to_file: Path | None, picture: Path | None
 ) -> Any:
-    """Measure one size after the other until one ends early, and show the times of all."""
-    prepared_sizes = [prepare(host, device, wished) for wished in wishes]
+    """Measure the programs, one for each size, one after the other until one ends early, and show the times of all."""
+    prepared_sizes = [prepare(host, device, program) for program in programs]
     if settings.dry_run:
         steps = tuple(step for each in prepared_sizes for step in planned_steps(host, device, each.settings))
         return plan_result(Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
     runs = 0
     interrupted = False
+    end = _AS_PLANNED
     for prepared in prepared_sizes:
         try:
             data, measurement, signal_number = measure_with_progress(host, device, prepared)
@@ -208,17 +203,17 @@ def _measure_sizes(
             if not benchmarks:
                 raise
             # The figures of the sizes before are shown.
-            early: dict[str, Any] = {"errors": (error,)}
+            end = _End(errors=(error,))
             break
         runs += len(measurement.runs)
         interrupted = measurement.interrupted
-        early = _early_end(measurement, signal_number, runs)
+        end = _end_of(measurement, signal_number, runs)
         if measurement.runs:
             benchmarks.append(data)
-        if early:
+        if end != _AS_PLANNED:
             break
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
-    result = sizes_result(sizes_answer(benchmarks), notes, **early)
+    result = sizes_result(sizes_answer(benchmarks), notes, errors=end.errors, exit_code=end.exit_code)
     return _with_files(result, to_file, picture, sizes_picture, interrupted_after=runs if interrupted else None)
 
 
@@ -232,35 +227,41 @@ def _result_of_runs(
 ) -> Any:
     """Return what was measured as the command's result, compared with an ``earlier`` benchmark, and write the files."""
     runs = len(measurement.runs)
-    early = _early_end(measurement, signal_number, runs)
-    if not early and data.cells and all(cell.throughput is None for cell in data.cells):
+    errors, exit_code = end = _end_of(measurement, signal_number, runs)
+    all_failed = end == _AS_PLANNED and bool(data.cells) and all(cell.throughput is None for cell in data.cells)
+    if all_failed:
         failure = next(text for cell in data.cells for text in cell.failures)
-        failed_all = OperationFailed(
-            f"every run failed: {failure}", "run the command alone by hand, then two copies of it", code="all_failed"
-        )
-        early = {"errors": (failed_all,), "all_failed": True}
+        hint = "run the command alone by hand, then two copies of it"
+        errors = (OperationFailed(f"every run failed: {failure}", hint, code="all_failed"),)
     notes = bench_notes(data)
     if earlier is not None:
         data = replace(data, comparison=compare_cells(data, earlier))
         notes += what_else_differs(data, earlier)
-    result = bench_result(data, notes, **early)
+    result = bench_result(data, notes, errors=errors, exit_code=exit_code, all_failed=all_failed)
     interrupted_after = runs if measurement.interrupted else None
     return _with_files(result, to_file, picture, throughput_picture, interrupted_after=interrupted_after)
 
 
-def _early_end(measurement: Measurement, signal_number: int | None, runs: int) -> dict[str, Any]:
-    """Return the exit code or the errors of a benchmark that a signal or an error ended early; nothing if it finished.
+class _End(NamedTuple):
+    """How a benchmark ended: by an error, by a signal (then it has its exit code), or as planned."""
 
-    Raises:
-        Ended: by the signal, and there are no ``runs`` to show.
-    """
+    errors: tuple[GpushareError, ...] = ()
+    exit_code: int | None = None
+
+
+_AS_PLANNED: Final = _End()
+
+
+def _end_of(measurement: Measurement, signal_number: int | None, runs: int) -> _End:
+    """Return how a benchmark ended. Raises Ended if a signal ended it and there are no ``runs`` to show."""
     if measurement.error is not None:
-        return {"errors": (measurement.error,)}
+        return _End(errors=(measurement.error,))
     if not measurement.interrupted:
-        return {}
+        return _AS_PLANNED
+    number = signal_number or signal.SIGINT
     if not runs:
-        raise Ended(signal_number or signal.SIGINT)
-    return {"exit_code": 128 + (signal_number or signal.SIGINT)}
+        raise Ended(number)
+    return _End(exit_code=128 + number)
 
 
 def _with_files(
@@ -290,7 +291,7 @@ def _with_files(
 
 
 def _interrupted_error(runs: int, file: Path | None) -> Interrupted:
-    """Return the error of a benchmark that a signal ended; ``file`` has its runs (None: they are only shown)."""
+    """Return the error of a benchmark that a signal ended; its runs are in a ``file``, or without one only shown."""
     where = f"{file} has them"
     hint = "the copies were ended and the host was restored"
     if file is None:
@@ -315,7 +316,10 @@ def write_picture(path: Path | None, answer: Answer, draw: Callable[[Answer, str
 def measure_with_progress(
     host: Host, device: Device, prepared: Prepared
 ) -> tuple[BenchAnswer, Measurement, int | None]:
-    """Measure with progress on stderr; return the answer, what was measured, and the signal that ended it early."""
+    """Measure with progress on stderr; return the answer, the measurement, and the signal that ended it early.
+
+    What a command needed is kept for `gpushare run --wait`.
+    """
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
         measurement, signal_number = measure(host, device, prepared, progress, note)
