@@ -57,6 +57,7 @@ from gpushare.run.jobs import (
     living_productions,
     new_record,
     records,
+    running_records,
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
@@ -730,6 +731,13 @@ class JobStart:
             if self.role.keep is not None:
                 shared_slice = f"a time-slice by which {process.title} keeps {100 * self.role.keep:g} % of its speed"
         self.say(f"{role_text}: all opportunistic jobs of {device.title} share {shared_slice}; {_limits_text(limits)}")
+        plain = [
+            f"'{job.name}'"
+            for job in running_records(self.host)
+            if job.mps and job.role != OPPORTUNISTIC and device.uuid in job.devices
+        ]
+        if plain:
+            self.say(f"{', '.join(plain)} in the same MPS daemon: that slice holds there, too, while this job runs")
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
 
     def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
