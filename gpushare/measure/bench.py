@@ -370,7 +370,7 @@ def schedule(settings: Settings) -> list[Cell]:
 def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step, ...]:
     """Return what a round would run, to be shown: the start of an MPS daemon where one is needed, and each cell once."""
     cells = schedule(settings)
-    steps = list(Grounds(host, device, settings.argv[0]).left_steps())
+    steps = list(Grounds(host, device, settings.argv[0]).steps_to_restore_level())
     if any(way.kind is Way.MPS for way, _ in cells):
         steps += MpsShare(host, device, Limits()).steps()
     # Levels are set for each run, and set back after it.
@@ -539,7 +539,7 @@ class Bench:
             self._unsliced = runner.slices.refused
         self._took[cell] = time.monotonic() - before
         drawn = usage.usage()
-        invalid = grounds.lost() if under_mps else None
+        invalid = grounds.why_mps_failed() if under_mps else None
         if invalid is None and drawn.outside:
             invalid = f"process {', '.join(map(str, drawn.outside))} ran outside MPS"
         return RunResult(
@@ -664,8 +664,8 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
     most = max(profiles.values(), default=0)
     cells, left_out = sort_out(
         wished.cells,
-        obstacles.of,
-        lambda way, copies: obstacles.of_copies(way, copies) or _why_no_instances(way, copies, most),
+        obstacles.why_not,
+        lambda way, copies: obstacles.why_not_copies(way, copies) or _why_no_instances(way, copies, most),
     )
     if alone is None or not cells:
         reason = "; ".join(dict.fromkeys(f"{cell.way}: {cell.reason}" for cell in left_out)) or "none was given"

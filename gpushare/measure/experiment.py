@@ -52,7 +52,9 @@ class Grounds:
             GpushareError: the daemon could not be started.
         """
         make_private_directory(pipe_directory(self.host, self.device))
-        carry_out(Plan(title=f"the time-slice level of {self.device.title} as it was", steps=self.left_steps()))
+        carry_out(
+            Plan(title=f"the time-slice level of {self.device.title} as it was", steps=self.steps_to_restore_level())
+        )
         if mps:
             share = MpsShare(self.host, self.device, Limits())
             share.check(self._program)
@@ -73,7 +75,7 @@ class Grounds:
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """Return the words of the guard's command. Outside MPS the end of a program breaks no others."""
+        """Return what the guard is told, as `Held.guarded`: of the daemon's lease only where there is a daemon."""
         claims = [claim for _, claim in self._instances]
         if self._share is None:
             return guard_words(INSTANCE, None, *claims)
@@ -81,10 +83,7 @@ class Grounds:
 
     @property
     def meter(self) -> Meter | None:
-        """Return what tells whether the queue of a client has drained, before it is ended; None outside MPS.
-
-        There a sudden end breaks no others.
-        """
+        """Return what tells whether the queue of a client has drained; None outside MPS, where a sudden end breaks no others."""
         return None if self._share is None else self._share.meter
 
     @property
@@ -101,7 +100,7 @@ class Grounds:
         return {place.instance.id for place, _ in self._instances}
 
     def environment(self, limits: Limits | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-        """Return the environment of a program under MPS with these limits, or with None outside MPS.
+        """Return the environment of a program under MPS with these limits; outside MPS if they are None, or there is no daemon.
 
         ``extra`` are variables of its own.
         """
@@ -109,7 +108,6 @@ class Grounds:
         base = {**inherited, **(extra or {})}
         if self._share is not None and limits is not None:
             return client_environment(base, self.device, self._share.home, limits)
-        # Without an MPS daemon.
         return plain_environment(base, self.host, self.device)
 
     def environments_of_instances(self, number: int, extra: Mapping[str, str]) -> list[dict[str, str]]:
@@ -126,8 +124,8 @@ class Grounds:
             return None
         return MpsControl(self.host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS)
 
-    def lost(self) -> str | None:
-        """Return why MPS can no longer be used, or None."""
+    def why_mps_failed(self) -> str | None:
+        """Return why MPS can no longer be used; None: it can, or it was not used."""
         control = self._control
         if control is None:
             return None
@@ -138,7 +136,7 @@ class Grounds:
         return None
 
     def clients(self) -> set[int] | None:
-        """Return the processes whose sudden end breaks others; None: unknown."""
+        """Return the clients of MPS, whose sudden end breaks others; None: unknown."""
         control = self._control
         return set() if control is None else client_pids(control)
 
@@ -154,8 +152,8 @@ class Grounds:
         infos = {pid: self.host.processes.describe(pid) for pid in serving}
         return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
 
-    def left_steps(self) -> tuple[Step, ...]:
-        """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
+    def steps_to_restore_level(self) -> tuple[Step, ...]:
+        """Return the steps that set back a time-slice level that a killed bench has left; none if the user is not root."""
         if self.device.mig is not None or not self.host.root or not has_records(self.host, "lent"):
             return ()
         with contextlib.suppress(GpushareError):
@@ -174,8 +172,7 @@ def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[Instan
     best: list[tuple[InstancePlace, HeldClaim]] = []
     for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
         claimed = _claim_of_profile(host, device, profile, most)
-        fewer = best if len(claimed) > len(best) else claimed
-        best = claimed if len(claimed) > len(best) else best
+        best, fewer = (claimed, best) if len(claimed) > len(best) else (best, claimed)
         for _, claim in fewer:
             claim.release()
     return best
@@ -266,7 +263,7 @@ class Experiment(Group):
                 restore_slice(self.host, self._channels, channels)
 
     def slice_of(self, program: Program) -> int:
-        """Return the longest slice of a program and its children, in microseconds.
+        """Return the longest slice of a program and its children in microseconds; 0: the driver does not tell it.
 
         Raises:
             GpushareError: a slice cannot be read and set, as `find_channels`; or no process of it is on a GPU.
@@ -295,19 +292,19 @@ class Experiment(Group):
             self._sliced[pid] = apply_slice(self.host, self._channels, channels, microseconds)
 
     def _channels_of(self, program: Program) -> list[Channels]:
-        """Return the channels of a program's processes that have a context; raise only if none has."""
-        having: list[Channels] = []
-        lacking: GpushareError | None = None
+        """Return the channels of a program's processes that have a context; raise only if none of them has one yet."""
+        all_channels: list[Channels] = []
+        no_context: GpushareError | None = None
         for process in gpu_processes(self.host, find_job(self.host, str(program.pid))):
             try:
                 channels = self._sliced.get(process.pid) or find_channels(self.host, self._channels, process)
             except GpushareError as error:
                 if error.code not in PASSING:
                     raise
-                lacking = error
+                no_context = error
                 continue
             self._sliced[process.pid] = channels
-            having.append(channels)
-        if not having and lacking is not None:
-            raise lacking
-        return having
+            all_channels.append(channels)
+        if not all_channels and no_context is not None:
+            raise no_context
+        return all_channels

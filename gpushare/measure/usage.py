@@ -14,6 +14,7 @@ from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilizat
 from gpushare.host.host import Host
 from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
+from gpushare.part import memory_held
 
 # Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
 _INTERVAL_SECONDS: Final = 0.5
@@ -50,16 +51,17 @@ class UsageMeter:
         self._clock = clock
         self._clients = clients
         self._gpu_instances = gpu_instances
-        # PIDs: copies that are no clients of the daemon, those that seemed so at the last look, and all of the run.
+        # The PIDs of the run; of these, copies that are no clients of the daemon, and those that seemed so at the last look.
+        self._mine: set[int] = set()
         self._outside: set[int] = set()
         self._suspects: set[int] = set()
-        self._mine: set[int] = set()
         # Names of programs of others by PID.
         self._others: dict[int, str] = {}
         self._seen = {} if seen is None else seen
         self._peak: int | None = None
+        # Where it is unknown whether NVML's PIDs are those of this namespace, they are taken as such.
         self._pids_are_ours = host.processes.namespace_is_host() is not False
-        self._before = None if self._pids_are_ours else self._used_bytes()
+        self._used_before = None if self._pids_are_ours else self._used_bytes()
         self._due = 0.0
         self._looks = 0
         # GPM counts between two samples: one at the start, one at the end.
@@ -72,7 +74,7 @@ class UsageMeter:
         self.restart()
 
     def restart(self) -> None:
-        """Count energy from now."""
+        """Count energy and activity from now."""
         self._started = self._clock()
         self._energy = self._joules()
         self._busy = []
@@ -80,7 +82,7 @@ class UsageMeter:
             recorder.since_last()
 
     def stop(self) -> None:
-        """Count energy and activity up to now; a later stop moves the end of the energy."""
+        """Count energy and activity up to now; of copies in turn, which all stop it, the last stop counts."""
         self._stopped = self._joules(), self._clock()
         if self._recorders:
             self._shares = [recorder.since_last() for recorder in self._recorders]
@@ -88,7 +90,7 @@ class UsageMeter:
             recorder.close()
 
     def sample(self, programs: Collection[int]) -> None:
-        """If it is time, look at the programs with these PIDs, their descendants, and other processes."""
+        """If it is time, see how busy the device is, and what the programs with these PIDs and other processes do on it."""
         at = self._clock()
         if at < self._due:
             return
@@ -97,11 +99,15 @@ class UsageMeter:
         busy = utilization(self._host.nvml, self._device.gpu.index) if self._recorders else None
         if busy is not None:
             self._busy.append(busy)
-        if not self._pids_are_ours:
-            used = self._used_bytes()
-            if used is not None and self._before is not None:
-                self._peak = max(self._peak or 0, used - self._before)
+        if self._pids_are_ours:
+            self._sample_processes(programs)
             return
+        used = self._used_bytes()
+        if used is not None and self._used_before is not None:
+            self._peak = max(self._peak or 0, used - self._used_before)
+
+    def _sample_processes(self, programs: Collection[int]) -> None:
+        """Look at the processes on the GPU: which are the run's, which are outside MPS, and what memory those of the run hold."""
         processes = or_none(lambda: self._host.nvml.processes(self._device.gpu.index) or ())
         if processes is None:
             return
@@ -109,9 +115,9 @@ class UsageMeter:
         on_gpu = [process for process in processes if process.compute or process.mps]
         self._sort_out(on_gpu, programs)
         self._look_outside(on_gpu)
-        sizes = [process.memory_used_bytes for process in on_gpu if process.pid in self._mine]
-        if sizes and None not in sizes:
-            self._peak = max(self._peak or 0, sum(size for size in sizes if size is not None))
+        held = memory_held(process for process in on_gpu if process.pid in self._mine)
+        if held is not None:
+            self._peak = max(self._peak or 0, held)
 
     @property
     def members(self) -> frozenset[int]:
@@ -151,7 +157,7 @@ class UsageMeter:
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
-        listed = {process.pid for process in processes if self._in_device(process)}
+        listed = {process.pid for process in processes if self._is_beside(process)}
         for ended in set(self._seen) - listed:
             del self._seen[ended]
         new = listed - self._mine - set(self._others)
@@ -168,11 +174,11 @@ class UsageMeter:
             if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 
-    def _in_device(self, process: GpuProcess) -> bool:
-        """Return whether a process is on the device of the run: the GPU, or the instances that it has."""
-        mig = self._device.mig
+    def _is_beside(self, process: GpuProcess) -> bool:
+        """Return whether a process is where the run is: in one of its MIG instances, else on its device."""
         if self._gpu_instances is not None:
             return process.gpu_instance_id in self._gpu_instances
+        mig = self._device.mig
         return mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
 
     def _joules(self) -> float | None:

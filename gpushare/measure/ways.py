@@ -35,7 +35,9 @@ ALONE: Final = "alone"
 DEFAULT_WAYS: Final = "queue,timeslice,mps,mps:100/n,mps:200/n,mig,streams"
 # The simplest first, which is chosen where there is no difference. For streams, the program must be rewritten.
 _SIMPLEST: Final = (Way.WHOLE, Way.TIMESLICE, Way.SLICES, Way.MPS, Way.MIG, Way.THREADS, Way.STREAMS)
-_WAY: Final = re.compile(r"(queue|timeslice|mig|streams|threads|mps)(?::(\d{1,3}(?:\.\d+)?)(/n)?)?", re.ASCII)
+_WAY: Final = re.compile(
+    r"(?P<kind>queue|timeslice|mig|streams|threads|mps)(?::(?P<percent>\d{1,3}(?:\.\d+)?)(?P<divided>/n)?)?", re.ASCII
+)
 _LEVEL: Final = re.compile(r"timeslice:(default|short|medium|long)")
 _EXAMPLE: Final = f"{DEFAULT_WAYS},mps:50,slices:500us,2ms,timeslice:short"
 _MOST_COPIES: Final = 512
@@ -107,13 +109,13 @@ def _parse_way(word: str) -> BenchWay:
     if level is not None:
         return BenchWay(name=word, kind=Way.TIMESLICE, level=TimeSlice[level[1].upper()])
     match = _WAY.fullmatch(word)
-    if match is None or (match[2] is not None and match[1] != "mps"):
+    if match is None or (match["percent"] is not None and match["kind"] != "mps"):
         raise BadUsage(f"{quoted(word)} is not a way of sharing", f"give some of --ways {_EXAMPLE}", code="bad_way")
-    percent = None if match[2] is None else float(match[2])
-    divided = match[3] is not None
+    percent = None if match["percent"] is None else float(match["percent"])
+    divided = match["divided"] is not None
     if percent is not None and (percent == 0 or (percent > 100 and not divided)):
         raise BadUsage(f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
-    kind = Way.WHOLE if match[1] == "queue" else Way(match[1])
+    kind = Way.WHOLE if match["kind"] == "queue" else Way(match["kind"])
     return BenchWay(name=word, kind=kind, percent=percent, divided=divided)
 
 
@@ -133,23 +135,24 @@ def parse_copies(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """Why each kind of way cannot run here; None: it can. ``clients`` is the most clients of an MPS server, if known.
-
-    ``in_one``: the command can run as streams or threads of one process.
-    """
+    """Why each kind of way cannot run here; None: it can."""
 
     # Outside MPS: one program alone, in turns, or as streams.
     outside: str | None
-    # `level`: a level cannot be set; `caps`: a client cannot have a thread percentage.
+    # Several programs outside MPS at the same time.
     timeslice: str | None
     mps: str | None
+    # A thread percentage of MPS clients.
     caps: str | None
     mig: str | None
-    clients: int | None
+    # The most clients of an MPS server; None: unknown.
+    most_clients: int | None
+    # A time-slice level of the GPU.
     level: str | None = None
+    # Whether the command can run as streams or threads of one process.
     in_one: bool = False
 
-    def of(self, way: BenchWay) -> str | None:
+    def why_not(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
         if way.kind in IN_ONE and not self.in_one:
             return f"only the built-in workload runs as {way.kind.value} of one process"
@@ -161,10 +164,10 @@ class Reasons:
             return self.mig
         return self.mps or (self.caps if way.percent is not None else None)
 
-    def of_copies(self, way: BenchWay, copies: int) -> str | None:
+    def why_not_copies(self, way: BenchWay, copies: int) -> str | None:
         """Return why a way cannot run with a number of copies, or None."""
-        too_many = way.kind is Way.MPS and self.clients is not None and copies > self.clients
-        return f"an MPS server takes {self.clients} clients" if too_many else None
+        too_many = way.kind is Way.MPS and self.most_clients is not None and copies > self.most_clients
+        return f"an MPS server takes {self.most_clients} clients" if too_many else None
 
 
 def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reasons:
@@ -184,7 +187,9 @@ def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reason
         mps=_why_not_mps(host, device, program, served=served),
         caps=caps,
         mig=_why_not_mig(device),
-        clients=max_clients(or_none(lambda: probe_version(host.programs)), capability) if device.mig is None else None,
+        most_clients=None
+        if device.mig is not None
+        else max_clients(or_none(lambda: probe_version(host.programs)), capability),
         level=_why_not_level(host, device),
         in_one=in_one,
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import parse_memory_limit
@@ -50,14 +50,22 @@ _PLAIN: Final = Streams()
 _HIGH: Final = -1
 
 
+class _Copy(NamedTuple):
+    """A matrix that is copied, ``up`` to the GPU or down from it, in a stream of its own."""
+
+    up: bool
+    stream: Any
+    on_gpu: Any
+    on_host: Any
+
+
 class Multiplier:
     """Multiplies matrices on one GPU, single precision by cuBLAS, in one or several streams; by a library of Python."""
 
     _streams: Sequence[Any]
-    # Of each stream: two factors and their product.
+    # Of each stream: two factors and their product, and what is copied next to them.
     _matrices: Sequence[Sequence[Any]]
-    # Of each stream: what it copies, each in a stream of its own.
-    _copies: Sequence[Sequence[Any]]
+    _copies: Sequence[Sequence[_Copy]]
 
     def launch(self, stream: int) -> None:
         """Queue one multiplication in a stream."""
@@ -96,17 +104,21 @@ class TorchMultiplier(Multiplier):
             raise Unusable("torch sees no GPU")
         self._streams = _new_streams(kind, streams, torch.cuda.default_stream, torch.cuda.Stream)
         if kind.copies:
-            self._copies = [[self._new_copy(size, up=up) for up in COPIES[kind.copies]] for _ in range(streams)]
+            self._copies = [
+                [
+                    _Copy(
+                        up=up,
+                        stream=torch.cuda.Stream(),
+                        on_gpu=torch.ones(size, size, device="cuda"),
+                        on_host=torch.ones(size, size, pin_memory=True),
+                    )
+                    for up in COPIES[kind.copies]
+                ]
+                for _ in range(streams)
+            ]
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
         self._held = torch.empty(_held_bytes(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
-
-    def _new_copy(self, size: int, *, up: bool) -> tuple[Any, Any, Any]:
-        """Return a stream, a target and a source; ``up``: the copy goes to the GPU."""
-        on_device = self._torch.ones(size, size, device="cuda")
-        on_host = self._torch.ones(size, size, pin_memory=True)
-        target, source = (on_device, on_host) if up else (on_host, on_device)
-        return self._torch.cuda.Stream(), target, source
 
     def launch(self, stream: int) -> None:
         left, right, product = self._matrices[stream]
@@ -114,8 +126,9 @@ class TorchMultiplier(Multiplier):
             self._torch.matmul(left, right, out=product)
 
     def copy(self, stream: int) -> None:
-        for beside, target, source in self._copies[stream]:
-            with self._torch.cuda.stream(beside):
+        for copy in self._copies[stream]:
+            target, source = (copy.on_gpu, copy.on_host) if copy.up else (copy.on_host, copy.on_gpu)
+            with self._torch.cuda.stream(copy.stream):
                 target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
@@ -134,11 +147,11 @@ class CupyMultiplier(Multiplier):
                 pinned = _library("cupyx").zeros_pinned
                 self._copies = [
                     [
-                        (
-                            up,
-                            new_stream(),
-                            cupy.zeros((size, size), dtype="float32"),
-                            pinned((size, size), dtype="float32"),
+                        _Copy(
+                            up=up,
+                            stream=new_stream(),
+                            on_gpu=cupy.zeros((size, size), dtype="float32"),
+                            on_host=pinned((size, size), dtype="float32"),
                         )
                         for up in COPIES[kind.copies]
                     ]
@@ -157,11 +170,11 @@ class CupyMultiplier(Multiplier):
             self._cupy.matmul(left, right, out=product)
 
     def copy(self, stream: int) -> None:
-        for up, beside, device, host in self._copies[stream]:
-            if up:
-                device.set(host, stream=beside)
+        for copy in self._copies[stream]:
+            if copy.up:
+                copy.on_gpu.set(copy.on_host, stream=copy.stream)
             else:
-                device.get(stream=beside, out=host, blocking=False)
+                copy.on_gpu.get(stream=copy.stream, out=copy.on_host, blocking=False)
 
     def synchronize(self) -> None:
         self._cupy.cuda.Device().synchronize()
@@ -217,17 +230,17 @@ _PLAIN_SIZE: Final = 48
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the workload; return 0 when it was ended, or 1 if it cannot run, with the reason on stderr."""
+    """Run the workload until a signal comes; return 0 then, or 1 if it cannot run, with the reason on stderr."""
     options = _parser().parse_args(arguments)
-    ended: list[int] = []
+    signals: list[int] = []
 
-    def end(number: int, _frame: FrameType | None) -> None:
-        ended.append(number)
+    def note(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         # Before the libraries are loaded, which takes seconds.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+            signal.signal(number, note)
     try:
         if options.probe:
             sys.stdout.write(f"backend={first_usable([options.backend] if options.backend else list(BACKENDS))}\n")
@@ -236,7 +249,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = options.backend or first_usable(list(BACKENDS))
         kind = Streams(default=options.threads > 0, first_high=options.priority, copies=options.copy)
         multiplier = BACKENDS[name](options.size, options.threads or options.streams, footprint, kind)
-        run(multiplier, options, ended)
+        run(multiplier, options, signals)
     except (Unusable, RuntimeError, MemoryError, ImportError, BadUsage) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
@@ -259,41 +272,37 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int]) -> None:
-    """Multiply until it is ended, and print the rate, and of several streams the latency of the first."""
-    on_cpu = cpu_multiplication(options.size) if options.cpu else _no_extra_work
+def run(multiplier: Multiplier, options: argparse.Namespace, signals: Sequence[int]) -> None:
+    """Multiply, and print the rate, and of several streams the latencies of the first, until there is one of ``signals``."""
+    multiply_on_cpu = cpu_multiplication(options.size) if options.cpu else lambda: None
     parts = options.threads or options.streams
     batch = 1 if options.cpu else _batch(multiplier, parts)
     started = since = time.perf_counter()
     done = 0
-    waits: list[float] = []
+    latencies_ms: list[float] = []
     with ThreadPoolExecutor(max_workers=parts) as threads:
         work = _Round(multiplier, batch, copies=options.copy is not None, threads=threads if options.threads else None)
-        while not ended:
-            waits += work.queue(parts)
+        while not signals:
+            latencies_ms += work.queue(parts)
             multiplier.synchronize()
             for _ in range(parts):
-                on_cpu()
+                multiply_on_cpu()
             done += batch * parts
             now = time.perf_counter()
             if now - since >= options.every:
-                _print_rate(done / (now - since), waits)
+                _print_rate(done / (now - since), latencies_ms)
                 done = 0
                 since = now
-                waits = []
+                latencies_ms = []
             if options.seconds is not None and now - started >= options.seconds:
                 break
 
 
-def _no_extra_work() -> None:
-    pass
-
-
-def _print_rate(rate: float, waits: Sequence[float]) -> None:
-    """Print the rate, and the percentiles of the waits in ms if there are any."""
+def _print_rate(rate: float, latencies_ms: Sequence[float]) -> None:
+    """Print the rate, and the percentiles of the latencies if there are any."""
     sys.stdout.write(f"rate={rate:.6g}\n")
-    if waits:
-        sys.stdout.write(f"p50={percentile(waits, 50):.6g} p99={percentile(waits, 99):.6g}\n")
+    if latencies_ms:
+        sys.stdout.write(f"p50={percentile(latencies_ms, 50):.6g} p99={percentile(latencies_ms, 99):.6g}\n")
     sys.stdout.flush()
 
 
@@ -307,21 +316,23 @@ class _Round:
     threads: ThreadPoolExecutor | None
 
     def queue(self, parts: int) -> list[float]:
-        """Queue it; return how long one multiplication in the first of several streams took (ms), the others being busy."""
+        """Queue a batch in each stream; return the latency in ms that was measured, if there are several streams."""
         if self.threads is not None:
             list(self.threads.map(self._queue, range(parts), [self.batch] * parts))
             return []
+        # The first stream comes last, when the others are busy.
         for stream in range(1, parts):
             self._queue(stream, self.batch)
-        if parts == 1:
-            self._queue(0, self.batch)
-            return []
+        latencies_ms = [self._first_latency_ms()] if parts > 1 else []
+        self._queue(0, self.batch - len(latencies_ms))
+        return latencies_ms
+
+    def _first_latency_ms(self) -> float:
+        """Return how long one multiplication in the first stream takes."""
         start = time.perf_counter()
         self._queue(0, 1)
         self.multiplier.wait(0)
-        taken = 1e3 * (time.perf_counter() - start)
-        self._queue(0, self.batch - 1)
-        return [taken]
+        return 1e3 * (time.perf_counter() - start)
 
     def _queue(self, stream: int, count: int) -> None:
         for _ in range(count):
@@ -331,7 +342,7 @@ class _Round:
 
 
 def _batch(multiplier: Multiplier, streams: int) -> int:
-    """Return how many multiplications a stream gets between two waits."""
+    """Return how many multiplications a stream gets between two waits: so many that they take `_BATCH_SECONDS`."""
     batch = 1
     while batch < _MOST_BATCH:
         start = time.perf_counter()

@@ -14,7 +14,7 @@ from gpushare.sim import admin
 from gpushare.sim.state import StateFile
 from tests.errors import fails
 
-ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, clients=None)
+ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, most_clients=None)
 
 
 def here(spec: str = "sim:h200") -> Reasons:
@@ -75,7 +75,7 @@ def test_a_host_with_everything_but_mig() -> None:
     assert (found.outside, found.timeslice, found.mps, found.caps) == (None, None, None, None)
     assert "MIG is off on GPU 0" in (found.mig or "")
     assert "gpushare mig apply" in (found.mig or "")
-    assert found.clients == 48
+    assert found.most_clients == 48
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_compute_modes(mode: int) -> None:
 
 def test_left_out_are_named_with_reason() -> None:
     ways = parse_ways("queue,mps,mps:100/n,mig,streams")
-    why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", clients=4)
-    cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.of, why.of_copies)
+    why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", most_clients=4)
+    cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.why_not, why.why_not_copies)
     assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
     assert {(one.way, one.copies): one.reason for one in left} == {
         ("mps", 8): "an MPS server takes 4 clients",
@@ -128,6 +128,6 @@ def test_left_out_are_named_with_reason() -> None:
 
 def test_numbers_of_copies_that_cannot_be() -> None:
     (mig,) = parse_ways("mig")
-    cells, left = sort_out([(mig, 1), (mig, 4)], ALL.of, lambda _way, copies: "too few" if copies > 2 else None)
+    cells, left = sort_out([(mig, 1), (mig, 4)], ALL.why_not, lambda _way, copies: "too few" if copies > 2 else None)
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
