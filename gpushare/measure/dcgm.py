@@ -23,26 +23,28 @@ SM: Final = "DCGM_FI_PROF_SM_ACTIVE"
 UTILIZATION: Final = "DCGM_FI_DEV_GPU_UTIL"
 ENGINE: Final = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 USED: Final = "DCGM_FI_DEV_FB_USED"
-_REST: Final = ("DCGM_FI_DEV_FB_FREE", "DCGM_FI_DEV_FB_RESERVED")
-_METRICS: Final = frozenset({SM, UTILIZATION, ENGINE, USED, *_REST})
+FREE: Final = "DCGM_FI_DEV_FB_FREE"
+RESERVED: Final = "DCGM_FI_DEV_FB_RESERVED"
+_METRICS: Final = frozenset({SM, UTILIZATION, ENGINE, USED, FREE, RESERVED})
 _LARGEST: Final = 256 * MIB
 _HEAD: Final = 64 << 10
 _QUERY: Final = (
     'ask for: {__name__=~"DCGM_FI_(PROF_SM_ACTIVE|PROF_GR_ENGINE_ACTIVE|DEV_GPU_UTIL|DEV_FB_USED|DEV_FB_FREE)", '
     'instance="HOST:9400"}'
 )
-_LINE: Final = re.compile(r"(DCGM_\w+)\{(.*)\}\s+(\S+)(?:\s+(\d+))?\s*")
+_LINE: Final = re.compile(r"(?P<metric>DCGM_\w+)\{(?P<labels>.*)\}\s+(?P<value>\S+)(?:\s+(?P<ms>\d+))?\s*")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Point:
-    """One value of one metric; ``labels`` name the GPU."""
+    """One value of one metric; ``labels`` name the GPU. ``timed`` False: its time was not known."""
 
     metric: str
     labels: Mapping[str, str]
     at: float
     value: float
+    timed: bool = True
 
 
 @dataclass
@@ -63,27 +65,22 @@ def read_measured(path: str | Path) -> Recording:
                 return read_recording(path)
             text = head + file.read(_LARGEST)
     except OSError:
-        # With the errors of a recording.
+        # It fails there, too, with the errors of a recording.
         return read_recording(path)
     if len(text) > _LARGEST:
         raise BadUsage(
             f"{path} is larger than {format_bytes(_LARGEST)}", "ask Prometheus with a larger step", code="too_large"
         )
-    timed = True
-    if head.lstrip()[:1] in {"{", "["}:
-        points = list(_points_of_prometheus(path, text))
-    else:
-        points, timed = _points_of_exporter(text)
-    return _recording_of(path, points, timed=timed)
+    is_json = head.lstrip()[:1] in {"{", "["}
+    return _recording_of(path, list(_points_of_prometheus(path, text) if is_json else _points_of_exporter(text)))
 
 
 def _is_foreign(head: str) -> bool:
     """Return whether a file begins like an answer of Prometheus or a scrape, and not like a recording."""
     start = head.lstrip()
     if start.startswith(("{", "[")):
-        return MARK not in start.partition("\n")[0] and (
-            '"metric"' in head or '"resultType"' in head or '"error"' in head
-        )
+        is_answer = any(key in head for key in ('"metric"', '"resultType"', '"error"'))
+        return is_answer and MARK not in start.partition("\n")[0]
     return re.search(r"^(?:# (?:HELP|TYPE) )?DCGM_", head, re.MULTILINE) is not None
 
 
@@ -108,51 +105,57 @@ def _points_of_prometheus(path: Path, text: str) -> Iterator[_Point]:
         raise OperationFailed(f"{path} is not a range answer of Prometheus", _QUERY, code="not_a_recording") from None
 
 
-def _points_of_exporter(text: str) -> tuple[list[_Point], bool]:
-    """Return the values of one scrape, or of several one after the other, and whether their times are known.
+def _points_of_exporter(text: str) -> Iterator[_Point]:
+    """Yield the values of one scrape, or of several one after the other.
 
     Without times a new scrape begins where a series occurs again, and scrapes count as one second apart.
     """
-    points: list[_Point] = []
     seen_in_scrape: set[tuple[str, str]] = set()
     scrape = 0
-    timed = True
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
-        if match is None or match[1] not in _METRICS:
+        if match is None or match["metric"] not in _METRICS:
             continue
-        if (match[1], match[2]) in seen_in_scrape:
+        series = (match["metric"], match["labels"])
+        if series in seen_in_scrape:
             scrape += 1
             seen_in_scrape = set()
-        seen_in_scrape.add((match[1], match[2]))
-        timed = timed and match[4] is not None
+        seen_in_scrape.add(series)
         try:
-            value = float(match[3])
+            value = float(match["value"])
         except ValueError:
             continue
-        at = float(scrape) if match[4] is None else int(match[4]) / 1000
-        points.append(_Point(metric=match[1], labels=dict(_LABEL.findall(match[2])), at=at, value=value))
-    return points, timed
+        at = float(scrape) if match["ms"] is None else int(match["ms"]) / 1000
+        labels = dict(_LABEL.findall(match["labels"]))
+        yield _Point(metric=match["metric"], labels=labels, at=at, value=value, timed=match["ms"] is not None)
 
 
-def _recording_of(path: Path, points: Iterable[_Point], *, timed: bool) -> Recording:
-    """Return the recording of all values, of the whole GPUs of one host."""
+def _host_of(point: _Point) -> str:
+    names = (point.labels.get(label) for label in ("instance", "Hostname", "hostname"))
+    return next(filter(None, names), "unknown")
+
+
+def _values_by_gpu(points: Iterable[_Point]) -> dict[str, _Seen]:
+    """Return the values of each whole GPU, by its UUID or index."""
     gpus: dict[str, _Seen] = {}
-    hosts: set[str] = set()
-    parts = False
     for point in points:
         labels = point.labels
-        # What DCGM does not know is a very large number.
-        if not math.isfinite(point.value) or not 0 <= point.value < 1e12:
-            continue
-        hosts.add(labels.get("instance") or labels.get("Hostname") or labels.get("hostname") or "unknown")
-        if labels.get("GPU_I_ID"):
-            parts = True
-            continue
-        seen = gpus.setdefault(labels.get("UUID") or labels.get("gpu") or "", _Seen(labels))
-        now = seen.values.setdefault(point.at, {})
-        # A GPU that several pods share has a series for each, with the same value.
-        now[point.metric] = max(point.value, now.get(point.metric, 0.0))
+        if not labels.get("GPU_I_ID"):
+            seen = gpus.setdefault(labels.get("UUID") or labels.get("gpu") or "", _Seen(labels))
+            values = seen.values.setdefault(point.at, {})
+            # A GPU that several pods share has a series for each, with the same value.
+            values[point.metric] = max(point.value, values.get(point.metric, 0.0))
+    return gpus
+
+
+def _recording_of(path: Path, points: Iterable[_Point]) -> Recording:
+    """Return the recording of all values, of the whole GPUs of one host."""
+    # What DCGM does not know is a very large number.
+    points = [point for point in points if math.isfinite(point.value) and 0 <= point.value < 1e12]
+    timed = all(point.timed for point in points)
+    parts = any(point.labels.get("GPU_I_ID") for point in points)
+    hosts = set(map(_host_of, points))
+    gpus = _values_by_gpu(points)
     if len(hosts) > 1:
         raise BadUsage(
             f"{path} has GPUs of {len(hosts)} hosts: {', '.join(sorted(hosts)[:4])}",
@@ -187,11 +190,11 @@ def _indexes(gpus: Mapping[str, _Seen]) -> dict[str, int]:
 
 
 def _recorded_gpu(index: int, seen: _Seen) -> RecordedGpu:
-    """Return a GPU with the largest memory total that its values add up to."""
+    """Return a GPU with the largest memory total that its values add up to: used, free and reserved."""
     totals = [
-        values[USED] + sum(values.get(name, 0.0) for name in _REST)
+        values[USED] + values[FREE] + values.get(RESERVED, 0.0)
         for values in seen.values.values()
-        if USED in values and _REST[0] in values
+        if USED in values and FREE in values
     ]
     return RecordedGpu(
         index=index,
@@ -206,7 +209,7 @@ def _gpu_sample(index: int, values: Mapping[str, float]) -> GpuSample:
     # Utilization is in percent, the others are shares.
     utilization = values.get(UTILIZATION)
     if utilization is None and ENGINE in values:
-        # It tells the same: that some kernel ran.
+        # The activity of the engines tells the same: that some kernel ran.
         utilization = 100 * values[ENGINE]
     return GpuSample(
         index=index,

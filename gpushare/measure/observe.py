@@ -24,6 +24,7 @@ from gpushare.base.model import (
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
+from gpushare.host.process import ProcessInfo
 from gpushare.measure.recording import (
     IDLE_SAMPLES,
     GpuSample,
@@ -129,9 +130,11 @@ class Sampler:
     # The jobs of the present look by the PIDs of their processes; None: not needed yet.
     _jobs: dict[int, ListedJob] | None = None
     _gpus: tuple[Gpu, ...] = ()
+    # The processes and MIG devices that the present look saw for the first time.
+    first_seen: list[RecordedProcess | RecordedInstance] = field(default_factory=list)
 
-    def take(self, at: float) -> tuple[Sample, tuple[RecordedProcess | RecordedInstance, ...]]:
-        """Return one sample, and the processes and MIG devices that are seen for the first time."""
+    def take(self, at: float) -> Sample:
+        """Return one sample; ``first_seen`` then has the processes and MIG devices that are new in it."""
         wall = self.clock.wall()
         since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
         # If the clock was set back, do not ask for samples of the future.
@@ -145,17 +148,20 @@ class Sampler:
         self._gpus = tuple(gpus)
         self._jobs = None
         self._ask_daemons()
-        gpu_samples, process_samples = [], []
-        came: list[RecordedProcess | RecordedInstance] = []
+        self.first_seen = []
         for remembered in self._known.values():
             remembered.present = False
+        gpu_samples = []
+        process_samples: list[ProcessSample] = []
         for gpu in gpus:
-            sample, processes, new = self._sample_gpu(gpu, since)
-            gpu_samples.append(sample)
-            process_samples += processes
-            came += new
+            if gpu.error is not None:
+                gpu_samples.append(GpuSample(index=gpu.index, error=gpu.error))
+                continue
+            sm_percents = self._sm_percents(gpu)
+            gpu_samples.append(self._sample_gpu(gpu, sm_percents))
+            process_samples += self._sample_processes(gpu, sm_percents, since)
         self._forget()
-        return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples)), tuple(came)
+        return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples))
 
     def _ask_daemons(self) -> None:
         """Read the MPS daemons again: from time to time, and when there is a new client."""
@@ -182,29 +188,19 @@ class Sampler:
             meter.close()
         self._meters.clear()
 
-    def _sample_gpu(
-        self, gpu: Gpu, since: float
-    ) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess | RecordedInstance]]:
-        """Return the sample of a GPU, those of its processes, and the processes and MIG devices that are new."""
-        if gpu.error is not None:
-            return GpuSample(index=gpu.index, error=gpu.error), [], []
-        used = self._utilization(gpu.index, since)
-        processes = list(gpu.processes or ())
-        listed = {process.pid for process in processes}
-        # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
-        processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((used or {}).keys() - listed)]
+    def _sm_percents(self, gpu: Gpu) -> dict[int | None, float | None]:
+        """Return the SM activity of a GPU (under None) and of each of its GPU instances since the look before."""
+        instances = {None, *(mig.gpu_instance_id for mig in gpu.mig_instances)}
+        return {instance: _rounded(self._meter(gpu.index, instance).since_last()) for instance in instances}
+
+    def _sample_gpu(self, gpu: Gpu, sm_percents: Mapping[int | None, float | None]) -> GpuSample:
+        """Return the sample of a GPU and its MIG devices."""
         sensors = or_none(lambda: self.host.nvml.sensors(gpu.index)) or GpuSensors()
         way = sharing_now(gpu, self._daemons)
-        instances: dict[int | None, float | None] = {
-            number: _rounded(self._meter(gpu.index, number).since_last())
-            for number in {mig.gpu_instance_id for mig in gpu.mig_instances}
-            if number is not None
-        }
-        devices = [self._meet_instance(mig) for mig in gpu.mig_instances]
-        sample = GpuSample(
+        return GpuSample(
             index=gpu.index,
             utilization_percent=gpu.utilization_percent,
-            sm_percent=_rounded(self._meter(gpu.index, None).since_last()),
+            sm_percent=sm_percents[None],
             memory_used_bytes=gpu.memory_used_bytes,
             power_watts=_rounded(sensors.power_watts),
             temperature_celsius=sensors.temperature_celsius,
@@ -212,45 +208,54 @@ class Sampler:
             way=None if way is None else way.value,
             instances=tuple(
                 InstanceSample(
-                    id=device.id,
-                    sm_percent=instances.get(mig.gpu_instance_id),
+                    id=self._meet_instance(mig).id,
+                    sm_percent=None if mig.gpu_instance_id is None else sm_percents[mig.gpu_instance_id],
                     memory_used_bytes=mig.memory_used_bytes,
                 )
-                for mig, (device, _) in zip(gpu.mig_instances, devices, strict=True)
+                for mig in gpu.mig_instances
             ),
         )
-        met = [self._meet(gpu, process) for process in processes]
+
+    def _sample_processes(
+        self, gpu: Gpu, sm_percents: Mapping[int | None, float | None], since: float
+    ) -> list[ProcessSample]:
+        """Return the samples of the processes on a GPU, also of those that worked on it and are gone."""
+        utilization_of = self._utilization(gpu.index, since)
+        processes = list(gpu.processes or ())
+        listed = {process.pid for process in processes}
+        # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
+        processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((utilization_of or {}).keys() - listed)]
+        records = [self._meet(gpu, process) for process in processes]
         # The activity of a GPU or GPU instance is that of a process that is alone on it.
-        alone = _places_alone(processes, [recorded for recorded, _ in met])
-        rows = []
-        for process, (recorded, _) in zip(processes, met, strict=True):
+        alone = _alone_on_instances(processes, records)
+        samples = []
+        for process, record in zip(processes, records, strict=True):
+            instance = process.gpu_instance_id
             # Without a sample it was idle; the work of an MPS client is booked on its server.
-            utilization = None if used is None or process.mps else used.get(process.pid, 0.0)
-            sm: float | None = None
-            if (process.gpu_instance_id, process.pid) in alone:
-                sm = sample.sm_percent if process.gpu_instance_id is None else instances.get(process.gpu_instance_id)
-                if utilization is None and process.gpu_instance_id is None:
-                    # Alone under MPS: all work of the server is its work.
-                    utilization = gpu.utilization_percent
-            rows.append(
+            utilization = None if utilization_of is None or process.mps else utilization_of.get(process.pid, 0.0)
+            is_alone = (instance, process.pid) in alone
+            if is_alone and instance is None and utilization is None:
+                # Alone under MPS: all work of the server is its work.
+                utilization = gpu.utilization_percent
+            samples.append(
                 ProcessSample(
-                    id=recorded.id,
+                    id=record.id,
                     utilization_percent=utilization,
-                    sm_percent=sm,
+                    sm_percent=sm_percents.get(instance) if is_alone else None,
                     memory_used_bytes=process.memory_used_bytes,
                 )
             )
-        came: list[RecordedProcess | RecordedInstance] = [device for device, new in devices if new]
-        return sample, rows, [*came, *(recorded for recorded, new in met if new)]
+        return samples
 
-    def _meet_instance(self, mig: MigInstance) -> tuple[RecordedInstance, bool]:
-        """Return the record of a MIG device, and whether it is new."""
+    def _meet_instance(self, mig: MigInstance) -> RecordedInstance:
+        """Return the record of a MIG device, a new one if it is seen for the first time."""
         device = replace(mig, memory_used_bytes=None, jobs_reserved_bytes=None)
-        new = device not in self._instances
-        if new:
-            self._instances[device] = RecordedInstance(id=self._next_id, **vars(device))
+        if device not in self._instances:
+            record = RecordedInstance(id=self._next_id, **vars(device))
+            self._instances[device] = record
             self._next_id += 1
-        return self._instances[device], new
+            self.first_seen.append(record)
+        return self._instances[device]
 
     def _meter(self, index: int, instance: int | None) -> ActivityRecorder:
         """Return what counts the activity of a GPU, or of a GPU instance, since the look before."""
@@ -268,20 +273,33 @@ class Sampler:
             of_pid.setdefault(pid, []).append(percent)
         return {pid: round(sum(values) / len(values), 2) for pid, values in of_pid.items()}
 
-    def _meet(self, gpu: Gpu, process: GpuProcess) -> tuple[RecordedProcess, bool]:
-        """Return the record of a process, and whether it is new."""
-        place = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
+    def _meet(self, gpu: Gpu, process: GpuProcess) -> RecordedProcess:
+        """Return the record of a process, a new one if it is seen for the first time."""
+        key = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
         info = self.host.processes.describe(process.pid)
-        remembered = self._known.get(place)
+        remembered = self._known.get(key)
         # Nothing can be read of a process that has just ended.
         if remembered is not None and (info is None or remembered.process.started in {None, info.started}):
             remembered.present = True
-            return remembered.process, False
+            return remembered.process
+        record = self._new_record(gpu, process, info)
+        self.first_seen.append(record)
+        own = info is not None and info.uid == self.host.uid and record.container is None and record.mig is None
+        if own and info is not None and info.command_line and len(self.commands) < _REMEMBERED:
+            self.commands[record.id] = info.command_line
+        # Moved to the end, so that the oldest are forgotten first.
+        self._known.pop(key, None)
+        self._known[key] = _Remembered(record)
+        return record
+
+    def _new_record(self, gpu: Gpu, process: GpuProcess, info: ProcessInfo | None) -> RecordedProcess:
+        """Return a record of a process with its job and limits; ``info`` None: it has ended already."""
         job = self._job_of(process.pid)
         clients = (client for daemon in self._daemons for client in daemon.clients)
         client_limits = {client.pid: client.memory_limit_bytes for client in clients}
-        recorded = RecordedProcess(
-            id=self._next_id,
+        self._next_id += 1
+        return RecordedProcess(
+            id=self._next_id - 1,
             gpu=gpu.index,
             pid=process.pid,
             started=None if info is None else info.started,
@@ -290,7 +308,7 @@ class Sampler:
             container=None if info is None else info.container,
             mps=process.mps,
             graphics=process.graphics and not process.compute,
-            mig=_instance_uuid(gpu, process),
+            mig=next((mig.uuid for mig in gpu.mig_instances if mig.has(process)), None),
             job=None if job is None else job.name,
             role=None if job is None else job.role,
             threads_percent=None if job is None else job.threads_percent,
@@ -298,34 +316,23 @@ class Sampler:
             client_limit_bytes=client_limits.get(process.pid),
             slice_us=None if job is None else job.slice_us,
         )
-        self._next_id += 1
-        own = info is not None and info.uid == self.host.uid and recorded.container is None and recorded.mig is None
-        if own and info is not None and info.command_line and len(self.commands) < _REMEMBERED:
-            self.commands[recorded.id] = info.command_line
-        # Moved to the end, so that the oldest are forgotten first.
-        self._known.pop(place, None)
-        self._known[place] = _Remembered(recorded)
-        return recorded, True
 
     def _forget(self) -> None:
         """Forget the oldest of the processes that are gone, if there are many."""
-        ended = [place for place, process in self._known.items() if not process.present]
-        for place in ended[: max(0, len(ended) - _REMEMBERED)]:
-            del self._known[place]
+        ended = [key for key, process in self._known.items() if not process.present]
+        for key in ended[: max(0, len(ended) - _REMEMBERED)]:
+            del self._known[key]
 
 
-def _places_alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
-    """Return the processes that are alone on the GPU or a GPU instance, as (instance, PID): its activity is theirs."""
+def _alone_on_instances(
+    processes: Sequence[GpuProcess], records: Sequence[RecordedProcess]
+) -> set[tuple[int | None, int]]:
+    """Return the GPU instance (None: the whole GPU) and the PID of each process that is alone there; MPS servers aside."""
     pids_on: dict[int | None, set[int]] = {}
-    for process, record in zip(processes, recorded, strict=True):
+    for process, record in zip(processes, records, strict=True):
         if record.name != MPS_SERVER:
             pids_on.setdefault(process.gpu_instance_id, set()).add(process.pid)
     return {(instance, next(iter(pids))) for instance, pids in pids_on.items() if len(pids) == 1}
-
-
-def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:
-    """Return the UUID of the MIG device that a process is on; None: of none."""
-    return next((mig.uuid for mig in gpu.mig_instances if mig.has(process)), None)
 
 
 def _rounded(value: float | None) -> float | None:
@@ -360,8 +367,8 @@ def observe(
 
     def take(at: float) -> Sample:
         """Return a sample; what is seen for the first time comes before it in the file."""
-        sample, first_seen = sampler.take(at)
-        for record in first_seen:
+        sample = sampler.take(at)
+        for record in sampler.first_seen:
             file.meet(record)
             if isinstance(record, RecordedProcess):
                 tally.meet(record)
@@ -371,20 +378,20 @@ def observe(
         start = clock.monotonic()
         # GPM counts from here: the first sample is at the end of the first interval.
         take(0.0)
-        turn = 1
+        number = 1
         last = max(1, round(seconds / interval))
-        while turn <= last:
-            due = start + turn * interval
+        while number <= last:
+            due = start + number * interval
             clock.sleep(max(0.0, due - clock.monotonic()))
             sample = take(clock.monotonic() - start)
             file.sample(sample)
             tally.add(sample)
-            progress(min(turn * interval, seconds))
-            passed = int((clock.monotonic() - start) / interval)
-            upcoming = max(turn, passed) + 1
+            progress(min(number * interval, seconds))
+            intervals_over = int((clock.monotonic() - start) / interval)
+            upcoming = max(number, intervals_over) + 1
             # Those between this one and the upcoming one; none is due after the last.
-            missed += min(upcoming, last + 1) - turn - 1
-            turn = upcoming
+            missed += min(upcoming, last + 1) - number - 1
+            number = upcoming
     except KeyboardInterrupt:
         if not tally.samples:
             raise
@@ -393,6 +400,7 @@ def observe(
         sampler.close()
     file.end(tally.seconds, reason, missed)
     recording = tally.recording(missed=missed, reason=reason)
+    # In another PID namespace, NVML's PIDs are not those of this user's commands.
     if host.processes.namespace_is_host() is not False:
         _keep_profiles(host, recording, sampler.commands)
     return recording
@@ -403,10 +411,10 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
     gpus = {gpu.index: gpu for gpu in recording.header.gpus}
     for use in recording.processes:
         command = commands.get(use.process.id)
-        if command is None or use.samples < IDLE_SAMPLES or use.contended_share:
+        if command is None or use.sm is None or use.samples < IDLE_SAMPLES:
             continue
         # SM activity is only known while it was alone.
-        if use.sm is None or use.sm.samples < _ALONE_SHARE * use.samples:
+        if use.contended_share or use.sm.samples < _ALONE_SHARE * use.samples:
             continue
         gpu = gpus[use.process.gpu]
         device = Device(gpu=Gpu(index=gpu.index, uuid=gpu.uuid, name=gpu.name))

@@ -10,7 +10,8 @@ import math
 import os
 import shlex
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, TypeVar
@@ -311,10 +312,10 @@ class _Sums:
     utilization: Histogram = field(default_factory=Histogram)
     sm: Histogram = field(default_factory=Histogram)
     samples: int = 0
-    # Of the samples: a kernel ran; it is known whether one did; that is conclusive; another process worked.
+    # Of the samples: a kernel ran; it is known whether one did; that tells something; another process worked.
     busy: int = 0
     known: int = 0
-    telling: int = 0
+    conclusive: int = 0
     contended: int = 0
     peak: int | None = None
     memory_sum: int = 0
@@ -339,7 +340,8 @@ class _Sums:
         if utilization is not None or sm is not None:
             busy = (utilization or 0.0) >= BUSY_UTILIZATION_PERCENT or (sm or 0.0) >= BUSY_SM_PERCENT
             self.known += 1
-            self.telling += busy or others < CROWDED_PERCENT
+            # Next to others that fill the GPU, work may not be seen.
+            self.conclusive += busy or others < CROWDED_PERCENT
             self.busy += busy
         if memory is not None:
             self.peak = max(self.peak or 0, memory)
@@ -352,8 +354,8 @@ class _Sums:
 
         A process that was never seen to work in many samples has no work, even next to busy ones.
         """
-        if self.known and 2 * self.telling >= self.known:
-            return round(self.busy / self.telling, 4)
+        if self.known and 2 * self.conclusive >= self.known:
+            return round(self.busy / self.conclusive, 4)
         return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
 
     @property
@@ -387,7 +389,7 @@ class Tally:
         self._processes.setdefault(process.id, (process, _Sums()))
 
     def add(self, sample: Sample) -> None:
-        """Add one sample."""
+        """Add one sample; processes that `meet` does not know are left out."""
         self.samples += 1
         self.seconds = max(self.seconds, sample.at)
         for gpu in sample.gpus:
@@ -400,11 +402,11 @@ class Tally:
             else:
                 use.add(sample.at, gpu)
         rows = [(seen, *self._processes[seen.id]) for seen in sample.processes if seen.id in self._processes]
-        utilization_of: dict[int, float] = {}
+        of_all: defaultdict[int, float] = defaultdict(float)
         for seen, process, _ in rows:
-            utilization_of[process.gpu] = utilization_of.get(process.gpu, 0.0) + (seen.utilization_percent or 0.0)
+            of_all[process.gpu] += seen.utilization_percent or 0.0
         for seen, process, sums in rows:
-            sums.add(sample.at, seen, utilization_of[process.gpu] - (seen.utilization_percent or 0.0))
+            sums.add(sample.at, seen, others=of_all[process.gpu] - (seen.utilization_percent or 0.0))
         if len(self._processes) > MOST_PROCESSES + MOST_PROCESSES // 10:
             self._drop({seen.id for seen in sample.processes})
 
@@ -521,15 +523,8 @@ def _unwritable_error(path: Path, error: OSError) -> GpushareError:
     return OperationFailed(message, hint, code="not_written")
 
 
-def read_recording(path: str | Path) -> Recording:
-    """Return the summary of a recording; a file that is cut off is read as far as it goes."""
-    # Streamed, so that days of samples need little memory.
-    with _open_recording(Path(path)) as file:
-        return _read_recording(Path(path), file)
-
-
 class Samples:
-    """The samples of a recording, one at a time: of days of them only the times and places are kept.
+    """The samples of a recording, one at a time: of days of them only the times and their offsets in the file are kept.
 
     ``processes`` has the processes by their id, ``instances`` the MIG devices. Raises as `read_recording`.
     """
@@ -539,22 +534,22 @@ class Samples:
         self.processes: dict[int, RecordedProcess] = {}
         self.instances: dict[int, RecordedInstance] = {}
         self._times = array("d")
-        self._places = array("Q")
+        self._offsets = array("Q")
         with _open_recording(self.path) as file:
             self.header = _read_header(self.path, file.readline(_LONGEST_LINE))
-            place = file.tell()
+            offset = file.tell()
             for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
-                self._note(line, place)
-                place = file.tell()
+                self._note_line(line, offset)
+                offset = file.tell()
         if not self._times:
             raise OperationFailed(f"the recording {self.path} has no samples", _MAKE_ONE, code="empty_recording")
 
-    def _note(self, line: str, place: int) -> None:
+    def _note_line(self, line: str, offset: int) -> None:
         """Note where a sample lies in the file, or what a line says of a process or MIG device."""
         with contextlib.suppress(*_DAMAGED):
             if line.startswith('{"t":'):
                 self._times.append(float(line[5:].partition(",")[0]))
-                self._places.append(place)
+                self._offsets.append(offset)
             elif line.startswith('{"process":'):
                 process = _read_object(RecordedProcess, json.loads(line)["process"])
                 self.processes[process.id] = process
@@ -577,8 +572,8 @@ class Samples:
         """Return the samples of a range; one that is damaged is left out."""
         samples = []
         with _open_recording(self.path) as file:
-            for place in self._places[start:end]:
-                file.seek(place)
+            for offset in self._offsets[start:end]:
+                file.seek(offset)
                 with contextlib.suppress(*_DAMAGED):
                     samples.append(sample_of(json.loads(file.readline(_LONGEST_LINE))))
         return samples
@@ -602,26 +597,28 @@ def _open_recording(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _read_recording(path: Path, file: Any) -> Recording:
-    """Return the summary of an open recording; damaged lines are counted and skipped."""
-    tally = Tally(_read_header(path, file.readline(_LONGEST_LINE)))
+def read_recording(path: str | Path) -> Recording:
+    """Return the summary of a recording; damaged lines are counted and skipped, so that a file may be cut off."""
     damaged = 0
     missed = 0
     reason = None
-    # A file that is not ours may have no line ends.
-    for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
-        try:
-            raw = json.loads(line)
-            if "t" in raw:
-                tally.add(sample_of(raw))
-            elif "process" in raw:
-                tally.meet(_read_object(RecordedProcess, raw["process"]))
-            elif "end" in raw:
-                # Both or none: a damaged line counts for nothing.
-                missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
-        except _DAMAGED:
-            # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
-            damaged += 1
+    # Streamed, so that days of samples need little memory.
+    with _open_recording(Path(path)) as file:
+        tally = Tally(_read_header(Path(path), file.readline(_LONGEST_LINE)))
+        # A file that is not ours may have no line ends.
+        for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
+            try:
+                raw = json.loads(line)
+                if "t" in raw:
+                    tally.add(sample_of(raw))
+                elif "process" in raw:
+                    tally.meet(_read_object(RecordedProcess, raw["process"]))
+                elif "end" in raw:
+                    # Both or none: a damaged line counts for nothing.
+                    missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
+            except _DAMAGED:
+                # A crash cuts off the last line; a full disk or a lost block damages one in the middle.
+                damaged += 1
     if not tally.samples:
         raise OperationFailed(f"the recording {path} has no samples", _MAKE_ONE, code="empty_recording")
     return tally.recording(missed=missed, reason=reason, damaged_lines=damaged)
@@ -682,71 +679,69 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     underuses: list[Underuse] = []
     for use in recording.gpus:
         processes = [each for each in recording.processes if each.process.gpu == use.gpu.index]
-        whole = _underuse_of(use, processes, known=recording.processes_known)
-        underuses += [whole] if whole else []
-        if whole is None or whole.kind in {"low", "peaks"}:
-            underuses += _idle_processes(use.gpu.index, processes)
+        if use.activity is None or use.busy_share is None:
+            underuses += _idle_processes(use, processes)
+        elif use.busy_share < NO_WORK_SHARE:
+            underuses.append(_idle_gpu(use, processes, processes_known=recording.processes_known))
+        else:
+            if use.activity.mean < LOW_MEAN_PERCENT:
+                underuses.append(_low_gpu(use, use.activity, processes))
+            underuses += _idle_processes(use, processes)
     return tuple(underuses)
 
 
-def _underuse_of(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
-    """Return how a whole GPU is underused, or None; ``known``: the recording has processes."""
-    activity = use.activity
-    index = use.gpu.index
-    if activity is None or use.busy_share is None:
-        return None
-    holders = [each for each in processes if (each.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(each)]
-    if use.busy_share < NO_WORK_SHARE:
-        if holders:
-            # They may have held their memory at different times: the GPU's own peak bounds the sum.
-            memory = sum(holder.memory_peak_bytes or 0 for holder in holders)
-            most = format_bytes(min(memory, use.memory_peak_bytes or memory))
-            return Underuse(
-                gpu=index,
-                kind="held_idle",
-                why=f"memory is held with no work: {counted(len(holders), 'process')}, {most}",
-                pids=tuple(holder.process.pid for holder in holders),
-            )
-        held = use.memory_peak_bytes or 0
-        if not known and held >= HELD_BYTES:
-            return Underuse(gpu=index, kind="held_idle", why=f"memory is held with no work: {format_bytes(held)}")
-        reason = "idle: no process was on it" if known and not processes else "idle: no kernel ran"
-        return Underuse(gpu=index, kind="empty", why=reason, pids=tuple(each.process.pid for each in processes))
-    if activity.mean >= LOW_MEAN_PERCENT:
-        return None
-    pids = tuple(each.process.pid for each in processes if _is_program(each))
-    measure = "SM activity" if use.sm else "utilization"
-    figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
-    if activity.p95 >= LOW_P95_PERCENT:
-        return Underuse(
-            gpu=index,
-            kind="peaks",
-            why=f"low mean with peaks: {figures}; a candidate for sharing if the other work can wait during peaks",
-            pids=pids,
-        )
-    hidden = ""
-    if use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
-        hidden = f"; utilization ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
+def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool) -> Underuse:
+    """Return that a GPU had no work: held_idle if memory is held on it, else empty."""
+    holders = [each for each in processes if _holds_memory(each)]
+    gpu_peak = use.memory_peak_bytes or 0
+    if holders:
+        # They may have held their memory at different times: the GPU's own peak bounds the sum.
+        together = sum(holder.memory_peak_bytes or 0 for holder in holders)
+        held = f"{counted(len(holders), 'process')}, {format_bytes(min(together, gpu_peak or together))}"
+    elif not processes_known and gpu_peak >= HELD_BYTES:
+        held = format_bytes(gpu_peak)
+    else:
+        why = "idle: no process was on it" if processes_known and not processes else "idle: no kernel ran"
+        return Underuse(gpu=use.gpu.index, kind="empty", why=why, pids=_pids(processes))
     return Underuse(
-        gpu=index, kind="low", why=f"low all the time: {figures}; a candidate for sharing{hidden}", pids=pids
+        gpu=use.gpu.index, kind="held_idle", why=f"memory is held with no work: {held}", pids=_pids(holders)
     )
 
 
-def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
+def _low_gpu(use: GpuUse, activity: Distribution, processes: list[ProcessUse]) -> Underuse:
+    """Return that the mean activity of a GPU was low: with peaks, or all the time."""
+    measure = "SM activity" if use.sm else "utilization"
+    figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
+    kind = "low"
+    why = f"low all the time: {figures}; a candidate for sharing"
+    if activity.p95 >= LOW_P95_PERCENT:
+        kind = "peaks"
+        why = f"low mean with peaks: {figures}; a candidate for sharing if the other work can wait during peaks"
+    elif use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
+        why += f"; utilization ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
+    return Underuse(gpu=use.gpu.index, kind=kind, why=why, pids=_pids(filter(_is_program, processes)))
+
+
+def _idle_processes(gpu: GpuUse, processes: list[ProcessUse]) -> list[Underuse]:
     """Return the processes that held memory without work, next to others that worked."""
     return [
         Underuse(
-            gpu=index,
+            gpu=gpu.gpu.index,
             kind="idle_process",
             why=f"PID {use.process.pid} ({use.process.name or 'unknown'}) held {format_bytes(use.memory_peak_bytes)} with no work",
             pids=(use.process.pid,),
         )
         for use in processes
-        if (use.memory_peak_bytes or 0) >= HELD_BYTES
-        and _is_program(use)
-        and use.busy_share is not None
-        and use.busy_share < NO_WORK_SHARE
+        if _holds_memory(use) and use.busy_share is not None and use.busy_share < NO_WORK_SHARE
     ]
+
+
+def _pids(uses: Iterable[ProcessUse]) -> tuple[int, ...]:
+    return tuple(use.process.pid for use in uses)
+
+
+def _holds_memory(use: ProcessUse) -> bool:
+    return (use.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(use)
 
 
 def _is_program(use: ProcessUse) -> bool:
