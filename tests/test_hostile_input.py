@@ -176,7 +176,7 @@ def test_a_file_of_json(tmp_path: Path, raw: str) -> None:
         one_error(lambda: read_recording(path))
         one_error(lambda: read_bench(str(path)))
         with contextlib.suppress(ValueError):
-            JOBS._parse_record(path.read_bytes(), path, None)
+            JOBS._parse(path.read_bytes(), path, None)
 
 
 # Every option with a number or a word of its own, as a user types it.

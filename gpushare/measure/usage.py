@@ -14,7 +14,6 @@ from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilizat
 from gpushare.host.host import Host
 from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
-from gpushare.part import memory_held
 
 # Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
 _INTERVAL_SECONDS: Final = 0.5
@@ -115,9 +114,9 @@ class UsageMeter:
         on_gpu = [process for process in processes if process.compute or process.mps]
         self._sort_out(on_gpu, programs)
         self._look_outside(on_gpu)
-        held = memory_held(process for process in on_gpu if process.pid in self._mine)
-        if held is not None:
-            self._peak = max(self._peak or 0, held)
+        sizes = [process.memory_used_bytes for process in on_gpu if process.pid in self._mine]
+        if sizes and None not in sizes:
+            self._peak = max(self._peak or 0, sum(size or 0 for size in sizes))
 
     @property
     def members(self) -> frozenset[int]:
