@@ -44,7 +44,7 @@ class Value:
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
         """Return the values of a mapping by key."""
         if not isinstance(self.raw, Mapping):
-            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._as_mapping())
+            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._mapping_hint())
         located = self.raw if isinstance(self.raw, Located) else Located()
         for key in self.raw:
             if key not in known:
@@ -59,25 +59,30 @@ class Value:
             for key, value in self.raw.items()
         }
 
-    def _as_mapping(self) -> str:
-        """Return a hint how to write it as a mapping."""
+    def _mapping_hint(self) -> str:
+        """Return how to write the value as a mapping; empty: there is no better hint than that of the file."""
         if self.raw is None and self.key == "mps":
             return "for a daemon without limits write: mps: {}"
-        if self.key == "match" and not isinstance(self.raw, bool | None):
-            which = ("some GPUs", [0, 1]) if isinstance(self.raw, list) else ("one GPU", self.raw)
-            return f"for {which[0]} write: match: {{index: {which[1]}}}; for all: match: all"
-        return ""
+        if self.key != "match" or isinstance(self.raw, bool | None):
+            return ""
+        if isinstance(self.raw, list):
+            return "for some GPUs write: match: {index: [0, 1]}; for all: match: all"
+        return f"for one GPU write: match: {{index: {self.raw}}}; for all: match: all"
+
+    def _list_hint(self) -> str:
+        """Return how to write the value as a list; empty: there is no better hint than that of the file."""
+        if isinstance(self.raw, dict) and self.key == "mig" and self.raw:
+            # mig-parted has a mapping there.
+            words = ", ".join(f"{key}*{count}" for key, count in self.raw.items())[:80]
+            return f"write it as a list: mig: [{words}]"
+        is_scalar = isinstance(self.raw, str | int) and not isinstance(self.raw, bool)
+        is_value_of_key = self.what.startswith("'")
+        return f"write it as a list: {self.key}: [{self.raw}]" if is_scalar and is_value_of_key else ""
 
     def items(self) -> list[Value]:
         """Return the items of a list."""
         if not isinstance(self.raw, list):
-            scalar = isinstance(self.raw, str | int) and not isinstance(self.raw, bool) and self.what.startswith("'")
-            hint = f"write it as a list: {self.key}: [{self.raw}]" if scalar else ""
-            if isinstance(self.raw, dict) and self.key == "mig" and self.raw:
-                # The form of mig-parted.
-                words = ", ".join(f"{key}*{count}" for key, count in self.raw.items())[:80]
-                hint = f"write it as a list: mig: [{words}]"
-            raise self.wrong(f"is {self.short}, not a list", hint)
+            raise self.wrong(f"is {self.short}, not a list", self._list_hint())
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
         return [
             Value(
@@ -104,7 +109,7 @@ class Form(Generic[T]):
     schema: Mapping[str, Any] = field(default_factory=dict)
 
     def about(self, description: str) -> Form[T]:
-        """Return it with a description for editors."""
+        """Return the form with a description that editors show."""
         return Form(self.read, {**self.schema, "description": description})
 
 
@@ -114,7 +119,7 @@ def text(pattern: str, meaning: str) -> Form[str]:
 
 
 def converted(pattern: str, meaning: str, convert: Callable[[str], T]) -> Form[T]:
-    """Return the form of what a text that matches a pattern stands for; ``convert`` may raise BadUsage."""
+    """Return the form of a text that matches a pattern and is then converted; ``convert`` may still refuse it by BadUsage."""
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or re.search(pattern, value.raw) is None:
@@ -164,10 +169,11 @@ def whole(least: int, most: int) -> Form[int]:
 
 
 def constant(wanted: object, problem: str) -> Form[Any]:
-    """Return the form of one value; the error of another says ``problem``."""
+    """Return the form of a value that must be ``wanted``; ``problem`` is the error of another value."""
     as_written = str(wanted).lower() if isinstance(wanted, bool) else wanted
 
     def read(value: Value) -> Any:
+        # In Python 1 equals True, in YAML it does not.
         if value.raw != wanted or isinstance(value.raw, bool) is not isinstance(wanted, bool):
             raise value.wrong(problem, f"write it so: {value.key}: {as_written}")
         return wanted
@@ -189,7 +195,7 @@ def yes_or_no() -> Form[bool]:
 def several(
     item: Form[T], *, least: int = 0, most: int | None = None, merge: str = "", unique: bool = False
 ) -> Form[tuple[T, ...]]:
-    """Return the form of a list; the items of a ``unique`` one differ. ``merge`` says how to write more than ``most`` shorter."""
+    """Return the form of a list; with ``unique`` its items differ. ``merge`` is the hint where there are more than ``most``."""
 
     def read(value: Value) -> tuple[T, ...]:
         items = value.items()
@@ -212,7 +218,10 @@ def several(
 
 
 def table(key_of: Callable[[object], str | None], meaning: str, item: Form[T]) -> Form[dict[str, T]]:
-    """Return the form of a mapping with keys of the user's: ``key_of`` returns a key as text, or None if it is not ``meaning``."""
+    """Return the form of a mapping whose keys the user chooses, with values of the form ``item``.
+
+    ``key_of`` returns a key as text; None: the key is not ``meaning``, which the error says.
+    """
 
     def read(value: Value) -> dict[str, T]:
         if not isinstance(value.raw, dict):
@@ -239,7 +248,7 @@ def one_or_several(item: Form[T], *, unique: bool = True) -> Form[tuple[T, ...]]
 
 
 def either(short: Form[Any], long: Form[T], build: Callable[[Any, Value], T]) -> Form[T]:
-    """Return the form of a text, or number, that stands for a mapping: ``build`` makes the same of it."""
+    """Return the form of a mapping that may also be written as a single value (``short``); ``build`` turns that into a T."""
 
     def read(value: Value) -> T:
         return long.read(value) if isinstance(value.raw, dict) else build(short.read(value), value)
@@ -266,10 +275,10 @@ def mapping(
     check: Callable[[Value, Mapping[str, Value]], None] = lambda *_: None,
     schema: Mapping[str, Any] | None = None,
 ) -> Form[T]:
-    """Return the form of a mapping; ``build`` gets the values that are there, by key.
+    """Return the form of a mapping with these ``keys``; ``build`` gets the values that are there, by key.
 
-    Of the keys ``one_of`` exactly one is there; ``example`` is the hint of that error. ``check`` raises for what two keys
-    together may not be, before their values are read; ``schema`` says the same.
+    Of the keys ``one_of`` exactly one is there; ``example`` is the hint of that error. ``check`` raises for keys that may
+    not stand together, before their values are read; ``schema`` has the same rule for editors.
     """
 
     def read(value: Value) -> T:

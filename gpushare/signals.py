@@ -28,7 +28,7 @@ class Ended(KeyboardInterrupt):
 def handled(
     numbers: Collection[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
 ) -> Iterator[None]:
-    """Handle signals so, but those that the caller ignores (nohup). Only the main thread can, and only it gets them."""
+    """Handle signals by ``handler`` in this block, except those that are ignored (nohup), and in the main thread only."""
     before = {}
     with contextlib.suppress(ValueError):
         for number in numbers:
@@ -109,7 +109,7 @@ def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[Callable[[float], int | None]]:
-    """Hold back Ctrl-C, SIGTERM and SIGHUP until the end; yields what waits for one, at most so many seconds."""
+    """Hold back Ctrl-C, SIGTERM and SIGHUP in this block; yields a function that waits for one, at most so many seconds."""
 
     def wait(seconds: float) -> int | None:
         came = signal.sigtimedwait(ENDING, seconds)
@@ -152,11 +152,11 @@ class Wakeups:
         return [number for number in (os.read(self._read, 4096) if ready else b"") if number in self._numbers]
 
     def came(self, seconds: float = 0.0) -> bool:
-        """Wait at most ``seconds``, and return whether the user has asked for the end meanwhile; SIGCHLD cuts it short."""
+        """Wait at most ``seconds``, less if any signal comes; return whether one that asks for the end came meanwhile."""
         numbers = [number for number in self.wait(seconds) if number in ENDING]
         self.first = self.first or next(iter(numbers), None)
         return bool(numbers)
 
     def asked(self, seconds: float) -> bool:
-        """Wait at most ``seconds``, and return whether the user has asked for the end, now or before."""
+        """Wait as `came`, and return whether a signal that asks for the end has come, meanwhile or earlier."""
         return self.came(seconds) or self.first is not None

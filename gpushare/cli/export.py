@@ -154,13 +154,13 @@ def mig_parted(
     return export_result("mig-parted", mig_parted_export(describe(gpu, file=file), name=name, placement=placement), to)
 
 
-def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:
-    """Return the one device that a container gets."""
+def _container_device(gpu: str | None, file: str | None) -> ExportedDevice:
+    """Return the device that a container gets; with a gpushare.yaml as it is to be, if it exists."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
     host = describe_host(state, [device.gpu])
     if file is not None:
-        host = in_place(state, file, load(file)[0], host)
+        host = _wanted_on_live_devices(state, file, load(file)[0], host)
     return container_device(host, device.uuid)
 
 
@@ -169,7 +169,7 @@ def cdi(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: st
 
     nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
     """
-    return export_result("cdi", cdi_export(_container_share(gpu, file)), to)
+    return export_result("cdi", cdi_export(_container_device(gpu, file)), to)
 
 
 def docker(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: str | None = TO) -> Any:
@@ -177,7 +177,7 @@ def docker(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to:
 
     To use them: docker run $(gpushare export docker) IMAGE
     """
-    return export_result("docker", docker_export(_container_share(gpu, file)), to)
+    return export_result("docker", docker_export(_container_device(gpu, file)), to)
 
 
 def compose(
@@ -188,7 +188,7 @@ def compose(
     to: str | None = TO,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    export = compose_export(_container_share(gpu, file), image=image, service=service)
+    export = compose_export(_container_device(gpu, file), image=image, service=service)
     return export_result("compose", export, to)
 
 
@@ -203,7 +203,7 @@ def ecs(
 
     ECS starts the MPS daemon itself, and places containers by GPU memory: the share needs a memory limit.
     """
-    return export_result("ecs", ecs_export(_container_share(gpu, file), family=name, image=image), to)
+    return export_result("ecs", ecs_export(_container_device(gpu, file), family=name, image=image), to)
 
 
 def systemd(
@@ -224,23 +224,24 @@ def systemd(
     one.
     """
     host = describe(gpu, file=file, for_daemons=True)
-    rules = _has_rules(at_boot) if file is None else "slices" in host.sections
+    rules = _boot_file_has_rules(at_boot) if file is None else "slices" in host.sections
     export = units_export(host, program=program or _own_program(), file=at_boot or FILE, rules=rules)
     return export_result("systemd", export, to)
 
 
 def _own_program() -> str:
-    """Return the path of this gpushare (with sudo, PATH may not have it, or another one); of a simulated host the usual one."""
+    """Return the path of gpushare for a unit: of this program, or for a simulated host the usual one."""
     if settings.spec != "local":
         return _USUAL_PROGRAM
+    # Not first by PATH: that of sudo may lack this gpushare, or have another one.
     this_program = os.path.abspath(sys.argv[0])
     if os.path.basename(this_program) == "gpushare":
         return this_program
     return shutil.which("gpushare") or _USUAL_PROGRAM
 
 
-def _has_rules(at_boot: str | None) -> bool:
-    """Return whether the file of --at-boot has rules; if it is not on this host, whether the last applied one has."""
+def _boot_file_has_rules(at_boot: str | None) -> bool:
+    """Return whether the file of --at-boot has rules for time-slices; without one on this host, whether the last applied has."""
     if at_boot is not None and os.path.exists(at_boot):
         return bool(load(at_boot)[0].rules)
     kept = kept_file(settings.connect())
@@ -284,20 +285,22 @@ class ExportAnswer(Export):
 
 
 def export_result(engine: str, export: Export, to: str | None) -> Result:
-    """Return the result of an export; ``to`` is where its files are written, with a script that applies them (None: nowhere)."""
+    """Return an export as a result; if a directory ``to`` is given, write the files, and a script that applies them, there."""
     written: Sequence[str] = ()
-    script = apply_script(engine, export) if to is not None and engine in _WITH_SCRIPT else None
-    if to is not None:
-        written = write_documents(list(filter(None, [*export.documents, script])), Path(to))
-    if script is None:
-        notes = [f"apply: {command}" for command in export.commands]
-        if to is not None and notes:
-            notes[0] = f"apply: cd {shlex.quote(to)}; {export.commands[0]}"
+    notes = [f"apply: {command}" for command in export.commands]
+    if to is None or engine not in _WITH_SCRIPT:
         notes += [f"needs: {text}" for text in export.needs]
-    else:
-        # The script takes the name of the node as $1.
-        node = " NODE" if "${1:" in script.text else ""
-        notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
+    if to is not None:
+        documents = list(export.documents)
+        if engine in _WITH_SCRIPT:
+            script = apply_script(engine, export)
+            documents.append(script)
+            takes_node = "${1:" in script.text
+            path = shlex.quote(os.path.join(to, script.name))
+            notes = [f"apply: sh {path}{' NODE' if takes_node else ''}; it says what it needs"]
+        elif export.commands:
+            notes[0] = f"apply: cd {shlex.quote(to)}; {export.commands[0]}"
+        written = write_documents(documents, Path(to))
     notes += [f"lost: {text}" for text in export.lost]
     if settings.spec != "local":
         # No --host in the files: a unit or a prolog is of the machine on which it is installed.
@@ -340,30 +343,31 @@ def describe(
         # Once: stdin cannot be read again.
         wanted, _ = load(file)
         if for_daemons:
-            host = in_place(state, file, wanted, host, daemons_only=True)
+            host = _wanted_on_live_devices(state, file, wanted, host, daemons_only=True)
         else:
             host = _describe_wanted(state, wanted, host)
     if wanted is not None:
         host = replace(host, sections=frozenset(document_of(wanted)) - {"version", "gpus"})
-
-    def with_replicas(gpu: GpuDescription) -> GpuDescription:
-        """Return a GPU with the replicas of the options; with one replica a time-sliced GPU is not shared."""
-        if replicas == 1 and gpu.sharing is Way.TIMESLICE:
-            return replace(gpu, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
-        instances = gpu.mig
-        if mig_replicas is not None:
-            of_instance = None if mig_replicas == 1 else mig_replicas
-            instances = tuple(replace(mig, replicas=of_instance) for mig in gpu.mig)
-        shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
-        return replace(gpu, replicas=(replicas or gpu.replicas) if shared else None, mig=instances)
-
-    return replace(host, gpus=tuple(map(with_replicas, host.gpus)))
+    return replace(host, gpus=tuple(_with_replicas(gpu, replicas, mig_replicas) for gpu in host.gpus))
 
 
-def in_place(
+def _with_replicas(gpu: GpuDescription, replicas: int | None, mig_replicas: int | None) -> GpuDescription:
+    """Return a GPU with the numbers of programs that --replicas and --mig-replicas let share it, or each MIG device."""
+    if replicas == 1 and gpu.sharing is Way.TIMESLICE:
+        return replace(gpu, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
+    instances = gpu.mig
+    if mig_replicas is not None:
+        # None: a device that is not shared.
+        of_instance = None if mig_replicas == 1 else mig_replicas
+        instances = tuple(replace(mig, replicas=of_instance) for mig in gpu.mig)
+    is_shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
+    return replace(gpu, replicas=(replicas or gpu.replicas) if is_shared else None, mig=instances)
+
+
+def _wanted_on_live_devices(
     state: HostState, path: str, file: HostFile, live: HostDescription, *, daemons_only: bool = False
 ) -> HostDescription:
-    """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
+    """Return the host as a file wants it, with the UUIDs and pipe directories of the devices that exist."""
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
     return description.with_live_devices(
         _describe_wanted(state, file, live),
@@ -381,8 +385,9 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
         raise matched.missing[0]
     for text in matched.notes:
         note(text)
-    reader = MigReader(state.host.nvml)
+    # The MIG profiles of the exported GPUs that have an entry; none of a GPU that the entry does not partition.
     profiles = {}
+    reader = MigReader(state.host.nvml)
     exported = {gpu.index for gpu in host.gpus}
     for gpu in state.gpus:
         entry = matched.entries.get(gpu.index)

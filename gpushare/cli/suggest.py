@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from gpushare.cli.help import path_of
 
-# The first that the command has is meant.
+# The options that a word may mean: the first that the command has; "A or B" needs both.
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--mem": ("--memory",),
     "--mem-limit": ("--memory",),
@@ -99,24 +99,30 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
 
 
 def hint_of_arguments(error: Any) -> str | None:
-    """Return what a command takes, if a parser's error is about too many arguments, or a text that looks like an option."""
+    """Return a hint on a parser's error about a word that is no option, or about an argument too many; None: no hint."""
     context = getattr(error, "ctx", None)
     if context is None:
         return None
     if type(error).__name__ == "NoSuchOption":
         takes_text = any("TEXT" in (parameter.metavar or "") for parameter in context.command.params)
         return f"for a text that begins with -: gpushare {path_of(context)} -- TEXT" if takes_text else None
-    if "unexpected extra argument" not in error.format_message():
-        return None
-    options = [parameter for parameter in context.command.params if parameter.metavar == "TIME"]
-    word = error.format_message().rpartition("(")[2].rstrip(").")
-    if len(options) == 1 and re.fullmatch(r"\d[\d.]*[smhd]", word, re.ASCII):
-        return f"give a time with its option: {options[0].opts[0]} {word}"
-    names = [parameter.metavar or "" for parameter in context.command.params if parameter.param_type_name == "argument"]
-    if not names:
+    message = error.format_message()
+    if "unexpected extra argument" in message:
+        # Click's message ends in "(WORD)".
+        return _hint_of_extra_argument(message.rpartition("(")[2].rstrip(")."), context.command.params)
+    return None
+
+
+def _hint_of_extra_argument(word: str, parameters: Sequence[Any]) -> str | None:
+    """Return a hint on an argument that a command with these parameters does not take."""
+    time_options = [parameter for parameter in parameters if parameter.metavar == "TIME"]
+    if len(time_options) == 1 and re.fullmatch(r"\d[\d.]*[smhd]", word, re.ASCII):
+        return f"give a time with its option: {time_options[0].opts[0]} {word}"
+    arguments = [parameter.metavar or "" for parameter in parameters if parameter.param_type_name == "argument"]
+    if not arguments:
         return "it takes no arguments, only options"
     # JOB, [JOB] or JOB|list.
-    takes_one_job = len(names) == 1 and names[0].strip("[]").partition("|")[0] == "JOB"
+    takes_one_job = len(arguments) == 1 and arguments[0].strip("[]").partition("|")[0] == "JOB"
     return "one job at a time" if takes_one_job else None
 
 
@@ -126,7 +132,7 @@ def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:
 
 
 def meant_word(error: Any) -> str | None:
-    """Return what an unknown option or command of a parser's error was meant to be."""
+    """Return what the unknown option or command in a parser's error was meant to be; None: nothing is near."""
     context = getattr(error, "ctx", None)
     if context is None:
         return None
@@ -134,9 +140,9 @@ def meant_word(error: Any) -> str | None:
         return meant_option(
             error.option_name, (name for parameter in context.command.params for name in parameter.opts)
         )
+    # `options.Group` adds it.
     word = getattr(error, "unknown_command", None)
     if word is None:
         return None
-    return _COMMANDS.get(path_of(context), {}).get(word.lower()) or _nearest_word(
-        word.lower(), context.command.list_commands(context)
-    )
+    synonyms = _COMMANDS.get(path_of(context), {})
+    return synonyms.get(word.lower()) or _nearest_word(word.lower(), context.command.list_commands(context))
