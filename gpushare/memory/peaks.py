@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 from gpushare.base.selection import Device
 from gpushare.base.typed import Percent, Within
@@ -43,11 +43,18 @@ def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile 
     return PROFILES.read(PROFILES.path(host, digest_of(device, command)))
 
 
-def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> tuple[int, bool] | None:
-    """Return the most bytes that one of these commands has used on such GPUs, and whether it needs more; None: unknown."""
+class Peak(NamedTuple):
+    """The most bytes that a command has used, and whether it ended for want of more (``Profile.short``)."""
+
+    memory_bytes: int
+    short: bool
+
+
+def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> Peak | None:
+    """Return the highest peak of one of these commands on such GPUs; None: unknown."""
     profiles = [find_profile(host, device, command) for device in devices for command in commands]
     peaks = [
-        (profile.memory_bytes, profile.short)
+        Peak(profile.memory_bytes, profile.short)
         for profile in profiles
         if profile is not None and profile.memory_bytes is not None
     ]

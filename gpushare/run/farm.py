@@ -136,17 +136,12 @@ def copies_at_once(copies: int, parallel: int | None, fitting: Mapping[str, int 
     """
     undealt = copies if parallel is None else min(copies, parallel)
     dealt = dict.fromkeys(fitting, 0)
-    while undealt > 0:
+    not_full = list(fitting)
+    while undealt > 0 and not_full:
         not_full = [key for key, most in fitting.items() if most is None or dealt[key] < most]
-        if not not_full:
-            break
-        # Deal as many rounds at once as the smallest room allows; what is left at last makes no whole round.
-        rooms = [most - dealt[key] for key in not_full if (most := fitting[key]) is not None]
-        rounds = min([undealt // len(not_full), *rooms]) or 1
-        for key in not_full:
-            number = min(rounds, undealt)
-            dealt[key] += number
-            undealt -= number
+        for key in not_full[:undealt]:
+            dealt[key] += 1
+        undealt -= len(not_full)
     return {key: max(1, number) for key, number in dealt.items()}
 
 
@@ -183,12 +178,12 @@ def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
             )
         # No argument of a program can contain a zero byte.
         try:
-            words = line.decode() if b"\0" not in line else None
+            decoded = line.decode() if b"\0" not in line else None
         except UnicodeDecodeError:
-            words = None
-        if words is None:
+            decoded = None
+        if decoded is None:
             raise _bad_lines_error(f"line {number} of {name} is not text", "give a file of UTF-8 text")
-        lines.append(words)
+        lines.append(decoded)
         if len(lines) > MOST_COPIES:
             raise _bad_lines_error(
                 f"{name} has more than {MOST_COPIES} lines", f"split it: split -l {MOST_COPIES} FILE"
@@ -265,6 +260,7 @@ def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
 def read_ends(file: int) -> Iterator[CopyEnd]:
     """Yield what an open file says, from its beginning; nothing if it cannot be read."""
     with contextlib.suppress(OSError):
+        # A farm opens its file for writing only.
         reading = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         with open(reading, "rb") as lines:
             yield from parse_ends(_first_lines(lines))
@@ -284,6 +280,7 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
     ``command`` is its digest. A line of the ``--each`` file may have moved since. A line that occurs twice is done twice
     only if two copies have completed it.
     """
+    # Of several ends of a copy the last counts.
     is_done = {(end.line, end.copy): end.done for end in ends if end.command == command}
     if lines is None:
         return {number for number in range(copies) if is_done.get((None, number), False)}
@@ -322,7 +319,7 @@ class FarmResults:
         self._host, self._path, self._directory = host, path, directory
         self._command = digest_of_command(command)
         status = os.fstat(directory)
-        # Of the directory, by which its copies are found even if it was renamed.
+        # What copies have in their environment to be found by: no path, as the directory may be renamed.
         self.mark = f"{status.st_dev:x}-{status.st_ino:x}"
         self._file = -1
 
@@ -423,7 +420,7 @@ _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
 _SAY_SECONDS: Final = 10.0
 
 
-def remove_restart_logs(directory: int, copies: int, kept: frozenset[int] | set[int] = frozenset()) -> None:
+def remove_restart_logs(directory: int, copies: int, kept: set[int]) -> None:
     """Remove the logs of restarts left by an earlier farm, but those of ``kept``; a first log is overwritten anyway."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
@@ -477,7 +474,7 @@ class _CopiesOnGpu:
         return self.share.environment(base)
 
     def prove(self, running: Iterable[_RunningCopy]) -> None:
-        """Check from time to time whether the copies are clients of the daemon."""
+        """Note which copies are clients of the daemon, each time that it is due (``looks``): each asks the daemon."""
         if self.group is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
             return
         self.looks.pop(0)
@@ -580,7 +577,7 @@ class Farm:
         self._check_logs()
         program = command_of(self._command, self._copies[0])[0]
         if self._options.gpus == 1:
-            self._check_shares(program)
+            self._leave_out_unusable(program)
         else:
             from gpushare.run.start import check_enough, check_not_mig
 
@@ -593,7 +590,7 @@ class Farm:
             lines = self._lines()
             is_complete = len(lines) == len(self._devices)
             check_fits(lines, self._request(self._size), self._own_limit_bytes, when_empty=is_complete)
-        self._skip_done_without_lock()
+        self._skip_done_before_run()
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
@@ -609,7 +606,7 @@ class Farm:
                     code="logs_used",
                 )
 
-    def _check_shares(self, program: str) -> None:
+    def _leave_out_unusable(self, program: str) -> None:
         """Leave out the devices on which a copy cannot run; raise if none is left."""
         refused: dict[str, GpushareError] = {}
         for uuid in self._devices:
@@ -652,10 +649,9 @@ class Farm:
             self._size_from = "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
-        peak_and_short = known_peak(self._host, self._devices.values(), commands)
-        if peak_and_short is not None:
-            peak, ran_out = peak_and_short
-            self._set_copy_size(size_of_others(peak) if ran_out else peak, "known")
+        peak = known_peak(self._host, self._devices.values(), commands)
+        if peak is not None:
+            self._set_copy_size(size_of_others(peak.memory_bytes) if peak.short else peak.memory_bytes, "known")
 
     def _set_copy_size(self, size: int, source: str) -> None:
         """Set the bytes that each further copy reserves per GPU: ``size``, or what it can have at most if that is less.
@@ -695,16 +691,15 @@ class Farm:
         """
         options = self._options
         digest = digest_of_command(self._command)
-        commands: set[str] = set()
-
-        def noting_commands() -> Iterator[CopyEnd]:
-            """Yield the ends, one by one as the file may be large, and note the commands in them."""
-            for end in ends:
-                commands.add(end.command)
-                yield end
-
-        done = copies_done(noting_commands(), digest, options.copies, options.lines)
-        if commands and digest not in commands:
+        # The ends of this command only: the file may be large.
+        ends_of_command: list[CopyEnd] = []
+        is_empty = True
+        for end in ends:
+            is_empty = False
+            if end.command == digest:
+                ends_of_command.append(end)
+        done = copies_done(ends_of_command, digest, options.copies, options.lines)
+        if not is_empty and not ends_of_command:
             raise BadUsage(
                 f"{options.logs} has the results of another command",
                 "give the command of that farm, unchanged; or another directory: --logs OTHER",
@@ -717,8 +712,8 @@ class Farm:
             self._reporter.say(f"{format_copies(len(newly_done))} done earlier: not started again")
         return done
 
-    def _skip_done_without_lock(self) -> None:
-        """Skip the copies that an earlier farm has done as `_skip_done`, before the farm is a job: no file is made or locked."""
+    def _skip_done_before_run(self) -> None:
+        """Skip the copies that an earlier farm has done, as `_skip_done`, but make and lock no file: that is left to `run`."""
         options = self._options
         if options.logs is None or not options.resume:
             return
@@ -829,17 +824,9 @@ class Farm:
             self._prepare_logs()
             self.say_first()
             while self._signals.first is None:
-                self._start_what_may()
-                self._watch_memory()
-                self._collect_ended()
-                self._measure_first()
-                for gpu in self._gpus.values():
-                    gpu.prove(self._running.values())
-                self._reporter.progress(self._copies, time.monotonic() - self._started)
-                if self._signals.first is None:
-                    if self._next_step() == "end":
-                        break
-                    self._signals.came(_STEP_SECONDS)
+                self._look_at_copies()
+                if self._next_step() == "end" or self._signals.came(_STEP_SECONDS):
+                    break
             self._leave_line()
             if self._signals.first is not None or self._giving_up:
                 self._interrupt()
@@ -858,6 +845,16 @@ class Farm:
         self._leave_line()
         for running in self._running.values():
             running.leave()
+
+    def _look_at_copies(self) -> None:
+        """Start what may start, and see what the copies do: what they hold, which have ended, which are clients."""
+        self._start_what_may()
+        self._watch_memory()
+        self._collect_ended()
+        self._measure_first()
+        for gpu in self._gpus.values():
+            gpu.prove(self._running.values())
+        self._reporter.progress(self._copies, time.monotonic() - self._started)
 
     def _leave_line(self) -> None:
         """Leave the line: nothing is to be started now."""
@@ -904,33 +901,39 @@ class Farm:
         self._next_look = now + _ROOM_LOOK_SECONDS
         if self._next_step() == "start" and self._size is not None:
             self._set_caps()
-        while (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
-            gpu_and_place = self._gpu_for_next(alone=step == "alone")
-            if gpu_and_place is None:
-                self._say_waiting()
-                break
-            gpu, place = gpu_and_place
-            copy = self._waiting()[0]
-            if not self._open_share(gpu, place):
-                continue
-            self._said_at = -_SAY_SECONDS
-            self._said_line = ""
-            try:
-                running = self._start(copy, gpu, place)
-            except GpushareError as error:
-                copy.state = "failed"
-                copy.failure = error.message
-                copy.hint = error.hint
-                copy.log = None
-                self._after_end(copy, again=False)
-                continue
-            if step == "alone":
-                self._measured = running
-                self._measured_since = None
-        else:
+        has_room = True
+        while has_room and (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
+            has_room = self._start_next(alone=step == "alone")
+        if has_room:
             # The farm waits for its own copies: it must not hold up other jobs in the line.
             self._leave_line()
         self._running_then = len(self._running)
+
+    def _start_next(self, *, alone: bool) -> bool:
+        """Start the next copy, or note that it cannot be started; return False if it waits for room."""
+        gpu_and_place = self._gpu_for_next(alone=alone)
+        if gpu_and_place is None:
+            self._say_waiting()
+            return False
+        gpu, place = gpu_and_place
+        copy = self._waiting()[0]
+        if not self._open_share(gpu, place):
+            return True
+        self._said_at = -_SAY_SECONDS
+        self._said_line = ""
+        try:
+            running = self._start(copy, gpu, place)
+        except GpushareError as error:
+            copy.state = "failed"
+            copy.failure = error.message
+            copy.hint = error.hint
+            copy.log = None
+            self._after_end(copy, again=False)
+            return True
+        if alone:
+            self._measured = running
+            self._measured_since = None
+        return True
 
     def _open_share(self, gpu: _CopiesOnGpu, place: Place | None) -> bool:
         """Open the share of a device; return whether that worked. If not, the device is left out, and the place given back.
@@ -952,29 +955,30 @@ class Farm:
     def _gpu_for_next(self, *, alone: bool) -> tuple[_CopiesOnGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
         if all(device.memory_total_bytes is None for device in self._devices.values()):
-            # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
-            count = self._options.gpus
-            gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
-            most_copies = self._clients.get(gpu.device.uuid) if count == 1 else 1
-            copies_by_gpu = self._copies_by_gpu()
-            running = max(copies_by_gpu[device.uuid] for device in gpu.devices)
-            return None if most_copies is not None and running >= most_copies else (gpu, None)
+            gpu = self._gpu_without_ledger()
+            return None if gpu is None else (gpu, None)
         size = self._size_to_measure() if alone else self._size or 0
         place = self._take_place(self._request(size))
         return None if place is None else (self._gpu(*place.held), place)
 
-    def _size_to_measure(self) -> int:
-        """Return what the copy reserves that is measured alone, whose need is unknown: half of what is free.
+    def _gpu_without_ledger(self) -> _CopiesOnGpu | None:
+        """Return the GPU of the next copy where no GPU reports its memory: a server's number of clients is the only bound."""
+        count = self._options.gpus
+        gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
+        most_copies = self._clients.get(gpu.device.uuid) if count == 1 else 1
+        copies_by_gpu = self._copies_by_gpu()
+        running = max(copies_by_gpu[device.uuid] for device in gpu.devices)
+        return None if most_copies is not None and running >= most_copies else gpu
 
-        If it holds more, that counts too; and other jobs may still come.
-        """
+    def _size_to_measure(self) -> int:
+        """Return what the copy reserves that is measured alone, whose need is unknown: half of what is free, for other jobs too."""
         available = self._largest_on_each(line.free_bytes for line in self._lines()) or 0
         if self._own_limit_bytes is not None:
             available = min(available, self._own_limit_bytes)
         return max(_LEAST_BYTES, available // 2 // MIB * MIB)
 
     def _take_place(self, request: Request) -> Place | None:
-        """Return the place of the next copy, if it is the farm's turn; then the farm goes to the end of the line."""
+        """Return the place of the next copy, after which the farm goes to the end of the line; None: it waits in the line."""
         if self._place is None or self._place.request != request:
             self._leave_line()
             self._place = Place(self._host, request, self._patience)
@@ -1020,9 +1024,9 @@ class Farm:
             self._reporter.say(text)
 
     def _set_caps(self) -> None:
-        """Find the thread cap of the copies on each device: of those that run there at the same time."""
+        """Set the thread cap of a copy on each device, by how many run there at the same time."""
         if self._options.gpus > 1:
-            # There are caps under MPS only.
+            # They run outside MPS, where there is no cap.
             self._caps = dict.fromkeys(self._devices)
             return
         given_percent = self._options.limits.threads_percent
@@ -1045,17 +1049,21 @@ class Farm:
             if line is None or not self._size:
                 # Its memory is no bound.
                 fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
-                continue
-            further = [line.free_bytes // self._size]
-            if self._own_limit_bytes is not None:
-                further.append(max(0, self._own_limit_bytes - line.granted.get(os.geteuid(), 0)) // self._size)
-            if line.free_clients is not None and count == 1:
-                further.append(line.free_clients)
-            fitting[uuid] = running[uuid] + min(further)
+            else:
+                fitting[uuid] = running[uuid] + self._further_copies(line, self._size)
         # A copy counts once on each of its GPUs.
         copies = sum(copy.state != "done earlier" for copy in self._copies)
         parallel = None if self._options.parallel is None else self._options.parallel * count
         return copies_at_once(copies * count, parallel, fitting)
+
+    def _further_copies(self, line: Line, size: int) -> int:
+        """Return how many more copies of a size fit on a device: by free memory, by this user's limit, as clients."""
+        bounds = [line.free_bytes // size]
+        if self._own_limit_bytes is not None:
+            bounds.append(max(0, self._own_limit_bytes - line.granted.get(os.geteuid(), 0)) // size)
+        if line.free_clients is not None and self._options.gpus == 1:
+            bounds.append(line.free_clients)
+        return min(bounds)
 
     def _limits_on(self, uuid: str) -> Limits:
         """Return the limits of MPS for a copy on a device."""
@@ -1110,6 +1118,7 @@ class Farm:
         copy.state = "running"
         copy.started_after = now - self._started
         running = self._running[copy.copy] = _RunningCopy(copy, gpu, program, memories)
+        # Look soon whether it is a client, and then ever less often.
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
         for memory in memories:
@@ -1148,7 +1157,9 @@ class Farm:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
         self._measured = None
         copy = measured.copy
-        if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
+        # In another PID namespace its processes cannot be told from others on the GPU.
+        is_unseen = self._host.processes.namespace_is_host() is False
+        if peak_bytes is None and (copy.failure is not None or is_unseen):
             # It tells nothing of the others: the next one is measured.
             return
         self._set_copy_size(size_of_others(peak_bytes), "measured")
@@ -1160,19 +1171,17 @@ class Farm:
             )
         # Without a place the GPUs do not report their memory, so there is nothing to be reserved.
         if copy.copy in self._running and measured.memories[0].place is not None:
-            self._shrink(measured)
+            self._reserve_less(measured)
 
-    def _shrink(self, running: _RunningCopy) -> None:
-        """Reserve for a copy that runs what it needs, in place of all that was free."""
+    def _reserve_less(self, running: _RunningCopy) -> None:
+        """Reserve the size of a copy for the measured one, which still runs, in place of half of the free memory."""
         request = self._request(self._size or 0, running.gpu.devices)
         # It keeps what it has, if the ledger cannot be written.
-        with contextlib.suppress(GpushareError):
+        with contextlib.suppress(GpushareError), contextlib.ExitStack() as undo:
             place = Place(self._host, request)
-            try:
-                place.take(*request.keys)
-            except GpushareError:
-                place.leave()
-                raise
+            undo.callback(place.leave)
+            place.take(*request.keys)
+            undo.pop_all()
             running.memories[0].reserve(place)
 
     def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
@@ -1246,7 +1255,7 @@ class Farm:
         for gpu in self._gpus.values():
             on_gpu = [running for running in ending if running.gpu is gpu]
             if on_gpu and gpu.group is not None:
-                # Processes that have left the trees of their programs: their memory counts, and they end too.
+                # Its memory lets go of each copy, and names the processes that have left the tree of its program.
                 strays = [pid for running in on_gpu for memory in running.memories for pid in memory.release()]
                 programs = [running.program for running in on_gpu]
                 calls.append(functools.partial(gpu.group.end, programs, strays=strays))
@@ -1277,20 +1286,20 @@ class Farm:
 
     def _end_left_behind(self, group: Group, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return why that failed for a copy, by its number."""
-        pids_of = group.left_behind([running.program for running in ended])
-        error: GpushareError | None = None
-        if pids_of:
+        pids_by_program = group.left_behind([running.program for running in ended])
+        failure: GpushareError | None = None
+        if pids_by_program:
             try:
-                group.end_left_behind(pids_of, hurry=self._signals.came)
-            except GpushareError as failed:
-                error = failed
+                group.end_left_behind(pids_by_program, hurry=self._signals.came)
+            except GpushareError as error:
+                failure = error
         errors = {}
         for running in ended:
             copy = running.copy
-            pids = pids_of.get(running.program.pid, ())
+            pids = pids_by_program.get(running.program.pid, ())
             copy.left_behind += pids
-            if error is not None and any(self._host.processes.alive(pid) for pid in pids):
-                errors[copy.copy] = error
+            if failure is not None and any(self._host.processes.alive(pid) for pid in pids):
+                errors[copy.copy] = failure
             elif pids:
                 self._reporter.left_behind(copy, pids)
         return errors
@@ -1313,23 +1322,8 @@ class Farm:
         ``stuck`` is why something that it has left behind could not be ended; ``interrupted``: the farm has ended it.
         """
         copy = running.copy
-        program = running.program
-        copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
-        copy.exit_code = program.status
-        if program.status is not None and program.status < 0:
-            copy.exit_code = 128 - program.status
-        # One that ended between two looks, or while the daemon was asked.
-        copy.attached = copy.attached or running.gpu.has_accepted(program.pid)
-        copy.failure = failure
-        if program.no_space:
-            where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
-            copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
-        self._note_memory_end(running)
+        self._note_result(running, failure, stuck)
         del self._running[copy.copy]
-        if stuck is not None:
-            copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
-            copy.hint = stuck.hint
-
         # It is not started again next to a process that could not be ended.
         may_restart = stuck is None and self._signals.first is None and not self._giving_up
         again = copy.failure is not None and may_restart and copy.tries <= self._options.restarts
@@ -1343,6 +1337,25 @@ class Farm:
             self._learn_size(running, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 
+    def _note_result(self, running: _RunningCopy, failure: str | None, stuck: GpushareError | None) -> None:
+        """Note the exit code of a copy, whether it was a client, and how it failed, with a hint."""
+        copy = running.copy
+        program = running.program
+        copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
+        copy.exit_code = program.status
+        if program.status is not None and program.status < 0:
+            copy.exit_code = 128 - program.status
+        # One that ended between two looks, or while the daemon was asked.
+        copy.attached = copy.attached or running.gpu.has_accepted(program.pid)
+        copy.failure = failure
+        if program.no_space:
+            where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
+            copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
+        self._note_memory_end(running)
+        if stuck is not None:
+            copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
+            copy.hint = stuck.hint
+
     def _after_end(self, copy: Copy, *, again: bool) -> None:
         """Write the end of a copy into the file of the farm and report it; with --fail-fast a failure ends the farm."""
         if not again and copy.state in {"done", "failed"} and self._results is not None:
@@ -1353,7 +1366,7 @@ class Farm:
                 if not self._unrecorded:
                     self._reporter.say(f"{error.message}; the farm goes on")
                 self._unrecorded.append(copy.copy)
-        if self._options.fail_fast and copy.state == "failed" and self._signals.first is None and not self._giving_up:
+        if self._options.fail_fast and copy.state == "failed" and self._signals.first is None:
             self._giving_up = True
         self._reporter.ended(copy, again=again)
 
@@ -1363,6 +1376,7 @@ class Farm:
         try:
             for memory in running.memories:
                 self._note_peak(copy, memory.peak_bytes)
+                # Raises if the memory of this GPU was why the copy was ended.
                 memory.raise_end()
         except OperationFailed as error:
             copy.failure = error.message
@@ -1372,12 +1386,11 @@ class Farm:
 
     def _interrupt(self) -> None:
         """End all copies, because the user asked for it or a copy failed and the farm gives up."""
-        # A copy that has ended by itself keeps its result.
+        # A copy that has ended by itself keeps its result, also if it does so while others are collected.
         self._collect_ended()
         for gpu in self._gpus.values():
             if gpu.group is not None:
                 gpu.group.read_outputs()
-        # One that has ended meanwhile was not interrupted.
         interrupted = [running for running in self._running.values() if running.program.runs]
         self._end(interrupted, hurry=self._signals.came)
         for running in interrupted:
