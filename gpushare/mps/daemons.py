@@ -292,11 +292,7 @@ class FoundDaemon:
         return False
 
     def control(self, host: Host) -> MpsControl:
-        """Return what talks to the daemon.
-
-        Raises:
-            NotFound: its pipe directory is unknown.
-        """
+        """Return what talks to the daemon. Raises NotFound: its pipe directory is unknown."""
         if self.daemon.pipe_directory is None:
             raise NotFound(
                 f"the pipe directory of the MPS daemon {self.daemon.pid} is unknown",
@@ -624,11 +620,7 @@ def check_device(host: Host, device: Device) -> None:
 
 
 def check_mode(device: Device) -> None:
-    """Raise if no CUDA program can use the device.
-
-    Raises:
-        InUse: compute mode PROHIBITED.
-    """
+    """Raise if no CUDA program can use the device. Raises InUse: compute mode PROHIBITED."""
     if device.gpu.compute_mode is ComputeMode.PROHIBITED:
         raise InUse(
             f"{device.title} is in compute mode prohibited: no CUDA program can use it",

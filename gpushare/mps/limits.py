@@ -94,11 +94,7 @@ class Limits:
 
     @classmethod
     def typed(cls, threads: str | None, memory: str | None, priority: str | None) -> Limits:
-        """Return the limits of one client as typed.
-
-        Raises:
-            BadUsage: one of them is not a percentage, size or priority.
-        """
+        """Return the limits of one client as typed. Raises BadUsage: one of them is not a percentage, size or priority."""
         return cls(
             threads_percent=None if threads is None else parse_thread_percentage(threads),
             memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
@@ -234,11 +230,7 @@ class LimitOptions:
         self._priority = _parse_priority(priority)
 
     def for_devices(self, devices: Sequence[Device]) -> dict[str, Limits]:
-        """Return the limits by device UUID.
-
-        Raises:
-            BadUsage: a limit names a GPU that is not among them.
-        """
+        """Return the limits by device UUID. Raises BadUsage: a limit names a GPU that is not among them."""
         threads = _values_by_uuid(self._threads, devices)
         memory = _values_by_uuid(self._memory, devices)
         removed = {uuid for uuid, value in memory.items() if value is _REMOVED}

@@ -367,11 +367,7 @@ class Stop:
         self._waited = time.monotonic() - started
 
     def _wait_for_clients(self, seconds: float) -> list[int]:
-        """Wait for the clients to end; return those left.
-
-        Raises:
-            InUse: some are left and ``force`` is False.
-        """
+        """Wait for the clients to end; return those left. Raises InUse: some are left and ``force`` is False."""
         started = time.monotonic()
         daemon = self._found.daemon
         control = self._found.control(self._host)

@@ -388,11 +388,7 @@ class FarmResults:
         return read_ends(self._file)
 
     def add(self, copy: Copy) -> None:
-        """Append a copy that has ended.
-
-        Raises:
-            OperationFailed: it cannot be written (code ``not_written``).
-        """
+        """Append a copy that has ended. Raises OperationFailed: it cannot be written (``not_written``)."""
         try:
             line = line_of_end(copy, self._command, time.time())
             size = os.fstat(self._file).st_size
@@ -1246,11 +1242,7 @@ class Farm:
     # -- ending --------------------------------------------------------------------------------------
 
     def _end(self, ending: Sequence[_RunningCopy], *, hurry: Callable[[], bool]) -> None:
-        """End copies together, the safe way; on several devices at the same time.
-
-        Raises:
-            GpushareError: one cannot be ended.
-        """
+        """End copies together, the safe way; on several devices at the same time. Raises GpushareError: one cannot be ended."""
         calls: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
             on_gpu = [running for running in ending if running.gpu is gpu]

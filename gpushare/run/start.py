@@ -254,11 +254,7 @@ class JobStart:
         )
 
     def _without_granted_to_others(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that are not instances granted to other users only.
-
-        Raises:
-            NoPermission: all of them are.
-        """
+        """Return the devices that are not instances granted to other users only. Raises NoPermission: all of them are."""
         if not any(device.mig is not None and device.mig.name for device in devices):
             return tuple(devices)
         from gpushare.mig.places import check_granted
@@ -276,11 +272,7 @@ class JobStart:
         return tuple(granted)
 
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that no other user has reserved.
-
-        Raises:
-            InUse: all of them are (code ``reserved``).
-        """
+        """Return the devices that no other user has reserved. Raises InUse: all of them are (``reserved``)."""
         errors = [self._lease_error(device) for device in devices]
         free = tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
         if errors and errors[0] is not None and not free:
