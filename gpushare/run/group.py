@@ -163,7 +163,7 @@ class GroupSlice(Part):
 
     @property
     def where(self) -> str:
-        """Return what it adds to the place of the program."""
+        """Return the words that a plan adds to the place of the program."""
         if self.keep is None:
             return f", whose server has a time-slice of {format_slice(self.slice_us)}"
         return f", whose server has a time-slice by which {self.title} keeps {100 * self.keep:g} %"

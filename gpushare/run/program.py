@@ -158,7 +158,7 @@ class RunOptions:
     parts: tuple[Part, ...] = ()
     # A descriptor that replaces its stderr, and what waits until all that was written there is passed on.
     stderr: int | None = None
-    passed_on: Callable[[], None] | None = None
+    pass_on_rest: Callable[[], None] | None = None
     # Where the program prints how fast it is: it appends its output to that file itself.
     rate: PrintedRate | None = None
     strict: bool = False
@@ -463,8 +463,8 @@ class Session:
     def _settle(self, status: int) -> None:
         """Finish after the end of the program: copy its last words, settle its parts, and report what was seen of it."""
         if self._relay is not None:
-            if self._options.passed_on is not None:
-                self._options.passed_on()
+            if self._options.pass_on_rest is not None:
+                self._options.pass_on_rest()
             self._relay.close()
         for part in reversed(self._running):
             part.settle()

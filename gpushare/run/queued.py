@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, InUse, OperationFailed
 from gpushare.base.selection import Device, titles
@@ -57,7 +57,7 @@ _LONG_SECONDS: Final = 60.0
 
 
 def _size_with_more(size: int) -> int:
-    """Return what a program asks for that ran out of memory with this; always more."""
+    """Return what a program asks for next if it ran out of memory with this size."""
     return max(size + MIB, int(size * MORE) // MIB * MIB)
 
 
@@ -90,7 +90,7 @@ def _write_all(descriptor: int, text: bytes) -> None:
 def lacked_memory(text: bytes) -> bool:
     """Return whether a program whose stderr ends so has failed for want of GPU memory.
 
-    Not if it has only told of it, went on, and failed by a Python exception of its own later.
+    It has not if it went on after it told so, and failed later by a Python exception that is another one.
     """
     ends = [match.end() for match in _NO_MEMORY.finditer(text)]
     if not ends:
@@ -117,8 +117,9 @@ class ErrorTail:
     def _relay(self) -> None:
         """Pass on what the program writes until it closes its stderr, in a thread."""
         with contextlib.suppress(OSError):
-            while select.select([self._read], [], []):
-                # Set before the pipe is emptied: `passed_on` looks at both.
+            while True:
+                select.select([self._read], [], [])
+                # Set before the pipe is emptied: `pass_on_rest` looks at both.
                 self._passing = True
                 text = os.read(self._read, 1 << 16)
                 if not text:
@@ -132,7 +133,7 @@ class ErrorTail:
         if self._to != 2:
             os.close(self._to)
 
-    def passed_on(self) -> None:
+    def pass_on_rest(self) -> None:
         """Wait until all that the program has written is passed on, at most five seconds: nobody may read our stderr."""
         deadline = time.monotonic() + _PASS_ON_SECONDS
         while time.monotonic() < deadline and (select.select([self._read], [], [], 0)[0] or self._passing):
@@ -144,6 +145,14 @@ class ErrorTail:
         # A process that was left behind may keep it open.
         self._thread.join(1.0)
         return lacked_memory(self._tail)
+
+
+class _Run(NamedTuple):
+    """How one run of the program has ended: by an exit code, or for its memory; and whether it is to be started again."""
+
+    code: int | None
+    error: OperationFailed | None
+    again: bool
 
 
 @dataclass
@@ -176,10 +185,15 @@ class Queued:
 
     @property
     def action(self) -> MemoryAction:
-        """Return what happens above it."""
+        """Return what happens to the job above that memory."""
         return "end" if self.budget is None else self.budget.action
 
-    def run(self) -> Any:
+    @property
+    def _own_limit_bytes(self) -> int | None:
+        """Return how many bytes this user may reserve on a GPU; None: no limit."""
+        return self.limits.get(os.geteuid())
+
+    def run(self) -> int | None:
         """Run it, again if it ran out of memory and may be queued again; return its exit code.
 
         Raises:
@@ -192,29 +206,29 @@ class Queued:
         size = self._size_to_reserve()
         self._warn_before_start(size)
         while True:
-            code, again = self._run_once(size)
-            if again and size is not None:
+            last = self._run_once(size)
+            if last.again and size is not None:
                 more = self._more_that_fits(size)
                 if more is not None:
                     size = more
                     self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
                     continue
                 self.say(f"it ran out of memory at its maximum ({format_bytes(size)}): not started again")
-            if isinstance(code, OperationFailed):
-                raise code
-            return code
+            if last.error is not None:
+                raise last.error
+            return last.code
 
     def _mps_limits(self, limit_bytes: int | None) -> Limits:
-        """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves.
+        """Return the limits of the program; as a client of MPS it also gets a memory limit from that of its job.
 
-        Not where the job is only to be warned of, or paused: above its limit CUDA refuses a client more memory.
+        A job that is only to be warned of, or paused, gets none: CUDA refuses a client memory above it.
         """
         if limit_bytes is None or not self.request.client or self.action != "end":
             return self.options.limits
         return replace(self.options.limits, memory_limit_bytes=client_memory(limit_bytes))
 
     def _more_that_fits(self, size: int) -> int | None:
-        """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
+        """Return what the job asks for next if it ran out of memory with a size; None: it had all that it may have."""
         largest = self._largest_possible()
         if largest is None:
             return _size_with_more(size)
@@ -223,16 +237,13 @@ class Queued:
     def _largest_possible(self) -> int | None:
         """Return all that this job may have on one of its devices; None: unknown."""
         lines = read_lines(self.host, self.devices, self.limits)
-        own_limit = self.limits.get(os.geteuid())
         # More would never start, for as long as what is there without a job is there.
         largest = max((line.room.whole_bytes for line in lines), default=None)
-        bounds = [bound for bound in (largest, own_limit) if bound is not None]
+        bounds = [bound for bound in (largest, self._own_limit_bytes) if bound is not None]
         return min(bounds) // MIB * MIB if bounds else None
 
-    def plan(self) -> tuple[Sequence[Device], RunOptions, RoomAnswer | None]:
-        """Return where it would run, the options of a dry run, and whether a job that waits would start now.
-
-        The options show what this adds to the program. Nothing is changed.
+    def plan(self) -> tuple[Any, RoomAnswer | None]:
+        """Return the plan of a dry run, and whether the job would start now (None: it does not wait). Nothing is changed.
 
         Raises:
             BadUsage, NoPermission: as `run`.
@@ -242,9 +253,8 @@ class Queued:
         ranked = self._ranked_devices(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, candidates)
-        own_limit = self.limits.get(os.geteuid())
         lines = read_lines(self.host, candidates, self.limits)
-        check_fits(lines, request, own_limit)
+        check_fits(lines, request, self._own_limit_bytes)
         room = None
         if self.queue.wait:
             reasons = {device.uuid: text for device, text in ranked}
@@ -252,9 +262,9 @@ class Queued:
         devices = self._planned_devices(candidates, room)
         if room is None:
             planned = [line for line in lines if line.device in devices]
-            check_limit_now(planned, request, own_limit)
+            check_limit_now(planned, request, self._own_limit_bytes)
             self._say_short_of_room(planned, size)
-        return devices, self._shown_options(request, candidates), room
+        return self.start(devices, self._shown_options(request, candidates)), room
 
     def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
         """Return the devices that a job that waits would take now, else the first candidates."""
@@ -334,9 +344,9 @@ class Queued:
                 "its memory is not known: it waits for a GPU without other jobs; to share one, say with --memory how much it needs"
             )
             return None
-        size, ran_out = known
+        size = known.memory_bytes
         reason = "the most that this command has used here"
-        if ran_out:
+        if known.short:
             reason = "a fifth more than it had when it ran out of memory"
             limit = self._largest_possible()
             size = _size_with_more(size) if limit is None else min(_size_with_more(size), limit)
@@ -361,8 +371,8 @@ class Queued:
             if text is not None:
                 self.say(f"{text} (for {format_bytes(size)} as on an H200; gpushare measures it)")
 
-    def _run_once(self, size: int | None) -> tuple[Any, bool]:
-        """Run it once; return its exit code or error, and whether it is to be started again with more memory."""
+    def _run_once(self, size: int | None) -> _Run:
+        """Run it once, with ``size`` bytes reserved on each device (None: all of it), and keep its peak."""
         devices, place = self._take_devices(size)
         # Started again with a larger size, its limit grows with that.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
@@ -372,42 +382,44 @@ class Queued:
             for other in devices[1:]
         ]
         swapping = None if place is None else self._swapping(devices[0], memory, place)
-        parts = [*self.options.parts, memory]
-        if swapping is not None:
-            parts.append(swapping)
-        parts += others
+        parts = (*self.options.parts, memory, *(() if swapping is None else (swapping,)), *others)
         tail: ErrorTail | None = None
+        code: int | None = None
+        over_limit: OperationFailed | None = None
         began = time.monotonic()
         try:
-            options = replace(self.options, limits=self._mps_limits(limit), parts=tuple(parts))
+            options = replace(self.options, limits=self._mps_limits(limit), parts=parts)
             if self.queue.requeue:
                 tail = ErrorTail(self.options.log)
-                options = replace(options, stderr=tail.descriptor, passed_on=tail.passed_on)
+                options = replace(options, stderr=tail.descriptor, pass_on_rest=tail.pass_on_rest)
             code = self.start(devices, options)
         except OperationFailed as error:
             if error.code != "memory_limit":
                 raise
-            code = error
+            over_limit = error
         finally:
             if swapping is not None:
                 swapping.leave()
             memory.leave()
             said_so = tail is not None and tail.ran_out_of_memory()
 
-        is_over_limit = any(each.over is not None for each in (memory, *others))
         # What its user ends has not run out of memory, whatever it has said before.
         is_own_failure = code not in {0, _KILLED} and not memory.asked_to_end
-        ran_out = is_over_limit or (said_so and is_own_failure)
-        again = ran_out and self.queue.requeue and not memory.asked_to_end
-        reached_peak = code == 0 or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
-        peak = max((each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None), default=None)
+        memories = (memory, *others)
+        ran_out = any(each.over is not None for each in memories) or (said_so and is_own_failure)
+        has_finished = code == 0 or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU (None) it was not short of what it reserved: there is no more.
         is_short = ran_out and size is not None
-        if peak is not None and (reached_peak or is_short):
-            # For the next run of this command.
+        if has_finished or is_short:
+            self._keep_peak(devices[0], memories, short=is_short)
+        return _Run(code, over_limit, again=ran_out and self.queue.requeue and not memory.asked_to_end)
+
+    def _keep_peak(self, device: Device, memories: Sequence[JobMemory], *, short: bool) -> None:
+        """Keep the most that the job has held on one of its devices, for the next run of this command."""
+        peak = max((memory.peak_bytes for memory in memories if memory.peak_bytes is not None), default=None)
+        if peak is not None:
             with contextlib.suppress(GpushareError):
-                keep_profile(self.host, devices[0], self.command, Profile(memory_bytes=peak, short=is_short))
-        return code, again
+                keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))
 
     def _swapping(self, device: Device, memory: JobMemory, place: Place) -> Swapping | None:
         """Return the part that swaps the job; None: it never leaves the GPU by itself."""
@@ -445,15 +457,23 @@ class Queued:
         if not self.queue.wait:
             self._take_now(place, first_devices, size)
             return first_devices, place
+        devices_taken = self._wait_for_room(place, devices, size)
+        if ranked:
+            # As it is now: the job may have waited for long.
+            size_of = "all of it" if size is None else format_bytes(size)
+            for device, text in self._best_first(devices_taken, size, place):
+                self.say(f"{device.title}: {text}; {size_of} reserved")
+        return devices_taken, place
 
+    def _wait_for_room(self, place: Place, devices: Sequence[Device], size: int | None) -> Sequence[Device]:
+        """Wait in the line until some of the devices have room, and return those that were taken."""
         if not claims_are_shared(self.host):
             self.say(
                 "other users' jobs are not visible in this line: neither "
                 f"{' nor '.join(map(str, SHARED_DIRECTORIES))} is root-owned with mode 1777"
             )
-
         with waiting_line(self.say, quiet=self.quiet) as draw:
-            devices_taken = wait_for_room(
+            return wait_for_room(
                 self.host,
                 place,
                 devices,
@@ -462,12 +482,6 @@ class Queued:
                 draw,
                 best=lambda some: [device for device, _ in self._best_first(some, size, place)],
             )
-        if ranked:
-            # As it is now: the job may have waited for long.
-            size_of = "all of it" if size is None else format_bytes(size)
-            for device, text in self._best_first(devices_taken, size, place):
-                self.say(f"{device.title}: {text}; {size_of} reserved")
-        return devices_taken, place
 
     def _take_now(self, place: Place, devices: Sequence[Device], size: int | None) -> None:
         """Take devices whether or not they have room; say where they have not.
@@ -475,13 +489,12 @@ class Queued:
         Raises:
             InUse: with the user's other jobs it is more than this user may reserve (code ``no_room``).
         """
-        limit = self.limits.get(os.geteuid())
         # Held before the look: of two jobs that start at once, at least one sees the other.
         place.take(*(device.uuid for device in devices))
         try:
             lines = read_lines(self.host, devices, self.limits, place)
-            check_fits(lines, place.request, limit, when_empty=self.request.count > 1)
-            check_limit_now(lines, place.request, limit)
+            check_fits(lines, place.request, self._own_limit_bytes, when_empty=self.request.count > 1)
+            check_limit_now(lines, place.request, self._own_limit_bytes)
         except BaseException:
             place.leave()
             raise

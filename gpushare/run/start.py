@@ -229,11 +229,10 @@ class JobStart:
             return code
         finally:
             if job.record.name:
-                # On its first device. A job with a limit of its memory is looked at more often, so that peak may be higher.
-                first_memory = next((part for part in run.parts if isinstance(part, JobMemory)), None)
-                peaks = [job.record.memory_peak_bytes, None if first_memory is None else first_memory.peak_bytes]
-                peak = max((peak for peak in peaks if peak is not None), default=None)
-                record = replace(job.record, memory_peak_bytes=peak)
+                # The part that watches its memory reads it more often, so its peak may be higher. Of the first device.
+                watched = next((part.peak_bytes for part in run.parts if isinstance(part, JobMemory)), None)
+                peaks = [peak for peak in (job.record.memory_peak_bytes, watched) if peak is not None]
+                record = replace(job.record, memory_peak_bytes=max(peaks, default=None))
                 keep_past(self.host, record, titles(run.share.devices), began, code)
             if not run.options.stays:
                 job.forget()
@@ -282,7 +281,7 @@ class JobStart:
     def _run_on(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program by its role and its slice; on several GPUs outside MPS, as each of its daemons has one GPU."""
         device = devices[0]
-        # Only to raise where none of them may be used.
+        # Raises if none of them may be used; they were chosen by name.
         self._without_leased(self._without_granted_to_others(devices))
         if self.role.production is not None:
             return self._run_production(devices, replace(options, rate=self.role.rate), self.role.production)
@@ -313,18 +312,9 @@ class JobStart:
     def _run_queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
         queue = self.queue
-        needs_whole_gpus = queue.swappable or self.count > 1
-        # A job of several GPUs that names none may have any.
-        if gpu is None and self.count > 1:
-            gpu = "any"
         if queue.swappable:
             check_host(self.host)
-        devices = self._without_granted_to_others(self._candidates(gpu, whole=needs_whole_gpus))
-        if not queue.wait:
-            # A job that waits may have those when the lease is over.
-            devices = self._without_leased(devices)
-        check_not_mig(devices, whole=needs_whole_gpus)
-        check_enough(devices, self.count, "" if is_any(gpu) else self._more_gpus_hint(devices))
+        devices = self._usable_devices(gpu)
         check_program(options.container or self.command[0])
         spared = self._title_of_spared(devices) if queue.for_production else None
         if self.count == 1:
@@ -332,16 +322,6 @@ class JobStart:
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
             # Waiting would not help: the mode stays until an administrator changes it.
             check_mode(devices[0])
-
-        def run_on_chosen(chosen: Sequence[Device], metered: RunOptions) -> Any:
-            """Run it where its memory is reserved: under its way, or outside MPS if it may be swapped."""
-            if not queue.swappable:
-                return self._run_on(chosen, metered)
-            # A checkpoint copies no client of MPS.
-            if self.role.opportunistic:
-                metered = replace(metered, role=OPPORTUNISTIC)
-            return self._carry_out(self._plain_share(chosen), metered)
-
         request = Request(
             memory_bytes=None,
             keys=(),
@@ -354,14 +334,34 @@ class JobStart:
             turns=queue.turns,
             run_seconds=queue.run_seconds,
         )
-        metered = replace(options, rate=self.role.rate)
-        return self._run_in_ledger(devices, request, metered, queue, run_on_chosen, spared)
+        start = self._run_swappable if queue.swappable else self._run_on
+        return self._run_in_ledger(devices, request, replace(options, rate=self.role.rate), queue, start, spared)
+
+    def _run_swappable(self, devices: Sequence[Device], options: RunOptions) -> Any:
+        """Run a program that may be swapped: outside MPS, as a checkpoint copies no client of MPS."""
+        role = OPPORTUNISTIC if self.role.opportunistic else options.role
+        return self._carry_out(self._plain_share(devices), replace(options, role=role))
+
+    def _usable_devices(self, gpu: str | None) -> tuple[Device, ...]:
+        """Return the devices of ``-g`` that the job can use, now or after a wait. Raises if they are too few."""
+        needs_whole_gpus = self.queue.swappable or self.count > 1
+        # A job of several GPUs that names none may have any.
+        if gpu is None and self.count > 1:
+            gpu = "any"
+        devices = self._without_granted_to_others(self._candidates(gpu, whole=needs_whole_gpus))
+        if not self.queue.wait:
+            # A job that waits may have those when the lease is over.
+            devices = self._without_leased(devices)
+        check_not_mig(devices, whole=needs_whole_gpus)
+        check_enough(devices, self.count, "" if is_any(gpu) else self._more_gpus_hint(devices))
+        return devices
 
     def _candidates(self, gpu: str | None, *, whole: bool) -> Sequence[Device]:
-        """Return the devices of ``-g``, of ``any`` without instances if ``whole``; beside the job of ``--for``, those that it has."""
+        """Return the devices of ``-g``. With ``whole`` those of ``-g any`` are GPUs only."""
         devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
         if is_any(gpu):
             devices = usable(devices, instances=not whole)
+        # A job yields to the one of ``--for`` only where that one runs.
         if self.role.target is not None and self.count == 1 and not self.queue.for_production:
             return devices_beside(self.host, devices, self.role.target)
         return devices
@@ -404,20 +404,16 @@ class JobStart:
         )
         if not self.dry_run:
             return queued.run()
-        chosen, planned_options, room = queued.plan()
-        planned = start(chosen, planned_options)
+        planned, room = queued.plan()
         return planned if room is None else _with_room(planned, room)
 
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
-        size = self._bytes_on(*devices)
-
-        def capacity(device: Device) -> float:
-            """Return what a job can have on it; where that is unknown, it is not refused."""
-            return device.job_memory_bytes or math.inf
-
-        check_memory(max(devices, key=capacity), size, job=True)
-        return tuple(device for device in devices if capacity(device) >= (size or 0))
+        """Return the devices that can have the memory of the job. Raises BadUsage: none can (``limit_above_gpu``)."""
+        size = self._bytes_on(*devices) or 0
+        # Where it is unknown what a job can have, the device is not refused.
+        capacity = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
+        check_memory(max(devices, key=lambda device: capacity[device.uuid]), size, job=True)
+        return tuple(device for device in devices if capacity[device.uuid] >= size)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
@@ -430,21 +426,22 @@ class JobStart:
         return None if self.budget is None else self.budget.on(devices)
 
     def _device_of_target(self, target: str) -> str | None:
-        """Return where the job of ``--for`` runs, as `device_of_job`. A job that leaves for it may start before it does."""
+        """Return where the job of ``--for`` runs, as `device_of_job`."""
         try:
             return device_of_job(self.host, self.gpus, target)
         except NotFound as error:
-            if self.queue.for_production and error.code == "no_production":
+            if not self.queue.for_production:
+                raise
+            # A job that leaves the GPU for another one may start before that one.
+            if error.code == "no_production":
                 raise _unknown_target_error(error, target) from error
-            if not self.queue.for_production or error.code != "waits_in_line":
+            if error.code != "waits_in_line":
                 raise
             question = f"'{target}' waits in line: say where this job is to run"
             raise gpu_not_named_error(len(self.gpus), question, "name one: -g 0; or any: -g any") from error
 
     def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
         """Return the production job that ``--for`` names, for people, and say that this job leaves for it; None: none was named.
-
-        It need not run yet.
 
         Raises:
             NotFound: no such job is known.
@@ -453,20 +450,19 @@ class JobStart:
         target = self.role.target
         if target is None:
             return None
-
+        process = None
         try:
             process = spared_process(self.host, devices[0], target, self.say)
         except BadUsage as error:
+            # It may run on another of the devices that this job may have.
             if error.code != "other_device" or len(devices) == 1:
                 raise
-            # It runs on another one, perhaps one of the others that this job may have.
-            process = None
         except NotFound as error:
             if error.code == "no_production":
                 raise _unknown_target_error(error, target) from error
+            # It may wait in the line, too.
             if error.code != "waits_in_line":
                 raise
-            process = None
         spared = f"'{target}'" if pid_of(target) is None else f"process {target}"
         if process is not None:
             spared = process.title
@@ -493,7 +489,7 @@ class JobStart:
     def _run_in_named_instance(
         self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
     ) -> Any:
-        """Run a program in an instance of a profile, or in the one with a name: under MPS only if its options need it."""
+        """Run a program in the instance of ``--mig`` (a profile or a name): under MPS only if its options need it."""
         from gpushare.run.mig import InstanceWish, waiting_text
 
         check_program(options.container or self.command[0])
@@ -525,17 +521,17 @@ class JobStart:
         return result if room is None else _with_room(result, room)
 
     def _run_in_share(self, share: MpsShare | PlainShare, options: RunOptions) -> Any:
-        """Run a program in an instance that it has; with a memory limit as a job of the ledger, which does not wait."""
+        """Run a program in the instance of a share; with a memory limit as a job of the ledger, which does not wait."""
         if self.budget is None:
             return self._carry_out(share, options)
 
-        def start(_: Sequence[Device], metered: RunOptions) -> Any:
+        def start(_: Sequence[Device], options_in_ledger: RunOptions) -> Any:
             """Run it with the limits that its place in the ledger gives it."""
             if isinstance(share, MpsShare):
-                share.limits = metered.limits
-            return self._carry_out(share, metered)
+                share.limits = options_in_ledger.limits
+            return self._carry_out(share, options_in_ledger)
 
-        # The check of the wish was of the first instance that it may mean, and this one may be smaller.
+        # Checked before was the first instance of the profile, and the one that was taken may be smaller.
         check_memory(share.device, self._bytes_on(share.device), job=True)
         request = Request(
             memory_bytes=None,
@@ -613,15 +609,17 @@ class JobStart:
         """
         options = replace(options, role=OPPORTUNISTIC)
         device = devices[0]
-        several = len(devices) > 1
+        yields = self.role.yields
         process = self._spared_process(devices)
-        if process is None and (several or self.role.yields in {"requeue", "pause"}):
+        needs_production = len(devices) > 1 or yields in {"requeue", "pause"}
+        if process is None and needs_production:
             raise _not_one_production_error(self.host, devices)
-        if process is not None and self.role.yields == "requeue":
+        if process is not None and yields == "requeue":
             return self._run_requeued(devices, options, process)
-        if not several and self._runs_by_slices(device, process):
+        if len(devices) == 1 and self._runs_by_slices(device, process):
             return self._run_in_group(device, options, process)
-        if process is not None and (several or self.role.yields == "pause" or not process.under_mps):
+        # A cap protects only production under MPS.
+        if process is not None and (needs_production or not process.under_mps):
             return self._run_paused(devices, options, process)
         return self._run_capped(device, options)
 
@@ -649,17 +647,11 @@ class JobStart:
         if self.role.yields == "pause":
             return False
         asked = self.role.yields == "slices" or self.role.keep is not None
-        if asked and process is not None and process.under_mps:
-            raise InUse(
-                f"{process.title} runs under MPS, where all clients share one time-slice",
-                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
-                code="production_under_mps",
-            )
-        if self.role.keep is not None and process is None:
-            raise _not_one_production_error(self.host, [device])
+        if asked:
+            self._check_slices_next_to(process, device)
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way is Way.SLICES
-        if not asked and by_tune and process is not None and process.under_mps:
+        if by_tune and not asked and process is not None and process.under_mps:
             self.say(
                 f"tuned for time-slices, with {process.title} outside MPS; it runs under MPS, so this job gets a cap"
             )
@@ -674,6 +666,17 @@ class JobStart:
         instead = "this job is paused while it works" if outside else "this job gets a cap"
         self.say(f"time-slices are not supported here: {reason.message}; {instead}")
         return False
+
+    def _check_slices_next_to(self, process: ProductionJob | None, device: Device) -> None:
+        """Raise if a time-slice cannot protect production: it runs under MPS, or with --keep there is none."""
+        if process is not None and process.under_mps:
+            raise InUse(
+                f"{process.title} runs under MPS, where all clients share one time-slice",
+                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
+                code="production_under_mps",
+            )
+        if self.role.keep is not None and process is None:
+            raise _not_one_production_error(self.host, [device])
 
     def _run_in_group(
         self,
@@ -758,20 +761,21 @@ class JobStart:
         return self._plain_share(devices), options
 
     def _run_requeued(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
-        """Run a job that is ended while production works, and started again when it rests."""
+        """Run a job that is ended while production works, and started again when that rests: one job for all its runs."""
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
         share, options = self._share_beside(devices, options, process)
         if self.dry_run:
             return self._carry_out(share, options)
-        # While it waits for production to rest, it is a job too.
+        # Its record stays while it waits for production to rest.
         job = self._recorded_job(share, options)
         job.check()
         job.open()
-        options_with_name = replace(options, name=job.record.name, stays=True)
-        start = partial(self._carry_out, share)
+        options = replace(options, name=job.record.name, stays=True)
         try:
-            return Yielding(production=process, options=options_with_name, start=start, say=self.say).run()
+            return Yielding(
+                production=process, options=options, start=partial(self._carry_out, share), say=self.say
+            ).run()
         finally:
             job.close()
             job.forget()
@@ -810,7 +814,7 @@ def check_enough(devices: Sequence[Device], count: int, more: str = "") -> None:
 
 
 def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
-    """Raise before waiting for a device that cannot be used: a GPU in MIG mode as a whole; an instance, if ``whole``.
+    """Raise NotSupported if one is a GPU in MIG mode, where programs run in its instances; with ``whole`` also for an instance.
 
     A job that is swapped, or has several GPUs, needs whole ones: a CUDA program uses one MIG instance (MIG user guide).
     """
@@ -838,7 +842,7 @@ def _outside_mps_error(process: ProductionJob | None) -> InUse:
 
 
 def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
-    """Return what finds out where production prints its speed, also after it was started again.
+    """Return a function that finds out where production prints its speed, also after production was started again.
 
     Raises:
         NotFound: it is not known.
@@ -905,16 +909,13 @@ class CpuBinding(Part):
         Raises:
             NotSupported: the driver does not name them, or this process may use none of them (code ``cpus_unknown``).
         """
+        cpus_by_device = [self.host.nvml.cpus(device.gpu.index) for device in self.devices]
+        known = [cpus for cpus in cpus_by_device if cpus is not None]
+        self._cpus = frozenset(set().union(*known) & os.sched_getaffinity(0))
         reason = None
-        near: set[int] = set()
-        for device in self.devices:
-            cpus = self.host.nvml.cpus(device.gpu.index)
-            if cpus is None:
-                reason = "the driver does not say which CPUs are"
-            else:
-                near.update(cpus)
-        self._cpus = frozenset(near & os.sched_getaffinity(0))
-        if reason is None and not self._cpus:
+        if len(known) < len(cpus_by_device):
+            reason = "the driver does not say which CPUs are"
+        elif not self._cpus:
             reason = "this process may not use the CPUs that are"
         if reason is not None:
             raise NotSupported(
@@ -925,7 +926,7 @@ class CpuBinding(Part):
 
     @property
     def where(self) -> str:
-        """Return what it adds to the place of the program."""
+        """Return the words that a plan adds to the place of the program."""
         return f", on CPUs {ranges(self._cpus)}" if self._cpus else ""
 
     def enter(self, pid: int) -> None:
@@ -967,7 +968,7 @@ class YieldToProduction(Part):
         at = self._clock()
         self._due = at + _TICK_SECONDS
         if at >= self._alive_due:
-            # Its PID may have been reused, or the job may have been started again under its name.
+            # Asked less often. Its PID may have been reused, or the job may have been started again under its name.
             self._alive = self._production.lives()
             self._alive_due = at + _ALIVE_SECONDS
         return self._alive and self._production.active()
@@ -995,7 +996,7 @@ class Yielding:
     _quiet: float = field(default=_FIRST_QUIET_SECONDS)
 
     def run(self) -> Any:
-        """Run it, and return its exit code."""
+        """Run the program until it ends by itself, and return its exit code."""
         self._wait(_FIRST_QUIET_SECONDS, is_reported=False)
         while True:
             part = YieldToProduction(self.production, self.clock)

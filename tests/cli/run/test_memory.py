@@ -678,7 +678,7 @@ def test_what_was_written_is_passed_on_before_the_output_ends(tmp_path: Path) ->
     tail = ErrorTail(tmp_path / "output" / "job.log")
     for number in range(1, 200):
         os.write(tail.descriptor, b"x" * 5000)
-        tail.passed_on()
+        tail.pass_on_rest()
         assert (tmp_path / "output" / "job.log").stat().st_size == number * 5000
     assert not tail.ran_out_of_memory()
 
