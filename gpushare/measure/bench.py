@@ -414,7 +414,6 @@ class Bench:
         self.measurement = Measurement(settings=settings)
 
     def go(self) -> Measurement:
-        """Measure, and return what was measured."""
         measurement = self.measurement
         total = 1 + len(schedule(self._settings)) * self._settings.repeat
         self._progress("warm-up: one copy alone", 0, total, None)

@@ -232,7 +232,6 @@ def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
 
 
 def best_pick(metric: Metric, cells: Sequence[BenchCell], answers: Sequence[Pick]) -> Pick | None:
-    """Return the pick with the highest throughput of all."""
     speed = {(cell.way, cell.copies): _speed(cell, metric) for cell in cells}
     return max(answers, key=lambda pick: speed[pick.way, pick.copies], default=None)
 

@@ -255,7 +255,6 @@ class Experiment(Group):
         return self._opened
 
     def restore_slices(self) -> None:
-        """Restore the slices of all processes that still run."""
         for pid in list(self._sliced):
             channels = self._sliced.pop(pid)
             # Most processes have ended.

@@ -28,7 +28,6 @@ _REFUSED_SECONDS: Final = 30.0
 
 
 def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency: str | None = None) -> Metric:
-    """Return the metric that a user asks for."""
     for option, text in (("--metric", pattern), ("--latency", latency)):
         if text is not None:
             check_pattern(option, text)

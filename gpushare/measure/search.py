@@ -91,7 +91,6 @@ class Setting:
 
     @property
     def title(self) -> str:
-        """Return the setting in words."""
         if self.other_slice_us is not None:
             production = format_slice(self.production_slice_us)
             return f"slice {format_slice(self.other_slice_us)}, production slice {production}"

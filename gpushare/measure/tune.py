@@ -139,7 +139,6 @@ class TuneOptions:
 
     @property
     def most_seconds(self) -> float:
-        """Return the budget."""
         if self.budget_seconds is not None:
             return self.budget_seconds
         return BUDGET_SECONDS if Way.CAPS in self.search.ways else SLICES_BUDGET_SECONDS
@@ -340,7 +339,6 @@ class Tuner:
         return self._result(ended - began, began - started, stopped, over=over)
 
     def _nothing_measured_error(self, *, over: bool) -> GpushareError:
-        """Return why nothing was measured."""
         if not over and self._refused:
             return self._refused[0]
         return TimedOut(
@@ -748,7 +746,6 @@ class Stage:
         self._others = []
 
     def end(self) -> None:
-        """End all jobs of this way."""
         if self._others:
             self._kill_others()
         self.experiment.end([self._production.program])
@@ -1031,7 +1028,6 @@ class Stage:
 
     @property
     def measured(self) -> bool:
-        """Return whether a setting was measured."""
         return any(seen.setting is not None for seen in self._log)
 
     @property
@@ -1152,7 +1148,6 @@ class Stage:
         return scatter >= _RANDOM_SCATTER and load < _WAITING_LOAD
 
     def production_alone(self) -> Alone:
-        """Return what was seen of production alone."""
         rates = self._rates_alone()
         return Alone(
             rate=mean_known(rates),

@@ -260,7 +260,6 @@ def _reason_lines(rows: Sequence[LeftOut], width: int) -> list[Any]:
 
 
 def _cells_csv(data: BenchAnswer) -> Table:
-    """Return one row a cell, with whole numbers and the bounds."""
     keys = (
         "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
         "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
@@ -273,7 +272,6 @@ def throughput_picture(data: BenchAnswer, form: str) -> bytes:
     """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
 
     def draw(axes: Any) -> None:
-        """Put a line for each way on the axes of matplotlib."""
         ways = dict.fromkeys(cell.way for cell in data.cells)
         for way, marker in zip(ways, itertools.cycle("osD^vPX*"), strict=False):
             points = [(cell.copies, cell.throughput) for cell in data.cells if cell.way == way and cell.throughput]

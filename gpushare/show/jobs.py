@@ -167,7 +167,6 @@ def _exit_text(job: ListedJob) -> int | str:
 
 
 def _ended_table(jobs: Sequence[ListedJob]) -> Table:
-    """Return the table of the jobs that have ended."""
     columns = (
         _JOB,
         Column("exit_code", "exit code", right=True, of=_exit_text, style=lambda code: "red" if code else None),

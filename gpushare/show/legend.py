@@ -85,7 +85,6 @@ class LegendAnswer:
 
 
 def legend_result() -> Result:
-    """Return what the column heads mean."""
     heads = tuple(Head(head=head, meaning=meaning) for head, meaning in HEADS.items())
     columns = (Column("head", "head"), Column("meaning", "meaning"))
     table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))

@@ -331,7 +331,6 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
 
 
 def profiles_table(rows: Sequence[ProfileRow]) -> Table:
-    """Return the table of profiles."""
     return Table(
         name="profiles",
         columns=PROFILE_COLUMNS,

@@ -25,7 +25,6 @@ class PlanAnswer:
 
 
 def plan_answer(plan: Plan, *, dry_run: bool) -> PlanAnswer:
-    """Return a plan as an answer."""
     return PlanAnswer(dry_run=dry_run, steps=plan.steps, undo=plan.undo if plan.steps else None, consent=plan.consent)
 
 

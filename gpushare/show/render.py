@@ -56,7 +56,6 @@ def write(result: Result, output: OutputFormat, *, stdout: IO[str], stderr: IO[s
 
 
 def exit_code_of(result: Result) -> int:
-    """Return the exit code of a command with this result."""
     if result.exit_code is not None:
         return int(result.exit_code)
     return int(result.errors[0].exit_code) if result.errors else 0

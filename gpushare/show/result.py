@@ -153,7 +153,6 @@ class Result:
 
 
 def failure(command: str, error: GpushareError) -> Result:
-    """Return the result of a command that ended in an error."""
     data = error.data if isinstance(error, NeedsConsent) else None
     return Result(command=command, data=data, errors=(error,), all_failed=True)
 

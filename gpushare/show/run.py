@@ -78,7 +78,6 @@ class RunReport:
         )
 
     def pending(self, pid: int) -> None:
-        """Say that a process waits for the clients of another user."""
         self._say(
             f"process {pid} waits: another user's clients hold the MPS server of {self._device.title}; "
             "one user at a time (see: gpushare mps status)"
@@ -91,19 +90,16 @@ class RunReport:
         )
 
     def daemon_gone(self) -> None:
-        """Say that the MPS daemon died while the program ran."""
         self._write(
             f"error: the MPS daemon of {self._device.title} died while the program was running: its CUDA calls will fail\n"
             "hint: end the program and start it again; see: gpushare doctor\n"
         )
 
     def ended(self, drain: Drain) -> None:
-        """Say how the program was ended."""
         how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
         self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
     def news(self, text: str) -> None:
-        """Say something else."""
         self._say(text)
 
     def trouble(self, text: str) -> None:
@@ -120,7 +116,6 @@ class RunReport:
         return next((client for client in clients if client.pid == pid), None)
 
     def _say(self, text: str) -> None:
-        """Write a line, unless --quiet is given."""
         if not self._quiet:
             self._write(f"gpushare: {text}\n")
 
@@ -186,7 +181,6 @@ class CopyLines:
         self._told_failures: set[str] = set()
 
     def line(self, copy: int, text: str) -> None:
-        """Print a line of a copy."""
         self.clear()
         put(self._stream, f"[{copy:{self._width}}] {visible(text)}\n")
 
@@ -198,23 +192,19 @@ class CopyLines:
             self.say(f"copy {copy.copy} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
-        """Say what a copy left running."""
         named = ", ".join(map(str, pids))
         self.say(
             f"copy {copy.copy} left process {named} behind, which was ended; the program must stay in the foreground"
         )
 
     def news(self, copy: Copy, text: str) -> None:
-        """Say something of a copy."""
         self.say(f"copy {copy.copy}: {text}")
 
     def say(self, text: str) -> None:
-        """Say something of the farm."""
         self.clear()
         self._note(text)
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        """Draw the progress bar."""
         if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next_draw_at:
             return
         self._next_draw_at = time.monotonic() + _LINE_SECONDS
@@ -224,7 +214,6 @@ class CopyLines:
         self._drawn = True
 
     def clear(self) -> None:
-        """Remove the progress bar."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -34,12 +34,10 @@ def _read_schemas(name: str = "answers") -> Any:
 
 
 def host_file_schema() -> Any:
-    """Return the JSON Schema of gpushare.yaml."""
     return _read_schemas(HOST_FILE)
 
 
 def commands_with_schema() -> list[str]:
-    """Return the commands whose answers have a schema."""
     return list(_read_schemas()["answers"])
 
 

@@ -111,7 +111,6 @@ def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:
     """Return time against size as a picture, a line for each way and number of copies."""
 
     def draw(axes: Any) -> None:
-        """Put a line for each way and number of copies on the axes of matplotlib."""
         lines: dict[tuple[str, int], list[SizeCell]] = {}
         for cell in data.cells:
             if cell.seconds is not None:

@@ -310,7 +310,6 @@ def _format_with_next(format_limit: Callable[[Any], str], no_limit: str = "-") -
 
 
 def _client_table(snapshot: Snapshot) -> Table:
-    """Return the table of MPS clients with their limits."""
     columns = (
         _gpu_column(group=True),
         Column("pid", "pid", right=True),
@@ -618,7 +617,6 @@ def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
 
 
 def _header_line(snapshot: Snapshot) -> str:
-    """Return the line with host, driver and time."""
     parts = [snapshot.host, f"driver {snapshot.driver_version or '-'}"]
     if snapshot.taken_at is not None:
         parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))

@@ -237,7 +237,6 @@ def frontier_picture(data: TuneAnswer, form: str) -> bytes:
         return (row.p99 or 0.0) if by_p99 else row.kept
 
     def draw(axes: Any) -> None:
-        """Put the settings, the frontier and the goal on the axes of matplotlib."""
         for way, marker in ((Way.SLICES, "o"), (Way.CAPS, "s")):
             rows = [row for row in data.curve if row.way == way and row.opportunistic_share is not None]
             if rows:
