@@ -32,8 +32,9 @@ _PROBE_SECONDS: Final = 120.0
 _RATE: Final = r"^rate=([0-9.]+(?:e[-+]?[0-9]+)?)$"
 # Simulated: a matrix of this size fills the GPU; smaller ones take a share by area.
 _FILLING_SIZE: Final = 2048
-# Simulated: the most multiplications per second, bounded by launches.
+# Simulated: the most multiplications per second, bounded by launches, up to this size.
 _FASTEST: Final = 100_000.0
+_SMALL_SIZE: Final = 256
 _COPIES: Final = {"to": "a copy to the GPU", "from": "a copy from the GPU", "both": "copies to and from the GPU"}
 
 
@@ -70,11 +71,9 @@ def built_in_workload(
     if host.is_simulated:
         argv = _simulated_argv(size, cpu=cpu)
     else:
-        argv = [*_PROGRAM, "--backend", backend, "--size", str(size)]
-        if cpu:
-            argv.append("--cpu")
-        if copy is not None:
-            argv += ["--copy", copy]
+        on_cpu = ["--cpu"] if cpu else []
+        copied = [] if copy is None else ["--copy", copy]
+        argv = [*_PROGRAM, "--backend", backend, "--size", str(size), *on_cpu, *copied]
     if footprint is not None:
         argv += ["--footprint", footprint]
     return Settings(
@@ -114,20 +113,16 @@ def _no_backend_error(why: str) -> NotSupported:
 
 
 def _simulated_argv(size: int, *, cpu: bool) -> list[str]:
-    """Return a job of the simulated host: it needs more of the GPU by the area of the matrices, and its rate falls with work.
+    """Return the command of a job on the simulated host that needs about as much of the GPU, and is about as fast.
 
     If the CPU works too, it takes half of the time, and the job needs half of the GPU.
     """
+    # A product fills the GPU by its area, and takes work by the third power of its side.
     need = min(100.0, max(2.0, 100.0 * (size / _FILLING_SIZE) ** 2))
-    rate = min(_FASTEST, _FASTEST * (_FILLING_SIZE / 8 / size) ** 3)
+    rate = min(_FASTEST, _FASTEST * (_SMALL_SIZE / size) ** 3)
     share = 0.5 if cpu else 1.0
-    words = {"need": max(1.0, need * share), "rate": max(0.001, rate * share)}
-    return [
-        sys.executable,
-        "-m",
-        "gpushare.sim.job",
-        *(word for key, value in words.items() for word in (f"--{key}", f"{value:g}")),
-    ]
+    numbers = ["--need", f"{max(1.0, need * share):g}", "--rate", f"{max(0.001, rate * share):g}"]
+    return [sys.executable, "-m", "gpushare.sim.job", *numbers]
 
 
 # Copies that together do less than this more than one copy take turns.

@@ -232,11 +232,8 @@ class Experiment(Group):
     ) -> Running:
         """Start a program whose output is read. Errors as `Group.launch`."""
         printed = Printed(metric)
-
-        def listen(line: str, _at: float) -> None:
-            printed.listen(line, self.now())
-
-        return Running(self.launch(title, argv, environment, listen=listen, redrawn=True), printed, outside)
+        program = self.launch(title, argv, environment, listen=printed.listen, redrawn=True)
+        return Running(program, printed, outside)
 
     def is_client(self, running: Running) -> bool | None:
         """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer."""

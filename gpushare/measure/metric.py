@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from gpushare.base.benchmark import Metric
-from gpushare.measure.statistics import percentile, ratio
+from gpushare.measure.statistics import deviation, mean, mean_known, percentile, ratio
 from gpushare.run.numbers import amount, bounded, check_pattern, number
 
 # "latency_ms=0.41" and "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" summarizes many.
@@ -57,11 +57,11 @@ class Printed:
     lines: list[float] = field(default_factory=list)
 
     def listen(self, line: str, at: float) -> None:
-        """Take in a line; matching what a user gave takes 5 seconds at most."""
+        """Take in a line that was seen at a time; a pattern of the user gets a few seconds to match it."""
         if not self.metric.printed:
             self.lines.append(at)
-        own = self.metric.pattern is None and self.metric.latency is None
-        with contextlib.nullcontext() if own else bounded(self.metric.pattern):
+        patterns_are_ours = self.metric.pattern is None and self.metric.latency is None
+        with contextlib.nullcontext() if patterns_are_ours else bounded(self.metric.pattern):
             self._match_line(line, at)
 
     def _match_line(self, line: str, at: float) -> None:
@@ -77,6 +77,7 @@ class Printed:
         for match in re.finditer(self.metric.latency or _LATENCY, line):
             value = number(match.group(1))
             if value is not None:
+                # The first latency tells the unit of all.
                 if not self.latencies:
                     unit = _UNIT.search(line, match.start(), match.end() + len(" ms"))
                     self.latency_us = None if unit is None else _MICROSECONDS[unit[1].lower()]
@@ -88,15 +89,14 @@ class Printed:
 
     def between(self, start: float, end: float) -> float | None:
         """Return the mean of the numbers seen after ``start`` up to ``end``, or None."""
-        seen = within(self.values, start, end)
-        return math.fsum(seen) / len(seen) if seen else None
+        return mean_known(within(self.values, start, end))
 
     @property
     def last(self) -> float | None:
         return self.values[-1][1] if self.values else None
 
-    def latency(self, percent: int, since: float = -math.inf) -> float | None:
-        """Return the 50th or 99th percentile of the latencies, in the unit in which they are printed."""
+    def latency(self, percent: int, since: float) -> float | None:
+        """Return the 50th or 99th percentile of the latencies, else the last one that the program printed, in its unit."""
         latencies = within(self.latencies, since, math.inf)
         if latencies:
             return percentile(latencies, percent)
@@ -115,8 +115,10 @@ class Printed:
         """
         if self.metric.printed:
             # A rate of 0 counts: the program was held up. A time of 0 per step is invalid.
-            rated = self.metric.higher_is_better
-            values = [value for value in within(self.values, start, end)[skip:] if value > 0 or (rated and value == 0)]
+            is_rate = self.metric.higher_is_better
+            values = [
+                value for value in within(self.values, start, end)[skip:] if value > 0 or (is_rate and value == 0)
+            ]
             rate = math.fsum(map(self.metric.speed, values)) / len(values) if values else None
         else:
             done = self._done(end) - self._done(start)
@@ -129,14 +131,14 @@ class Printed:
         )
 
     def _done(self, at: float) -> float:
-        """Return how many lines were done at a time, with even progress between two of them."""
-        place = bisect.bisect_right(self.lines, at)
-        if place == 0 or (place < 2 and place == len(self.lines)):
-            return float(place)
-        last = self.lines[place - 1]
-        # The next line is expected after the last gap.
-        gap = self.lines[place] - last if place < len(self.lines) else last - self.lines[place - 2]
-        return place + (min(1.0, (at - last) / gap) if gap > 0 else 0.0)
+        """Return how many lines were done at a time, with a part of the one in work: progress is even between two lines."""
+        done = bisect.bisect_right(self.lines, at)
+        if done == 0 or len(self.lines) == 1:
+            return float(done)
+        last = self.lines[done - 1]
+        # The next line, if it has not come yet, is expected after the last gap.
+        gap = self.lines[done] - last if done < len(self.lines) else last - self.lines[done - 2]
+        return done + (min(1.0, (at - last) / gap) if gap > 0 else 0.0)
 
 
 # Of so many latencies the largest is above the 99th percentile, by 95 %.
@@ -217,9 +219,9 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
 
 
 def dispersion(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> float | None:
-    """Return how far counts of events scatter, over their mean: 1 for random arrivals, 0 for a steady beat; None: too few.
+    """Return the variance of the counts of events over their mean: 1 for random arrivals, 0 for a steady beat.
 
-    Counted in pieces of the time with some ten events each.
+    Counted in pieces of the spans with some ten events each. None: too few events.
     """
     whole = math.fsum(end - start for start, end in spans)
     inside = [at for at in times if any(start < at <= end for start, end in spans)]
@@ -228,13 +230,10 @@ def dispersion(times: Sequence[float], spans: Sequence[tuple[float, float]]) -> 
     piece = 10 * whole / len(inside)
     counts: list[float] = []
     for start, end in spans:
-        for place in range(int((end - start) / piece)):
-            low = start + place * piece
+        for step in range(int((end - start) / piece)):
+            low = start + step * piece
             counts.append(bisect.bisect_right(inside, low + piece) - bisect.bisect_right(inside, low))
-    if len(counts) < 3 or not any(counts):
-        return None
-    middle = math.fsum(counts) / len(counts)
-    return math.fsum((count - middle) ** 2 for count in counts) / (len(counts) - 1) / middle
+    return deviation(counts) ** 2 / mean(counts) if len(counts) >= 3 and any(counts) else None
 
 
 def within(pairs: Sequence[tuple[float, float]], start: float, end: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Table, records
@@ -71,12 +72,11 @@ def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, 
     total = sum(widths) + GAP * len(titles)
     head = _joined_line([Text(""), *[Text(title, style="bold") for title in titles]], widths)
     lines = [head, Text("─" * total, style="dim")]
-    for place, row in enumerate(rows):
-        if place:
+    for row in rows:
+        if row is not rows[0]:
             lines.append(Text(""))
         columns = [_wrapped(row.title, first, "dim"), *[_cell_lines(cell, each) for cell in row.cells]]
-        for at in range(max(len(column) for column in columns)):
-            lines.append(_joined_line([column[at] if at < len(column) else Text("") for column in columns], widths))
+        lines += [_joined_line([cell or Text("") for cell in cells], widths) for cells in zip_longest(*columns)]
     return lines
 
 
@@ -85,7 +85,7 @@ def _stacked_lines(
 ) -> list[Text]:
     """Return the rows with their ways below each other, each row's title to the left, or above on a narrow screen.
 
-    With the title to the left, a cell is cut to one line unless ``whole``.
+    With the title to the left, a cell is cut to one line unless ``whole``. ``absent`` ways are only in the first row.
     """
     from rich.text import Text
 
@@ -99,16 +99,16 @@ def _stacked_lines(
         if not beside:
             lines.append(Text(row.title, style="bold"))
         # The lines right of the title: the name of the way, on its first line only, and a part of its cell.
-        ways_and_parts: list[tuple[str, Text]] = []
+        right: list[Text] = []
         for title, cell in zip(titles, row.cells, strict=True):
-            # The first row says of absent ways that they are not here.
             if title not in absent or row is rows[0]:
                 parts = _cell_lines(cell, cell_width, short=beside and not whole)
-                ways_and_parts += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
-        for number, (title, part) in enumerate(ways_and_parts):
+                names = [title] + [""] * (len(parts) - 1)
+                right += map(Text.assemble, ((name.ljust(way_width), "dim") for name in names), parts)
+        for number, line in enumerate(right):
             lead = leads[number] if number < len(leads) else Text("")
             lead.pad_right(lead_width - lead.cell_len)
-            lines.append(Text.assemble(lead, (title.ljust(way_width), "dim"), part))
+            lines.append(Text.assemble(lead, line))
     return lines
 
 
@@ -173,10 +173,13 @@ def _table_lines(
 ) -> list[Text]:
     """Return a comparison as lines: a grid if its cells are wide enough, else the ways below each other.
 
-    Those have all rows if the user asked for it (``whole``) or the terminal is narrow; else the rows that decide, and which
-    are not shown. Then what the star means.
+    Below each other, all rows are shown if the user asked for it (``whole``) or the terminal is narrow. Else only the rows
+    that decide are, ``absent`` ways are in the first one only, and a line names the other rows.
     """
     from rich.text import Text
+
+    def remark(text: str) -> list[Text]:
+        return [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
 
     first, each = _grid_widths(titles, rows, width)
     if each >= NARROWEST or len(titles) == 1:
@@ -187,11 +190,9 @@ def _table_lines(
         deciding = [row for row in rows if row.decides]
         lines = _stacked_lines(titles, deciding, width, whole=False, absent=absent)
         hidden = ", ".join(row.title for row in rows if not row.decides)
-        text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
-        lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
+        lines += remark(f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps")
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
-        text = "* sources disagree: gpushare compare --why ROW WAY"
-        lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
+        lines += remark("* sources disagree: gpushare compare --why ROW WAY")
     return [Text(""), *lines]
 
 

@@ -62,19 +62,16 @@ class KeepReport:
         """Tell what happened since the last call, and that a new file is followed; nothing if there is neither."""
         file_is_new = self._file_is_new
         self._file_is_new = False
-        if file_is_new and self._form in _TEXT and not self._quiet:
-            note = f"following {counted(self._rules, 'rule')} of {self._file}; Ctrl-C puts everything back"
-            write_notes([note], sys.stderr)
-        # In a format for programs, a document without events tells of the file.
-        if not events and (not file_is_new or self._form in _TEXT):
-            return
         if self._form in _TEXT:
+            if file_is_new and not self._quiet:
+                note = f"following {counted(self._rules, 'rule')} of {self._file}; Ctrl-C puts everything back"
+                write_notes([note], sys.stderr)
             put(self._stream, "".join(f"{one_line(str(event))}\n" for event in events))
-        else:
+        elif events or file_is_new:
+            # A document without events tells of the file.
             answer = KeepAnswer(at=time.time(), file=self._file, rules=self._rules, events=tuple(events))
             table = Table(name="events", columns=_EVENTS, rows=answer.events)
             self._put(Result(command=_COMMAND, data=answer, csv=table))
-        self._stream.flush()
 
     def failed(self, error: GpushareError) -> None:
         """Tell that the file was not read again; the earlier rules stay."""

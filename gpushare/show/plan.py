@@ -92,12 +92,10 @@ def _step_lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
     lines: list[tuple[str, str | None]] = []
     for number, step in enumerate(steps, 1):
         lines += [("", None), (f"{number:>{margin}}. {step.what}", None)]
-        if step.command is not None:
-            command = step.command.split("\n")
-            lines.append((f"{indent}$ {command[0]}", "dim"))
-            lines += [(f"{indent}  {to_type(line)}", "dim") for line in command[1:]]
-        if step.undo is not None:
-            undo = step.undo.split("\n")
-            lines.append((f"{indent}undo: {undo[0]}", "dim"))
-            lines += [(f"{indent}      {to_type(line)}", "dim") for line in undo[1:]]
+        for lead, command in ((f"{indent}$ ", step.command), (f"{indent}undo: ", step.undo)):
+            if command is not None:
+                first, *others = command.split("\n")
+                lines.append((f"{lead}{first}", "dim"))
+                # What shows the lines finds a command behind the lead, and not behind blanks alone.
+                lines += [(f"{' ' * len(lead)}{to_type(other)}", "dim") for other in others]
     return lines

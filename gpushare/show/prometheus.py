@@ -250,12 +250,12 @@ def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
 
 def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
     """Yield the values about one MPS daemon; none if it was not asked, because then all of them are unknown."""
+    if daemon.unasked:
+        return
     gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
     identity = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
     labels = {} if gpu is None else _gpu_labels(gpu)
     labels |= {key: value for key, value in identity.items() if value} | {"ours": "true" if daemon.ours else "false"}
-    if daemon.unasked:
-        return
     up = daemon.pid is not None and daemon.error is None
     yield "gpushare_mps_daemon_up", labels, up
     if not up:

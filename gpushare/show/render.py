@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -259,7 +260,7 @@ def layout_of(table: Table, width: int) -> Layout:
     numbers are never cut: if the columns of rank 0 do not fit, text is cut down to LAST_RESORT, the longest first, and then
     lines may be longer than the width.
     """
-    # Columns that fit with their least widths.
+    # First the columns that fit with their least widths.
     shown = [
         column
         for column in table.columns
@@ -272,16 +273,15 @@ def layout_of(table: Table, width: int) -> Layout:
         rank = max((column.rank for column in shown), default=0)
         if rank == 0 or len(shown) == 1:
             break
-        last = max(place for place, column in enumerate(shown) if column.rank == rank)
-        hidden.append(shown.pop(last))
-    # Widths: of the last columns text is cut if need be; else they share what is left.
+        rightmost = max(index for index, column in enumerate(shown) if column.rank == rank)
+        hidden.append(shown.pop(rightmost))
+    # Then their widths: if even these do not fit, text is cut further; else they share what is left.
     for column in sorted(shown, key=lambda column: natural[column.key], reverse=True):
         excess = _line_width(shown, least) - width
         if not (column.whole or column.right):
             least[column.key] -= max(0, min(excess, least[column.key] - LAST_RESORT))
     widths = _widen(shown, least, natural, width - _line_width(shown, least))
-    order = {column.key: place for place, column in enumerate(table.columns)}
-    hidden.sort(key=lambda column: order[column.key])
+    hidden.sort(key=table.columns.index)
     return Layout(tuple(shown), tuple(widths), tuple(hidden))
 
 
@@ -305,15 +305,12 @@ def _line_width(columns: list[Column], widths: dict[str, int]) -> int:
 
 
 def _widen(columns: list[Column], least: dict[str, int], natural: dict[str, int], spare: int) -> list[int]:
-    """Distribute the spare cells evenly among the columns that were cut."""
+    """Return the widths of columns, with the spare cells distributed evenly among those that are cut."""
     widths = [least[column.key] for column in columns]
-    while spare > 0:
-        cut = [place for place, column in enumerate(columns) if widths[place] < natural[column.key]]
-        if not cut:
-            break
-        for place in cut[:spare]:
-            widths[place] += 1
-        spare -= min(len(cut), spare)
+    while spare > 0 and (cut := [i for i, column in enumerate(columns) if widths[i] < natural[column.key]]):
+        for index in cut[:spare]:
+            widths[index] += 1
+        spare -= len(cut)
     return widths
 
 
@@ -345,29 +342,37 @@ def table_lines(
         ], ()
     if not table.rows:
         return [Text(line, style="dim") for line in wrapped(table.empty or "", width) if line], ()
-    plan = layout_of(table, width)
-    lines = [*title, _row_line([Text(column.title, style="dim") for column in plan.columns], plan)]
+    layout = layout_of(table, width)
+    lines = [*title, _row_line([Text(column.title, style="dim") for column in layout.columns], layout)]
     if rule:
-        lines.append(Text("─" * plan.total, style="dim"))
+        lines.append(Text("─" * layout.total, style="dim"))
+    return [*lines, *_body_lines(table.rows, layout)], layout.hidden
+
+
+def _body_lines(rows: Sequence[Any], layout: Layout) -> list[Text]:
+    """Return a line for each row, without the values that repeat those above them in grouped columns."""
+    from rich.text import Text
+
+    lines = []
     above: dict[str, str] = {}
-    for row in table.rows:
+    for row in rows:
         cells = []
-        for column in plan.columns:
+        for column in layout.columns:
             value = column.value(row)
             text = cell(column, value)
             style = column.style(value) if column.style else None
             repeats = column.group and above.get(column.key) == text
             above[column.key] = text
             cells.append(Text("" if repeats else text, style=style or ("dim" if text == "-" else "")))
-        lines.append(_row_line(cells, plan))
-    return lines, plan.hidden
+        lines.append(_row_line(cells, layout))
+    return lines
 
 
-def _row_line(cells: list[Text], plan: Layout) -> Text:
+def _row_line(cells: list[Text], layout: Layout) -> Text:
     """Return the cells of a row as one line, each shortened and aligned to the width of its column."""
     from rich.text import Text
 
-    for text, column, width in zip(cells, plan.columns, plan.widths, strict=True):
+    for text, column, width in zip(cells, layout.columns, layout.widths, strict=True):
         if text.cell_len > width:
             text.plain = _shorten(text.plain, width)
         text.truncate(width, overflow="ellipsis")
@@ -384,6 +389,7 @@ def _shorten(text: str, width: int) -> str:
     """
     from rich.cells import cell_len
 
+    # The program at its start without its directory, and later paths as ``…/name``.
     text = re.sub(r"(?<= )/\S*/(?=\S)", "…/", re.sub(r"^/\S*/(?=\S)", "", text))
     if " " in text or cell_len(text) != len(text) or len(text) <= width or width < 2 * LAST_RESORT:
         return text
@@ -395,7 +401,7 @@ WHOLE, FOLDED, TIGHT = range(3)
 
 
 def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
-    """Return all lines of a result: its text, its tables, and a line on the dropped columns."""
+    """Return all lines of a result: its text, its tables, and unless the screen is short a line on the dropped columns."""
     from rich.text import Text
 
     blocks: list[list[Text]] = []
@@ -409,14 +415,12 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
         if hidden:
             names = ", ".join(column.title for column in hidden)
             dropped.append(f"{names} ({table.title})" if table.title and len(result.tables) > 1 else names)
-    if saving >= TIGHT:
-        return [line for block in blocks for line in block]
-    if dropped:
+    if dropped and saving < TIGHT:
         text = f"not shown at this width: {'; '.join(dropped)}"
         blocks.append([Text(line, style="dim") for line in wrapped(text, width)])
     all_lines: list[Text] = []
     for block in blocks:
-        if all_lines:
+        if all_lines and saving < TIGHT:
             all_lines.append(Text(""))
         all_lines += block
     return all_lines

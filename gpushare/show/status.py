@@ -606,12 +606,13 @@ class StatusAnswer:
 
 def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
     """Return a GPU of the answer; what is unknown of it is null, not empty."""
+    is_silent = gpu.error is not None
     replaced_or_added = {
         "sharing": sharing_now(gpu, snapshot.daemons),
         "memory_unlisted_bytes": gpu.unlisted_bytes,
         # An empty list would mean that there are none.
-        "mig_instances": gpu.mig_instances or (None if gpu.error is not None or gpu.mig_hidden else ()),
-        "processes": gpu.processes or (None if gpu.error is not None else gpu.processes),
+        "mig_instances": gpu.mig_instances or (None if is_silent or gpu.mig_hidden else ()),
+        "processes": gpu.processes or (None if is_silent else gpu.processes),
     }
     return StatusGpu(**{**vars(gpu), **replaced_or_added})
 

@@ -101,7 +101,7 @@ _COMMAND: Final = (
     r"""(?:'[^']*'|"[^"]*"|(?!, | \()[^;)'"])*"""
 )
 _QUOTED: Final = r"""'[^']*'|"[^"]*\""""
-# Stand-ins for a blank and a line break inside a command; `visible` leaves neither in a text.
+# Stand-ins for a blank and a line break inside a command, where no line may be broken; `visible` leaves neither in a text.
 _BLANK: Final = "\x00"
 _BREAK: Final = "\x01"
 
@@ -117,7 +117,7 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: 
     longest_command = room if command else room - 2
 
     def keep_together(match: re.Match[str]) -> str:
-        """Return a command without blanks at which its line could be broken, or with its own line breaks."""
+        """Return a command that fits a line with stand-ins for its blanks; else its lines with stand-ins for their breaks."""
         line: str = re.sub(_QUOTED, lambda quoted: quoted.group().replace(" ", _BLANK), match.group())
         if len(line) <= longest_command:
             return line.replace(" ", _BLANK)

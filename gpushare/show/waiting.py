@@ -27,36 +27,45 @@ def waiting_line(
     Where stderr is no terminal, the function calls ``say`` when more than a size has changed; with ``quiet`` it does
     nothing.
     """
-    stream = sys.stderr
-    last_shown = ""
-    if quiet or not stream.isatty() or os.environ.get("TERM") == "dumb":
-
-        def print_change(text: str, _seconds: float, _most: float | None) -> None:
-            """Say what a job waits for, if more than a size has changed."""
-            nonlocal last_shown
-            without_sizes = re.sub(_SIZE, "", text)
-            if without_sizes != last_shown and not quiet:
-                say(text)
-            last_shown = without_sizes
-
-        yield print_change
+    if quiet:
+        yield lambda _text, _seconds, _most: None
         return
-
-    def draw(text: str, seconds: float, most: float | None) -> None:
-        """Show what a job waits for, and for how long, in place of the line before."""
-        # The terminal may have been resized. A terminal may wrap after the last column, so that stays empty.
-        with contextlib.suppress(OSError, ValueError):
-            width = os.get_terminal_size(stream.fileno()).columns or 80
-            limit = "" if most is None else f" of {format_duration(most)}"
-            line = one_line(f"{format_duration(int(seconds))}{limit}: {text}")
-            if len(line) >= width:
-                line = line[: max(0, width - 2)] + ("…" if (stream.encoding or "").lower().startswith("utf") else "~")
-            stream.write(f"\r\x1b[K{line}")
-            stream.flush()
-
+    if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+        yield _changes_printer(say)
+        return
     try:
-        yield draw
+        yield _draw
     finally:
-        with contextlib.suppress(OSError, ValueError):
-            stream.write("\r\x1b[K")
-            stream.flush()
+        _redraw("")
+
+
+def _changes_printer(say: Callable[[str], None]) -> Callable[[str, float, float | None], None]:
+    """Return a function that says what a job waits for when more than a size has changed since its last call."""
+    last_shown = ""
+
+    def print_change(text: str, _seconds: float, _most: float | None) -> None:
+        nonlocal last_shown
+        without_sizes = re.sub(_SIZE, "", text)
+        if without_sizes != last_shown:
+            say(text)
+        last_shown = without_sizes
+
+    return print_change
+
+
+def _draw(text: str, seconds: float, most: float | None) -> None:
+    """Show what a job waits for, and for how long, in place of the line before."""
+    limit = "" if most is None else f" of {format_duration(most)}"
+    _redraw(one_line(f"{format_duration(int(seconds))}{limit}: {text}"))
+
+
+def _redraw(line: str) -> None:
+    """Write a line over the one before on stderr, cut to the terminal, which may have been resized."""
+    stream = sys.stderr
+    with contextlib.suppress(OSError, ValueError):
+        width = os.get_terminal_size(stream.fileno()).columns or 80
+        # A terminal may wrap after the last column, so that stays empty.
+        if len(line) >= width:
+            line = line[: max(0, width - 2)] + ("…" if (stream.encoding or "").lower().startswith("utf") else "~")
+        stream.write(f"\r\x1b[K{line}")
+        stream.flush()

@@ -88,7 +88,7 @@ def test_only_the_numbers_of_the_window_count() -> None:
 
 def test_latencies_of_single_requests() -> None:
     found = printed("".join(f"latency_ms={value}\n" for value in range(1, 102)), Metric())
-    assert (found.latency(50), found.latency(99)) == (51.0, 100.0)
+    assert (found.latency(50, 0.0), found.latency(99, 0.0)) == (51.0, 100.0)
     assert found.latency(50, since=1.0) is None
 
 
@@ -108,7 +108,7 @@ def test_a_long_row_of_blanks_is_looked_at_once(word: str) -> None:
 
 def test_percentiles_that_the_program_sums_up_itself() -> None:
     found = printed("done: p50=0.37 ms, p99 = 1.25 ms\n", Metric())
-    assert (found.latency(50), found.latency(99)) == (0.37, 1.25)
+    assert (found.latency(50, 0.0), found.latency(99, 0.0)) == (0.37, 1.25)
 
 
 def test_a_latency_pattern_of_ones_own() -> None:
