@@ -97,11 +97,7 @@ def load_models() -> dict[str, GpuModel]:
 
 @cache
 def model_of(key: str) -> GpuModel:
-    """Return the model with this key; only the models in use are built.
-
-    Raises:
-        KeyError: there is no such model.
-    """
+    """Return the model with this key, which is in the catalogue; only the models in use are built."""
     return _build_model(_catalogue()[key])
 
 
@@ -112,11 +108,7 @@ def _catalogue() -> dict[str, dict[str, Any]]:
 
 
 def find_model(name: str) -> GpuModel:
-    """Return a model by key, alias or product name; case and punctuation do not matter.
-
-    Raises:
-        BadUsage: no such model; the hint names similar ones.
-    """
+    """Return a model by key, alias or product name; case and punctuation do not matter."""
     # The usual case, an alias: no need to normalize every name of the catalogue.
     typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
     key = next(typed, None) or _keys_by_name().get(plain_name(name))

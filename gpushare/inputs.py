@@ -14,13 +14,7 @@ _MAX_BYTES: Final = 256 << 10
 
 
 def text_of(path: str, kind: str, hint: str) -> str:
-    """Return the text of a file; ``-`` is stdin. ``kind`` is the kind of file (``mig-parted``), for errors.
-
-    Raises:
-        NotFound: it does not exist (code ``no_file``).
-        NoPermission: it cannot be read.
-        BadUsage: a directory, too large, or not text (code ``bad_file``).
-    """
+    """Return the text of a file; ``-`` is stdin. ``kind`` is the kind of file (``mig-parted``), for errors."""
     shown = shown_path(path)
     give = f"give a {kind} file"
     if not path:
@@ -44,11 +38,7 @@ def text_of(path: str, kind: str, hint: str) -> str:
 
 
 def decode_text(data: bytes, shown: str, kind: str) -> str:
-    """Return the text of a file.
-
-    Raises:
-        BadUsage: it is too large, or not text (code ``bad_file``).
-    """
+    """Return the text of a file that is not too large and valid UTF-8."""
     give = f"give a {kind} file"
     if len(data) > _MAX_BYTES:
         raise BadUsage(f"{shown} is larger than 256 KiB", give, code="bad_file")
@@ -107,9 +97,6 @@ def documents(text: str, shown: str, hint: str, *, texts: bool = False) -> list[
     """Return the YAML documents of a text; an empty one is one document, None. ``shown`` is the file, for errors.
 
     With ``texts`` every scalar but null is returned as it is written: ``yes``, ``007``, ``20ms``.
-
-    Raises:
-        BadUsage: it is not YAML, or has what we do not accept: a key twice, huge values (code ``bad_file``).
     """
     import yaml
 
@@ -144,7 +131,7 @@ def _mark(node: Any) -> Mark:
 
 
 def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made where PyYAML is loaded
-    """Return PyYAML's safe loader with places; it refuses duplicate keys and huge values."""
+    """Return PyYAML's safe loader, which notes where each key and value is written, and refuses duplicate keys and huge values."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -181,6 +168,7 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
                 raise _Refused("too many keys", node)
 
         def mapping(self, node: Any) -> Any:
+            """Yield a `Located`, then fill it: PyYAML needs the object first, for an alias inside it."""
             located = Located()
             located.mark = _mark(node)
             yield located
@@ -192,9 +180,9 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
                     written.add(key.value)
             located.update(self.construct_mapping(node))
             # A merge is flattened by now: its pairs come first, and its own key is gone.
-            pairs = [(self.construct_object(key, deep=True), _mark(key), _mark(value)) for key, value in node.value]
-            located.keys_at = {key: at for key, at, _ in pairs}
-            located.values_at = {key: at for key, _, at in pairs}
+            keys = [self.construct_object(key_node, deep=True) for key_node, _ in node.value]
+            located.keys_at = {key: _mark(node) for key, (node, _) in zip(keys, node.value, strict=True)}
+            located.values_at = {key: _mark(node) for key, (_, node) in zip(keys, node.value, strict=True)}
 
         def sequence(self, node: Any) -> Any:
             located = LocatedList()

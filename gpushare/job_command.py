@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 
@@ -55,9 +56,11 @@ class JobCommand:
     root: bool = False
 
     def options(self) -> list[str]:
-        """Return the options, quoted for a shell."""
+        """Return the options, quoted for a shell; a value that begins with $ is a variable of the shell."""
         words: list[str] = []
         memory = self.memory
+        if isinstance(memory, int):
+            memory = size_option(math.ceil(memory / MIB) * MIB)
         for option, value in (
             ("--mig", self.mig),
             ("-g", self.gpu),
@@ -80,7 +83,7 @@ class JobCommand:
             ("--swap", self.swap),
             ("--movable", self.movable),
             ("--threads", None if self.threads_percent is None else f"{self.threads_percent:g}"),
-            ("--memory", size_option(-(-memory // MIB) * MIB) if isinstance(memory, int) else memory),
+            ("--memory", memory),
             ("--over", self.over),
             ("--priority", None if self.priority is None else self.priority.title),
             ("--container", self.container),

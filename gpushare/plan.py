@@ -245,15 +245,19 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
 
 def _not_undone_error(error: GpushareError, not_undone: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
     """Return the error of a failed step, with the steps that could not be undone, and the commands that undo them."""
-    # The error of a step that undoes several says itself what is missing, and which command restores it.
-    names, commands, restores = [], [], False
+    names: list[str] = []
+    commands: list[str | None] = []
     for step, reason in not_undone:
-        is_whole = reason.code == NOT_RESTORED
-        names.append(reason.message if is_whole else f"{step.what} ({reason.message})")
-        commands.append(reason.hint if is_whole else step.undo)
-        restores = restores or is_whole
+        if reason.code == NOT_RESTORED:
+            # Of a change of MIG: the error says itself what is missing, and which commands restore it.
+            names.append(reason.message)
+            commands.append(reason.hint)
+        else:
+            names.append(f"{step.what} ({reason.message})")
+            commands.append(step.undo)
     by_hand = "; ".join(filter(None, commands))
-    first = "restore it: gpushare mig recover; or " if restores else "undo "
+    can_recover = any(reason.code == NOT_RESTORED for _, reason in not_undone)
+    first = "restore it: gpushare mig recover; or " if can_recover else "undo "
     return error.restated(
         message=f"{error.message}; and could not be undone: {'; '.join(names)}",
         hint=f"{first}by hand: {by_hand}" if by_hand else None,

@@ -110,13 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _discard_output(stream: TextIO) -> None:
-    """Discard further output to a stream, including the interpreter's flush at exit: that changes the exit code."""
+    """Discard further output to a stream, so that the interpreter's flush at exit cannot fail and change the exit code."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _report_not_written(error: OSError, answer: Any = None) -> int:
-    """Report on stderr that the result could not be written, and if the command succeeded; return the exit code."""
+    """Report on stderr that the result (``answer``, if there was one) could not be written; return the exit code."""
     from gpushare.show.render import exit_code_of, write_error
 
     hint = "the disk may be full, or the target of stdout closed"

@@ -642,12 +642,7 @@ def ask_questions(situation: Situation) -> Situation:
 
 
 def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
-    """Carry out the setup of the winner as one plan, or with --dry-run only show it.
-
-    Raises:
-        NotSupported: nothing fits, or the lines need several shells.
-        GpushareError: of planning, or of the step that failed; the steps before it are undone.
-    """
+    """Carry out the setup of the winner as one plan, or with --dry-run only show it."""
     if advice.best is None or advice.recipe is None:
         raise NotSupported(
             "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"

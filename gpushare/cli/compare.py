@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.advice.compare import (
     Availability,
@@ -108,26 +108,24 @@ _NEWEST_DRIVER: Final = 999
 
 def _check_view(driver: str | None, view: View | None, gpu: str | None) -> None:
     """Raise BadUsage if --driver or -g does not go with the view, or --driver is no version."""
-    if driver is not None and not _OLDEST_DRIVER <= (driver_branch(driver) or 0) <= _NEWEST_DRIVER:
-        raise BadUsage(
-            f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} to {_NEWEST_DRIVER}",
-            "give it like 580 or 580.159.04",
-            code="bad_driver",
-        )
-    if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
-        raise BadUsage(
-            "--driver is only for the view today", "drop --driver: the host has its own driver", code="two_views"
-        )
+    if driver is not None:
+        branch = driver_branch(driver)
+        if branch is None or not _OLDEST_DRIVER <= branch <= _NEWEST_DRIVER:
+            raise BadUsage(
+                f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} to {_NEWEST_DRIVER}",
+                "give it like 580 or 580.159.04",
+                code="bad_driver",
+            )
+        if gpu is not None or view not in {None, View.TODAY}:
+            raise BadUsage(
+                "--driver is only for the view today", "drop --driver: the host has its own driver", code="two_views"
+            )
     if gpu is not None and view not in {None, View.HOST}:
         raise BadUsage("-g is only for the view host", "drop --view or -g", code="two_views")
 
 
 def _facts_of_host(gpu: str | None) -> HostFacts:
-    """Return the facts of the host and the chosen GPUs.
-
-    Raises:
-        GpushareError: it does not answer, or none of the GPUs does.
-    """
+    """Return the facts of the host and the chosen GPUs, of which at least one answers."""
     state = HostState(settings.connect())
     # The table shows the levels: nvidia-smi runs during the sweep.
     state.start_reading_levels()
@@ -142,35 +140,43 @@ def _facts_of_host(gpu: str | None) -> HostFacts:
     return facts
 
 
-def _facts_or_reason(gpu: str | None) -> tuple[HostFacts | None, str | None]:
-    """Return the facts of the host, or why there are none. A wrong name of a GPU or host is an error."""
+class _Basis(NamedTuple):
+    """What the cells are about: this host (``facts``) with its driver, or a driver, by default the newest.
+
+    ``why_not_host`` is why this host does not answer, if it was asked.
+    """
+
+    driver: str | None
+    facts: HostFacts | None = None
+    why_not_host: str | None = None
+
+
+def _basis(view: View | None, driver: str | None, gpu: str | None) -> _Basis:
+    """Return what the cells are about: without a view and a driver this host, if it answers."""
+    if view not in {None, View.HOST} or driver is not None:
+        return _Basis(driver)
     try:
-        return _facts_of_host(gpu), None
+        facts = _facts_of_host(gpu)
     except GpushareError as error:
-        if isinstance(error, BadUsage) or gpu is not None:
+        if view is View.HOST or isinstance(error, BadUsage) or gpu is not None:
             raise
-        return None, error.message
+        return _Basis(None, why_not_host=error.message)
+    return _Basis(facts.driver, facts)
 
 
 def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
     """Return the table of the chosen ways in a view; None: that of this host if it answers, else today's."""
-    facts: HostFacts | None = None
-    why_not: str | None = None
-    if view is View.HOST:
-        facts = _facts_of_host(gpu)
-    elif view is None and driver is None:
-        facts, why_not = _facts_or_reason(gpu)
+    driver, facts, why_not_host = _basis(view, driver, gpu)
     if view is None:
         view = View.TODAY if facts is None else View.HOST
     availability_here: list[WayHere] = []
     if facts is not None:
-        driver = facts.driver
         availability_here = [
             WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
             for way, gpu in product(chosen, answering(facts))
         ]
     cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
-    notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
+    notes = (f"showing the view today, because this host does not answer: {why_not_host}",) if why_not_host else ()
     return Result(
         data=CompareAnswer(
             view=view,
@@ -201,7 +207,7 @@ def _compared_rows(
     """Return a row per question with a cell per chosen way; with the facts of a host, the first row tells which it has."""
 
     def cell_of(way: Way, key: str) -> ComparedCell:
-        """Return what the view says of a way (None: not available here), and whether sources disagree."""
+        """Return what the view says of a way, and whether sources disagree; this host has no text for a way it lacks."""
         cell = table.cell(way, key, driver)
         if facts is not None:
             text = text_here(table, way, key, facts, answering(facts))
@@ -259,15 +265,11 @@ def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
 
 def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu: str | None) -> Any:
     """Explain the cell of --why, whose ``words`` name its row and its way; with --driver not for this host."""
-    row = row_named(table, words[0])
-    way = named_way(words[1])
-    facts: HostFacts | None = None
-    why_not: str | None = None
-    if driver is None:
-        facts, why_not = _facts_or_reason(gpu)
-    if facts is not None:
-        driver = facts.driver
-    entries = explanation(table, way, row.key, driver, facts, why_not)
+    row_word, way_word = words
+    row = row_named(table, row_word)
+    way = named_way(way_word)
+    driver, facts, why_not_host = _basis(None, driver, gpu)
+    entries = explanation(table, way, row.key, driver, facts, why_not_host)
     cell = host_cell(table, way, row.key, driver, facts)
     return Result(
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),

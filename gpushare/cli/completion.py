@@ -46,13 +46,7 @@ _SHELLS: Final[Mapping[str, _Shell]] = {
 
 
 def install() -> str:
-    """Copy the completion of ``$SHELL`` for this user, and return the message that says so.
-
-    Raises:
-        BadUsage: another shell.
-        NotFound: the installation has no completions.
-        OperationFailed: the file cannot be written.
-    """
+    """Copy the completion of ``$SHELL`` for this user, and return the message that says so."""
     name = Path(os.environ.get("SHELL", "")).name
     shell = _SHELLS.get(name)
     if shell is None:
@@ -78,13 +72,14 @@ def install() -> str:
 
 
 def _user_directory(shell: str) -> Path:
-    """Return this user's directory of data, of fish that of configuration; a relative path in the variable is ignored."""
+    """Return the directory below which a shell looks for this user's completions: of data, or for fish of configuration."""
     if shell == "fish":
         given = os.environ.get("XDG_CONFIG_HOME", "")
         default = ".config"
     else:
         given = os.environ.get("XDG_DATA_HOME", "")
         default = ".local/share"
+    # The XDG specification ignores a relative path.
     return Path(given) if os.path.isabs(given) else home_directory() / default
 
 

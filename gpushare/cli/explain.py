@@ -60,19 +60,18 @@ def explain(
 
 def _explain_words(text: str) -> facts.Log:
     """Return what the words of the command line mean. Raises NotFound (``not_explained``, ``no_file``)."""
-    columns = _column_matches(text)
-    of_gpushare = (*columns, *_check_matches(text))
+    of_gpushare = (*_column_matches(text), *_check_matches(text))
     try:
         matches = (*facts.explain(text), *of_gpushare)
     except NotFound:
+        if not of_gpushare and re.fullmatch(r"\S+\.log", text):
+            raise NotFound(
+                f"there is no file {shown_path(text)}", "give a log file, or a line of it", code="no_file"
+            ) from None
         if not of_gpushare:
-            if re.fullmatch(r"\S+\.log", text):
-                raise NotFound(
-                    f"there is no file {shown_path(text)}", "give a log file, or a line of it", code="no_file"
-                ) from None
             raise
         matches = of_gpushare
-    if columns:
+    if any(match.explanation.kind == "column" for match in matches):
         # Such a word on the screen is the column; an error code of this name (reserved) is rarer.
         matches = tuple(sorted(matches, key=lambda match: match.explanation.kind == "gpushare"))
     return facts.Log(matches=matches, lines=len(text.splitlines()))
@@ -148,14 +147,17 @@ _VALUE: Final = re.compile(r"\{[^{}]*\}")
 
 
 def _check_matches(text: str) -> tuple[Match, ...]:
-    """Return what a check of doctor finds, if the text is its id; ... stands for what differs from case to case."""
+    """Return the explanation of the doctor check whose id the text is; it joins all that the check may find.
+
+    ``...`` stands for what differs from case to case.
+    """
     name = text.strip().lower()
     rows = [row for key, row in package_rows("doctor-checks.yaml").items() if key.partition(" ")[0] == name]
     if not rows:
         return ()
 
     def texts(*keys: str) -> list[str]:
-        """Return the texts of these keys of all rows, each once, with ... for the values in them."""
+        """Return the texts that the rows have under these keys, each once."""
         without_values = (_VALUE.sub("...", row[key]) for row in rows for key in keys if key in row)
         return [words for words in dict.fromkeys(without_values) if words.strip(". ")]
 
@@ -175,11 +177,7 @@ def _check_matches(text: str) -> tuple[Match, ...]:
 
 
 def _log_path(words: list[str] | None) -> str | None:
-    """Return the path of the log to read; None: the words are to be explained.
-
-    Raises:
-        BadUsage: nothing is given.
-    """
+    """Return the path of the log to read; None: the words are to be explained."""
     if words == ["-"]:
         return "-"
     if words:

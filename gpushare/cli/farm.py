@@ -123,7 +123,7 @@ def farm(
 
 
 def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int, *, word: str) -> None:
-    """Raise BadUsage unless --copies or --each is given, and the numbers make sense; ``word`` is the first of the program."""
+    """Raise BadUsage unless --copies or --each is given, and all numbers are in bounds; ``word`` is the first of the program."""
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
         # A number in place of the program was meant for --copies.
@@ -139,7 +139,7 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
 
 
 def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
-    """Return the devices of ``-g``; ``any``: all GPUs that answer, with ``instances`` also those of GPUs in MIG mode."""
+    """Return the devices of ``-g``. For ``any`` they are all GPUs that answer; with ``instances`` also MIG instances."""
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named_error(len(gpus), "say on which to run", hint)
@@ -204,22 +204,16 @@ def _read_caps(like: str) -> list[BenchedCap]:
 def _cap_finder(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
-    """Return a function from the number of copies at a time to the cap of each, which notes where the cap comes from.
+    """Return a function that finds the thread percentage of each copy for a number of copies at a time, and notes its source.
 
-    ``caps`` are those of --like. Without them it is the one that `gpushare bench` found for this command and kept, or
-    else `share_of_threads`.
+    The cap is one of ``caps``, which --like gives; else the one that `gpushare bench` has kept for this command; else
+    `share_of_threads`.
     """
-    reported: set[str] = set()
-
-    def say_once(text: str) -> None:
-        """Print a note that was not printed yet."""
-        if text not in reported:
-            reported.add(text)
-            note(text)
+    # Each note is printed once.
+    say_once = functools.cache(note)
 
     @functools.cache
     def find_cap(number: int) -> float | None:
-        """Return the thread percentage of each of so many copies; None: no cap."""
         if caps is None:
             benched: Any = find_benched(host, device, command, number)
             if benched is None:

@@ -246,21 +246,19 @@ def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     groups = GROUPS.get(path, {})
     # The short help of `advise` has few options: only its first group has a title of its own.
     titles = list(groups)[:1] if path == "advise" and left_out else list(groups)
-    group_of = {f"--{name}": title for title in titles for name in groups[title].split()}
-    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], **{title: [] for title in titles}, "Options": []}
-    common = sections.setdefault("Common options, before or after the command", [])
+    title_of = {f"--{name}": title for title in titles for name in groups[title].split()}
+    common_title = "Common options, before or after the command"
+    if path:
+        left_out |= {*COMMON, "--help"}
+    else:
+        title_of |= dict.fromkeys(COMMON, common_title)
+    sections: dict[str, list[tuple[str, str]]]
+    sections = {title: [] for title in ("Arguments", *titles, "Options", common_title)}
     for param in params:
         record = param.get_help_record(ctx)
-        if record is None or not left_out.isdisjoint(param.opts):
-            continue
-        if param.param_type_name == "argument":
-            sections["Arguments"].append(record)
-        elif not COMMON.isdisjoint(param.opts):
-            common.append(record)
-        elif not path or "--help" not in param.opts:
-            sections[next((group_of[name] for name in param.opts if name in group_of), "Options")].append(record)
-    if path:
-        common.clear()
+        if record is not None and left_out.isdisjoint(param.opts):
+            usual_title = "Arguments" if param.param_type_name == "argument" else "Options"
+            sections[next((title_of[name] for name in param.opts if name in title_of), usual_title)].append(record)
     for title, records in sections.items():
         if records:
             with formatter.section(title):

@@ -80,7 +80,7 @@ class LogsAnswer:
 
 
 def _document_result(output: Output, lines: int | None) -> Any:
-    """Return an output as a result: its last ``lines``, within bounds, because it is made in memory."""
+    """Return the last ``lines`` of an output as a result; not all of a long one, because the result is made in memory."""
     skipped = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")

@@ -237,9 +237,9 @@ class _Handler(WSGIRequestHandler):
     def parse_request(self) -> bool:
         """Read a request, and return whether to answer it: it is valid, and not too many others are being answered."""
         is_valid = super().parse_request()
-        # From now on it is complete, and no longer gives way to new connections.
-        if self.server.incomplete.pop(self.connection, None) is None:
-            # It has given way already: the end of the connection looks like the end of a request.
+        was_waited_for = self.server.incomplete.pop(self.connection, None) is not None
+        if not was_waited_for:
+            # The server has dropped it: the end of the connection looks like the end of a request.
             return False
         if is_valid and self.path.partition("?")[0] not in _PATHS:
             self.send_error(404)
@@ -279,7 +279,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         self.incomplete: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread; where too many have not said what they want, the oldest gives way."""
+        """Answer a connection in a thread; if too many have not sent a whole request yet, drop the oldest of them."""
         if len(self.incomplete) >= _MOST_INCOMPLETE:
             self._drop(next(iter(self.incomplete)))
         self.incomplete[request] = time.monotonic() + _REQUEST_SECONDS

@@ -152,9 +152,6 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
     """Hold the lock of all MIG changes and undo an interrupted one; yield what was done, in words.
 
     It is printed even if the change that follows is refused.
-
-    Raises:
-        OperationFailed: as `recover`, and `MigLedger.locked`.
     """
     with ledger.locked():
         notes = recover_changes(host, ledger)
@@ -653,11 +650,7 @@ def _switch_mode(
     """Switch the MIG mode of GPUs on or off; off only without instances, unless they may be destroyed."""
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
-        """Plan to switch MIG on or off on the GPUs that ``gpu`` names; off also destroys their instances.
-
-        Raises:
-            InUse: MIG is to be off, there are instances, and ``destroy`` is not set (``instances_exist``).
-        """
+        """Plan to switch MIG on or off on the GPUs that ``gpu`` names; off also destroys their instances."""
         gpus, layouts = current_layouts(host, gpu)
         may_go = eviction_targets(evict, layouts)
         instances = [

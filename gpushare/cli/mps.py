@@ -123,8 +123,9 @@ def logs(
             gpu=device.gpu.index,
             code="directory_open",
         )
-    # Both logs, if neither is asked for, or both are.
-    names = [name for name, asked in (("control.log", control), ("server.log", server)) if asked or control == server]
+    names = ["control.log", "server.log"]
+    if control is not server:
+        names = ["control.log"] if control else ["server.log"]
     texts = {}
     left_out = 0
     for name in names:

@@ -139,12 +139,13 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
 
 
 def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
-    """Return the commands that give these GPUs the leases that they have now, by UUID in ``held``."""
+    """Return the commands that give these GPUs their present leases again (``held``, by UUID), or end them."""
     free = [device.selector for device in devices if device.uuid not in held]
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
     for device in devices:
         if device.uuid in held:
             seconds = held[device.uuid].seconds_left
+            # Whole minutes are easier to type, and a lease that is a little longer does no harm.
             if seconds >= 60:
                 seconds = 60 * math.ceil(seconds / 60)
             commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}")
@@ -152,12 +153,7 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
 
 
 def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
-    """Return the plan that ends the leases that devices have; root is asked before it ends those of others.
-
-    Raises:
-        NotFound: none of them is reserved (code ``no_lease``).
-        NoPermission: another user has reserved one (code ``reserved``).
-    """
+    """Return the plan that ends the leases that devices have; root is asked before it ends those of others."""
     limits = kept_limits(host)
     lease_by_gpu = leases(host, limits)
     reserved = [device for device in devices if device.uuid in lease_by_gpu]

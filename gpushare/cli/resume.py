@@ -9,6 +9,7 @@ from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, Refused, argument, flag, refuse, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
+from gpushare.host.host import Host
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, paused_jobs, processes_paused_by_root
 from gpushare.plan import Plan, Step, one_plan
@@ -29,22 +30,11 @@ def resume(
     if not everything and job is None:
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
     host = settings.connect()
-
-    def jobs_to_resume() -> list[PausedJob]:
-        """Return the named job; with --all those of this user that neither root nor their own run has paused."""
-        if job is not None:
-            return [find_paused(host, job)]
-        paused_by_root = processes_paused_by_root(host)
-        return [
-            paused
-            for paused in paused_jobs(host, shared=False)
-            if not paused.resumed_by_run(host)
-            and paused_by_root.isdisjoint((each.pid, each.started) for each in paused.channels)
-        ]
-
     if settings.dry_run:
         with host.open_channels() as control:
-            plan = one_plan([_resume_plan(paused, resume_step(host, control, paused)) for paused in jobs_to_resume()])
+            plan = one_plan(
+                [_resume_plan(paused, resume_step(host, control, paused)) for paused in _jobs_to_resume(host, job)]
+            )
             return plan_result(plan, dry_run=True)
 
     resumed: list[tuple[PausedJob, Step]] = []
@@ -52,10 +42,10 @@ def resume(
     with host.open_channels() as control:
         # The process that calls the driver loads while the records are read.
         control.start()
-        if jobs_to_resume():
+        if _jobs_to_resume(host, job):
             with changing(host):
                 # Under the lock: the guard may have resumed one.
-                for paused in jobs_to_resume():
+                for paused in _jobs_to_resume(host, job):
                     step = resume_step(host, control, paused)
                     try:
                         step.do()
@@ -81,6 +71,19 @@ class ResumeAnswer(PlanAnswer):
     """The answer of `resume`."""
 
     jobs: tuple[PausedRow, ...]
+
+
+def _jobs_to_resume(host: Host, job: str | None) -> list[PausedJob]:
+    """Return the named job, or all paused ones of this user but those that root, or their own run, has paused."""
+    if job is not None:
+        return [find_paused(host, job)]
+    paused_by_root = processes_paused_by_root(host)
+    return [
+        paused
+        for paused in paused_jobs(host, shared=False)
+        if not paused.resumed_by_run(host)
+        and paused_by_root.isdisjoint((each.pid, each.started) for each in paused.channels)
+    ]
 
 
 def _resume_plan(job: PausedJob, step: Step) -> Plan:

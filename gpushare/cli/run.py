@@ -101,14 +101,7 @@ def run(
     refuse(REFUSED, _with_values(given, yields, swaps, over, priority))
 
     # The share of the GPU, and the name.
-    limits = Limits.typed(threads, None, priority)
-    if yields == "caps" and yield_value is not None:
-        if threads is not None:
-            raise BadCombination(
-                "--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60"
-            )
-        percent = percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
-        limits = replace(limits, threads_percent=percent)
+    limits = _typed_limits(threads, priority, yield_value if yields == "caps" else None)
     given_slice = yield_value if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
@@ -165,6 +158,17 @@ def run(
     return job_start.run(gpu, mig, options)
 
 
+def _typed_limits(threads: str | None, priority: str | None, cap: str | None) -> Limits:
+    """Return the limits of an MPS client; ``cap`` is the value of --yield caps, its thread percentage."""
+    limits = Limits.typed(threads, None, priority)
+    if cap is None:
+        return limits
+    if threads is not None:
+        raise BadCombination("--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60")
+    percent = percentage("--yield caps", cap, example="--yield caps=60", code="bad_yield")
+    return replace(limits, threads_percent=percent)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DetachedAnswer:
     """The answer of `run --detach`."""
@@ -179,9 +183,10 @@ class DetachedAnswer:
 
 
 def _start_detached(host: Host, program: str, name: str | None) -> Any:
-    """Start the job in the background, and return its name; its notes and what keeps it from starting are shown as without -d."""
+    """Start the job in the background and return its name; if it cannot start, print its error, as without -d."""
     job = detach(host, settings.words, program, name)
-    if job.state == "ended" and job.exit_code and not was_started(host, job):
+    could_not_start = job.state == "ended" and bool(job.exit_code) and not was_started(host, job)
+    if could_not_start:
         if settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}:
             put(sys.stdout, document_of(job))
         else:
@@ -217,17 +222,13 @@ def _share_to_keep(text: str) -> float:
 
 
 def _printed_rate(host: Host, production: str, metric: str, *, higher_is_better: bool) -> PrintedRate:
-    """Return how opportunistic jobs find the speed that ``production`` prints: a regex, and the output that is kept of it."""
+    """Return where opportunistic jobs find the speed of ``production``: in the output that is kept of it, by a regex."""
     check_pattern("--metric", metric)
     return PrintedRate(str(output_path(host, production)), metric, higher_is_better)
 
 
 def _checked_engine(host: Host, name: str, role: Any) -> str:
-    """Return the engine of a container; a note says what only root could do better.
-
-    Raises:
-        NotSupported: only root may pause such a container, or set its time-slice.
-    """
+    """Return the engine of a container. Raises NotSupported if the role needs root with it; a note says what else does."""
     engine = check_engine(name)
     if role.yields == "pause":
         check_not_foreign(engine, host.uid, "a pause")
@@ -274,15 +275,12 @@ REFUSED: Final = (
 
 
 def parse_yield(text: str | None) -> tuple[Yield | None, str | None]:
-    """Return how a job yields and the value behind ``=``: ``slices=200us``, ``caps=60``, ``pause``; None: not given.
-
-    Raises:
-        BadUsage: no such way, or one that takes no value (code ``bad_yield``).
-    """
+    """Return how a job yields, and the value of that, if any: ``slices=200us``, ``caps=60``, ``pause``."""
     if text is None:
         return None, None
     way, equals, value = text.strip().partition("=")
-    if way not in get_args(Yield) or (equals and (way not in {"slices", "caps"} or not value)):
+    has_good_value = way in {"slices", "caps"} and bool(value)
+    if way not in get_args(Yield) or (equals and not has_good_value):
         raise BadUsage(
             f"--yield {quoted(text)} is not a way to yield",
             "give slices, slices=200us, caps, caps=60, pause, swap or requeue",
@@ -299,18 +297,13 @@ def _swap_wish(swap: str | None, *, movable: bool) -> SwapWish | None:
 
 
 def parse_swap(text: str) -> SwapWish:
-    """Return when a job is swapped: ``request``, ``idle=10m``, ``turns``, ``turns=60s``, or two with a comma.
-
-    Raises:
-        BadUsage: it is none of them, one is there twice, or a time is wrong (code ``bad_swap``).
-    """
+    """Return when a job is swapped: ``request``, ``idle=10m``, ``turns``, ``turns=60s``, or two with a comma."""
     wish = SwapWish()
     seen = set[str]()
     for word in text.split(","):
         when, equals, value = word.strip().partition("=")
-        # idle needs a time, turns may have one, request has none.
-        is_valid = bool(value) if when == "idle" or (when == "turns" and equals) else not equals
-        if when not in {"request", "idle", "turns"} or not is_valid or when in seen:
+        valid_forms = {"request": not equals, "idle": bool(value), "turns": bool(value) or not equals}
+        if not valid_forms.get(when, False) or when in seen:
             raise BadUsage(
                 f"--swap {quoted(text)} does not say when the job leaves the GPU",
                 "give request, idle=10m, turns, turns=60s, or two of them: idle=10m,turns",

@@ -126,7 +126,7 @@ def _typed_work(gpus: int | None, load: str | None, memory: str | None) -> list[
 
 
 def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
-    """Return a recording and the use of the chosen GPUs in it, which are of one model with known loads."""
+    """Return a recording and the use of the chosen GPUs in it, which are of one model."""
     recording = read_measured(read)
     gpus = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
     try:
@@ -142,24 +142,22 @@ def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
             "choose GPUs of one model: -g 0,1",
             code="different_gpus",
         )
-    for use in uses:
-        if use.activity is None:
-            raise NotSupported(
-                f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not report it'}",
-                "choose other GPUs with -g, or give the load: --gpus 4 --load 25",
-                gpu=use.gpu.index,
-                code="load_unknown",
-            )
     return recording, uses
 
 
 def _recorded_work(use: GpuUse) -> Work:
     """Return the work of one GPU in a recording: its mean load and its peak memory."""
-    activity = use.activity
+    if use.activity is None:
+        raise NotSupported(
+            f"the load of GPU {use.gpu.index} is unknown in this recording: {use.error or 'the driver did not report it'}",
+            "choose other GPUs with -g, or give the load: --gpus 4 --load 25",
+            gpu=use.gpu.index,
+            code="load_unknown",
+        )
     return Work(
         name=f"GPU {use.gpu.index}",
-        load=Decimal(str(activity.mean if activity else 0)),
-        p95=None if activity is None else Decimal(str(activity.p95)),
+        load=Decimal(str(use.activity.mean)),
+        p95=Decimal(str(use.activity.p95)),
         memory_bytes=use.memory_peak_bytes,
     )
 

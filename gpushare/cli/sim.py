@@ -105,11 +105,7 @@ class SimVgpuAnswer:
 
 
 def simulated_spec(given: str | None) -> str:
-    """Return the name of the simulated host to work on: as given, or that of --host.
-
-    Raises:
-        BadUsage: it is not one.
-    """
+    """Return the name of the simulated host to work on: as given, or that of --host."""
     spec = given or settings.spec
     if not spec.startswith("sim:"):
         problem = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
@@ -227,29 +223,32 @@ def _user_text(host: ShownHost) -> str:
     return f"user {host.uid}" if host.uid else "root"
 
 
-# What every host has, or is shown by another name.
-_ORDINARY: Final = frozenset({"spec", "gpus", "fault_uid", "next_pid", "created_at"})
-# What every GPU has of its own, and what `mig status` shows.
-_OF_A_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "mig_pending", "mig", "bare", "nodes"})
+# Fields that `sim show` leaves out: what every host has, or is shown by another name.
+_HIDDEN_OF_HOST: Final = frozenset({"spec", "gpus", "fault_uid", "next_pid", "created_at"})
+# The same of a GPU: what every GPU has of its own, and what `mig status` shows.
+_HIDDEN_OF_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "mig_pending", "mig", "bare", "nodes"})
 
 
 def _state_text(host: ShownHost) -> str:
     """Return a simulated host as lines: driver, user, and what differs from a new host."""
     facts = {"driver": host.driver, "commands run as": _user_text(host)}
     for index, gpu in enumerate(host.gpus):
-        facts[f"GPU {index}"] = ", ".join([gpu.model, *_changed_fields(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
-    facts |= {"host": ", ".join(_changed_fields(host, SimulatedHostState(""), _ORDINARY)), "state": host.directory}
+        facts[f"GPU {index}"] = ", ".join([gpu.model, *_changed_fields(gpu, SimulatedGpu("", "", ""), _HIDDEN_OF_GPU)])
+    facts |= {
+        "host": ", ".join(_changed_fields(host, SimulatedHostState(""), _HIDDEN_OF_HOST)),
+        "state": host.directory,
+    }
     width = max(map(len, facts))
     return "\n".join([host.spec, *(f"  {name:<{width}}  {value}" for name, value in facts.items() if value)])
 
 
 def _changed_fields(
-    shown: SimulatedGpu | SimulatedHostState, fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]
+    shown: SimulatedGpu | SimulatedHostState, fresh: SimulatedGpu | SimulatedHostState, hidden: Collection[str]
 ) -> Iterator[str]:
-    """Yield the fields, all but some, that differ from those of a fresh GPU or host; of processes and daemons their PIDs."""
+    """Yield the fields that differ from those of a fresh GPU or host, without the hidden ones; of processes the PIDs."""
     for name, usual in vars(fresh).items():
         value = getattr(shown, name)
-        if name in but or value == usual:
+        if name in hidden or value == usual:
             continue
         if name in {"processes", "daemons"}:
             value = [entry.pid for entry in value]

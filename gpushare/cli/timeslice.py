@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -197,6 +198,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
             record = records.get(pid)
             job_before = None if record is None else record.job
             slices = reading.on(gpu.uuid)
+            are_equal = len({*slices}) == 1
             rows.append(
                 ProcessSlices(
                     gpu=gpu.index,
@@ -204,7 +206,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
                     job=names.get(pid, job_before),
                     user=None if info is None else info.user,
                     name=None if info is None else info.name,
-                    slice_us=slices[0] if len({*slices}) == 1 else None,
+                    slice_us=slices[0] if are_equal else None,
                     slices_us=tuple(slices),
                     set_us=None if record is None else record.slice_us,
                     before_us=None if record is None else min(record.slices_before, default=None),
@@ -217,7 +219,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
 
 
 def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
-    """Return the slice that processes have by default (before it was set, if it was); None: no process, or they differ."""
+    """Return the slice that all processes have unless gpushare sets another; None: no process, or they differ."""
     slices = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps}
     slices.discard(None)
     return slices.pop() if len(slices) == 1 else None
@@ -325,16 +327,11 @@ def _set_slice_of_job(text: str, job_text: str) -> Any:
                 raise
             swapped = shlex.join(["gpushare", "timeslice", "set", job_text, text])
             raise error.restated(hint=f"the time comes before the job: {swapped}") from None
-    return _change_slices(
-        job_text,
-        lambda host, control, job, processes, consent: plan_slice(
-            host, control, job.title, job.selector, processes, microseconds, consent=consent, probe=not settings.dry_run
-        ),
-    )
+    return _change_slices(job_text, partial(plan_slice, microseconds=microseconds))
 
 
 def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
-    """Plan a change of a job's processes and carry it out; plan again if it would touch more than the user agreed to."""
+    """Plan a change of a job's processes (``plan``: `plan_slice` or `plan_restore`), ask for consent and carry it out."""
     host = settings.connect()
     with host.open_channels() as control:
         # The process that calls the driver loads while the job is looked up.
@@ -347,11 +344,12 @@ def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
             # Another user's job is refused before its processes are looked for; what to ask is known only with them.
             consent_to(host, job, action)
             processes = gpu_processes(host, job)
-            return plan(
-                host, control, job, processes, consent_to(host, job, action, [process.pid for process in processes])
-            )
+            consent = consent_to(host, job, action, [process.pid for process in processes])
+            probe = not settings.dry_run
+            return plan(host, control, job.title, job.selector, processes, consent=consent, probe=probe)
 
         first = plan_now()
+        # While a question is open, the job may start further processes.
         return ask_and_carry_out(first, replan=plan_now if first.consent else None)
 
 
@@ -365,12 +363,7 @@ def reset(
     """
     refuse((Refused("--gpu", "JOB", "the slice of a job applies on all its GPUs", "JOB"),))
     if job is not None:
-        return _change_slices(
-            job,
-            lambda host, control, target, processes, consent: plan_restore(
-                host, control, target.title, target.selector, processes, consent=consent, probe=not settings.dry_run
-            ),
-        )
+        return _change_slices(job, plan_restore)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     return ask_and_carry_out(plan_reset(host, devices))
