@@ -434,7 +434,7 @@ def _refusal_on_self() -> Refused | None:
     """Return why pidfd_getfd does not even work on this process; None: it does."""
     pidfd = _pidfd(os.getpid())
     try:
-        # Of the own descriptors, one that is surely open.
+        # Duplicated is the pidfd itself: a descriptor that is surely open.
         file, error = _syscall(_SYS_PIDFD_GETFD, pidfd, pidfd, 0)
     finally:
         os.close(pidfd)
@@ -544,13 +544,6 @@ class _File:
         self.demand("SET_TIMESLICE", client, group, SET_TIMESLICE, bytearray(SLICE.pack(microseconds)))
         return self.slice_of(client, group)
 
-    def switch_channels(self, client: int, subdevice: int, channels: Sequence[int], *, off: bool) -> None:
-        """Take at most 64 channels off the GPU, or put them back. Raises Refused."""
-        pad = [0] * (CHANNELS_PER_CALL - len(channels))
-        lists = (*[client] * len(channels), *pad, *channels, *pad)
-        parameters = bytearray(DISABLE.pack(off, len(channels), 0, 0, 0, *lists))
-        self.demand("FIFO_DISABLE_CHANNELS", client, subdevice, DISABLE_CHANNELS, parameters)
-
     def _ioctl(self, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Make one ioctl on the file. Raises Refused."""
         try:
@@ -587,31 +580,36 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
 
 
 def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the channel groups of a process as the answer to a request.
-
-    If the request names groups, only their clients are read again. Otherwise all clients of the process are scanned, and
-    the compute groups probed, unless the request says no.
-    """
+    """Scan all clients of a process for its channel groups, and probe the compute groups unless the request says no."""
     deadline = time.monotonic() + SCAN_SECONDS
-    groups_before = [_GroupHandles(*group) for group in request.get("groups", ())]
-    newest = None if groups_before else _newest_client(files)
+    newest = _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened = _open_own_files(files, process, stack)
-        pid = process.identity.pid if files.sees_host_pids() else None
-        if groups_before:
-            pairs = {(group.descriptor, group.client) for group in groups_before if group.descriptor in opened}
-            groups_now = [
-                group for number, client in sorted(pairs) for group in _groups_of_client(opened[number], number, client)
-            ]
-            groups = _own_groups(groups_now, opened, pid, complete=True, unusual_status=None)
-        else:
-            groups = _scan(opened, pid, newest, deadline)
-            if request.get("probe", True):
-                for group in groups:
-                    if group.engine == "compute":
-                        _probe(opened[group.descriptor], group)
-        started = process.identity.started
-    return {"started": started, "groups": [asdict(group) for group in groups]}
+        groups = _own_groups(files, process, opened, _scan(opened, newest, deadline).checked())
+        if request.get("probe", True):
+            for group in groups:
+                if group.engine == "compute":
+                    _probe(opened[group.descriptor], group)
+        return {"started": process.identity.started, "groups": [asdict(group) for group in groups]}
+
+
+def _find_groups_again(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the channel groups of those clients again whose groups the request names."""
+    named = [_GroupHandles(*group) for group in request["groups"]]
+    with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
+        opened = _open_own_files(files, process, stack)
+        groups: list[Group] = []
+        for number, client in sorted({(group.descriptor, group.client) for group in named}):
+            if number in opened:
+                groups += _groups_of_client(opened[number], number, client)
+        if not _has_compute(groups):
+            raise _no_compute_refusal(groups)
+        own_groups = _own_groups(files, process, opened, groups)
+        return {"started": process.identity.started, "groups": [asdict(group) for group in own_groups]}
+
+
+def _has_compute(groups: Iterable[Group]) -> bool:
+    return any(group.engine == "compute" for group in groups)
 
 
 def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
@@ -666,67 +664,78 @@ def _client_handles(newest: int | None) -> Iterator[int]:
         yield CLIENT_BASE + number
 
 
-def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, deadline: float) -> list[Group]:
-    """Return the groups of all clients that were created through these files; each client counts once.
+class _Scan(NamedTuple):
+    """The groups of all clients, a status that no client should answer, and whether all clients were read."""
+
+    groups: list[Group]
+    unusual_status: int | None
+    complete: bool
+
+    def checked(self) -> list[Group]:
+        """Return the groups. Raises Refused: there is no compute group, or there are too many channels."""
+        if sum(len(group.channels) for group in self.groups) > _MOST_CHANNELS:
+            raise Refused("too_many")
+        if _has_compute(self.groups):
+            return self.groups
+        if self.unusual_status is not None:
+            raise _status_refusal("CLIENT_GET_HANDLE_INFO", self.unusual_status)
+        raise _no_compute_refusal(self.groups) if self.complete or self.groups else Refused("scan_incomplete")
+
+
+def _no_compute_refusal(groups: Sequence[Group]) -> Refused:
+    return Refused("no_compute_group" if groups else "no_context")
+
+
+def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> _Scan:
+    """Read all clients that were created through these files.
 
     RM does not list the clients of a file, so every handle is tried, from that of the ``newest`` client on (None: unknown).
-    A wrong one answers INVALID_CLIENT. Ends `_WINDOW` handles after a client with a compute group, or at the deadline.
+    A wrong one answers INVALID_CLIENT. Ends `_WINDOW` handles after the last client, once there is a compute group, or at
+    the deadline.
     """
     groups: list[Group] = []
-    clients_read: set[int] = set()
-    # None: no compute group was found yet.
-    tries_left: int | None = None
+    last_step: int | None = None
     unusual_status: int | None = None
     complete = True
     for step, client in enumerate(_client_handles(newest)):
+        is_read = False
         for number, file in opened.items():
             status, _ = file.info(client, client)
-            if status == INVALID_CLIENT:
-                continue
-            if status not in {OK, OBJECT_NOT_FOUND}:
+            if status in {OK, OBJECT_NOT_FOUND}:
+                # Several descriptors may have the same file open.
+                if not is_read:
+                    groups += _groups_of_client(file, number, client)
+                is_read = True
+            elif status != INVALID_CLIENT:
                 unusual_status = status
-                continue
-            if client not in clients_read:
-                clients_read.add(client)
-                groups += _groups_of_client(file, number, client)
-                has_compute = any(group.engine == "compute" for group in groups)
-                tries_left = _WINDOW if has_compute else None
-        if tries_left is not None:
-            tries_left -= 1
-            if tries_left < 0:
+        if is_read and _has_compute(groups):
+            last_step = step + _WINDOW
+        if last_step is not None:
+            if step == last_step:
                 break
         elif step % 1024 == 0 and time.monotonic() > deadline:
             complete = False
             break
-    if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
-        raise Refused("too_many")
-    return _own_groups(groups, opened, pid, complete=complete, unusual_status=unusual_status)
+    return _Scan(groups, unusual_status, complete)
 
 
 def _own_groups(
-    groups: list[Group], opened: Mapping[int, _File], pid: int | None, *, complete: bool, unusual_status: int | None
+    files: KernelFiles, process: KernelProcess, opened: Mapping[int, _File], groups: list[Group]
 ) -> list[Group]:
-    """Return the groups that belong to the process itself. Raises Refused if no compute group does.
+    """Return those groups that belong to the process itself. Raises Refused: no compute group does.
 
-    ``pid`` is the process as RM names it; None: unknown. ``complete``: all clients were read. ``unusual_status``: an answer
-    that was neither a client's nor INVALID_CLIENT.
+    A forked worker inherits the file of its parent. The call that NVML lists compute processes with does not list the
+    worker, even after the parent has ended. No call names the PID of a single client to a plain user.
     """
-    compute = [group for group in groups if group.engine == "compute"]
-    if not compute:
-        if unusual_status is not None:
-            raise _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status)
-        if groups:
-            raise Refused("no_compute_group")
-        raise Refused("no_context" if complete else "scan_incomplete")
-    # The same call that NVML lists compute processes with. A forked worker inherits the file of its parent and is not
-    # listed, even after the parent has ended. No call names the PID of a single client to a plain user.
+    if not files.sees_host_pids():
+        return groups
     of_others = set()
-    for group in compute:
-        owners = _pids_with_compute(opened[group.descriptor], group)
-        if owners and pid is not None and pid not in owners:
+    for group in groups:
+        owners = _pids_with_compute(opened[group.descriptor], group) if group.engine == "compute" else None
+        if owners and process.identity.pid not in owners:
             of_others.add((group.client, group.subdevice))
     own_groups = [group for group in groups if (group.client, group.subdevice) not in of_others]
-    if not any(group.engine == "compute" for group in own_groups):
+    if not _has_compute(own_groups):
         raise Refused("inherited")
     return own_groups
 
@@ -812,13 +821,14 @@ def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
                 if status == OK:
                     classes[handle] = kind
             empty_blocks = 0 if len(classes) > count_before else empty_blocks + 1
-            if empty_blocks == _MOST_EMPTY or (empty_blocks and block == base):
+            is_first = block == base
+            if empty_blocks == _MOST_EMPTY or (is_first and empty_blocks):
                 break
     return classes
 
 
 def _is_channel(kind: int) -> bool:
-    """Return whether a class is that of a channel, of any generation."""
+    """Return whether a class is that of a channel, of any generation that has groups: 0xA06F (Kepler), 0xC46F, ..."""
     return kind & 0xFF == _CHANNEL and kind > CLASS_GROUP
 
 
@@ -827,6 +837,7 @@ def _engine(classes: Iterable[int]) -> str:
 
     Seen on Hopper: the channels of a compute group have compute and copy objects, those of a copy group copy objects only.
     """
+    # Lower classes are of no engine.
     kinds = {kind & 0xFF for kind in classes if kind > CLASS_SUBDEVICE}
     if _COMPUTE in kinds:
         return "compute"
@@ -872,7 +883,7 @@ def _opened_groups(
 ) -> Iterator[list[tuple[_File, _GroupHandles]]]:
     """Duplicate the files of known groups for one request, and check that each is still a group.
 
-    Raises Refused: one is not, or with ``skip_stale``, which leaves such groups out, none is.
+    Raises Refused: a group is stale, which means gone; with ``skip_stale`` such groups are left out, unless all are.
     """
     opened_groups: list[tuple[_File, _GroupHandles]] = []
     stale: Refused | None = None
@@ -910,50 +921,57 @@ def _read_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
 
 def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Set a slice for all groups or for none."""
-    wanted = request["microseconds"]
     with _opened_groups(files, request) as groups:
-        before = [file.slice_of(group.client, group.handle) for file, group in groups]
-        tried = 0
-        try:
-            for file, group in groups:
-                tried += 1
-                read = file.set_slice(group.client, group.handle, wanted)
-                if read != wanted:
-                    raise Refused("not_taken", f"{format_slice(wanted)}, read {format_slice(read)}")
-        except Refused as error:
-            _undo_calls(
-                [
-                    functools.partial(_restore_group, file, group, microseconds)
-                    for (file, group), microseconds in list(zip(groups, before, strict=True))[:tried]
-                ],
-                error,
-            )
-            raise
+        slices_before = [file.slice_of(group.client, group.handle) for file, group in groups]
+        _do_all_or_none(
+            [
+                _Call(
+                    functools.partial(_set_group, file, group, request["microseconds"]),
+                    undo=functools.partial(_set_group, file, group, slice_before),
+                )
+                for (file, group), slice_before in zip(groups, slices_before, strict=True)
+            ]
+        )
         return {}
 
 
-def _restore_group(file: _File, group: _GroupHandles, microseconds: int) -> None:
-    """Give a group the slice back that it had. Raises Refused: it has another one now."""
+def _set_group(file: _File, group: _GroupHandles, microseconds: int) -> None:
+    """Set the slice of a group. Raises Refused: the driver reads another one back."""
     read = file.set_slice(group.client, group.handle, microseconds)
     if read != microseconds:
         raise Refused("not_taken", f"{format_slice(microseconds)}, read {format_slice(read)}")
 
 
-def _undo_calls(undos: Sequence[Callable[[], object]], error: Refused) -> None:
-    """Undo some calls, of which the last was refused with ``error``: it may have done a part all the same.
+class _Call(NamedTuple):
+    """A call that changes something, and the call that undoes it."""
 
-    Raises Refused (``half_done``): one that had changed something could not be undone. What has gone meanwhile needs no undo.
-    """
-    # The driver took another value than the one that was set: this call has changed something, too.
-    changing = len(undos) if error.code == "not_taken" else len(undos) - 1
-    not_undone = 0
-    for number, undo in enumerate(undos, start=1):
+    do: Callable[[], object]
+    undo: Callable[[], object]
+
+    def is_undone(self) -> bool:
+        """Undo it; return whether nothing of it is left. What has gone meanwhile needs no undo."""
         try:
-            undo()
-        except Refused as refusal:
-            not_undone += number <= changing and refusal.code not in {"stale", "gone"}
-    if not_undone:
-        raise Refused("half_done", error.text, error.status) from error
+            self.undo()
+        except Refused as error:
+            return error.code in {"stale", "gone"}
+        return True
+
+
+def _do_all_or_none(calls: Sequence[_Call]) -> None:
+    """Make some calls; if one is refused, undo it and those before it.
+
+    Raises Refused: that one was refused; or, with the code ``half_done``, some could not be undone.
+    """
+    for number, call in enumerate(calls):
+        try:
+            call.do()
+        except Refused as error:
+            undone = [earlier.is_undone() for earlier in calls[:number]]
+            # It may have done a part all the same; it surely has if the driver took another value.
+            undone.append(call.is_undone() or error.code != "not_taken")
+            if not all(undone):
+                raise Refused("half_done", error.text, error.status) from error
+            raise
 
 
 def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -964,22 +982,7 @@ def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[st
             raise Refused("stale", "CLIENT_GET_HANDLE_INFO", OBJECT_NOT_FOUND)
         batches = _batches(groups)
         began = time.monotonic()
-        tried = 0
-        try:
-            for batch in batches:
-                tried += 1
-                batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=True)
-        except Refused as error:
-            _undo_calls(
-                [
-                    functools.partial(
-                        batch.file.switch_channels, batch.client, batch.subdevice, batch.channels, off=False
-                    )
-                    for batch in batches[:tried]
-                ],
-                error,
-            )
-            raise
+        _do_all_or_none([_Call(functools.partial(batch.switch, off=True), batch.switch) for batch in batches])
         return {"seconds": time.monotonic() - began}
 
 
@@ -991,7 +994,7 @@ def _enable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str
         failed: list[Refused] = []
         for batch in batches:
             try:
-                batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=False)
+                batch.switch()
             except Refused as error:
                 failed.append(error)
         if failed:
@@ -1000,12 +1003,19 @@ def _enable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str
 
 
 class _Batch(NamedTuple):
-    """Channels of one GPU, for one call."""
+    """At most `CHANNELS_PER_CALL` channels of one GPU, for one call."""
 
     file: _File
     client: int
     subdevice: int
     channels: list[int]
+
+    def switch(self, *, off: bool = False) -> None:
+        """Take them off the GPU, or put them back. Raises Refused."""
+        pad = [0] * (CHANNELS_PER_CALL - len(self.channels))
+        lists = (*[self.client] * len(self.channels), *pad, *self.channels, *pad)
+        parameters = bytearray(DISABLE.pack(off, len(self.channels), 0, 0, 0, *lists))
+        self.file.demand("FIFO_DISABLE_CHANNELS", self.client, self.subdevice, DISABLE_CHANNELS, parameters)
 
 
 def _existing_channels(file: _File, group: _GroupHandles) -> list[int]:
@@ -1029,6 +1039,7 @@ def _batches(groups: Sequence[tuple[_File, _GroupHandles]]) -> list[_Batch]:
 _REQUESTS: Final[Mapping[str, Callable[[KernelFiles, Mapping[str, Any]], dict[str, Any]]]] = {
     "check": _check_kernel,
     "find": _find_groups,
+    "find again": _find_groups_again,
     "read": _read_slices,
     "set": _set_slices,
     "off": _disable_channels,
@@ -1069,11 +1080,11 @@ def _become_child(work: Callable[[int], None], channel: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         for number in map(int, signal.valid_signals()):
             if callable(signal.getsignal(number)):
-                # One that came since the fork was meant for gpushare, which got it too.
+                # Ignored for a moment: one that came since the fork was meant for gpushare, which got it too.
                 signal.signal(number, signal.SIG_IGN)
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # Locks and files of gpushare must not outlive it.
+        # Everything above the channel is closed: locks and files of gpushare must not outlive gpushare.
         channel = os.dup2(channel, 3)
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > channel:
@@ -1162,7 +1173,7 @@ class Caller:
             try:
                 self._start()
             except OSError as error:
-                # A job that runs goes on without it.
+                # A GpushareError, which a running job survives without the child.
                 raise errors.system_error(error) or error from None
 
     def close(self) -> None:
@@ -1187,7 +1198,7 @@ class Caller:
 
     def _start(self) -> None:
         """Start the process with one end of a new socket."""
-        # The child uses the first three: there, a lock that another thread holds while it imports would never be released.
+        # The child uses the first three. If it imported them, it could wait forever for another thread's lock at the fork.
         import ctypes  # noqa: F401
         import fcntl  # noqa: F401
         import select  # noqa: F401
@@ -1196,7 +1207,7 @@ class Caller:
         for child in list(_FORGOTTEN):
             _reap_if_ended(child)
         ours, its = socket.socketpair()
-        # Until the child has its own handlers, both would tell gpushare of a Ctrl-C.
+        # Until the child has its own handlers, it would handle a Ctrl-C as gpushare does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         with its:
             try:
@@ -1301,7 +1312,7 @@ class ChannelControl:
 
         Raises as `find`.
         """
-        return self._find_channels(_request("find", channels))
+        return self._find_channels(_request("find again", channels))
 
     def _find_channels(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
         """Send a request that finds channels, and return those that the answer names. Raises as `find`."""
@@ -1355,7 +1366,10 @@ class ChannelControl:
         return float(self._answer(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
 
     def enable(self, channels: Channels) -> float:
-        """Put the channels back on the GPU, those that still exist. Raises like `set_slice`."""
+        """Put the channels that still exist back on the GPU; return the seconds spent in the driver.
+
+        Raises like `set_slice`.
+        """
         return float(self._answer(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
 
     def _answer(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
