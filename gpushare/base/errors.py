@@ -218,8 +218,9 @@ _RESOURCES: Final = frozenset({errno.EIO}) | _FULL | _FILES | _MEMORY
 
 
 def system_error(error: OSError) -> GpushareError | None:
-    """Return the error to show, or None where the cause is a bug in gpushare."""
-    if error.errno not in _RESOURCES and (error.errno is None or error.filename is None):
+    """Return the error to show; None: it is a bug in gpushare, because no resource ran out and the error names no file."""
+    is_of_system = error.errno in _RESOURCES or (error.errno is not None and error.filename is not None)
+    if not is_of_system:
         return None
     where = "" if error.filename is None else f"{error.filename}: "
     message = f"the system refused: {where}{error.strerror}"

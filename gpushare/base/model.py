@@ -80,7 +80,7 @@ class Way(str, Enum):
 
     @property
     def table_option(self) -> str | None:
-        """Return the key of its option in the table of `compare`: static partitions, MIG-backed vGPU."""
+        """Return the key of its option in the table of `compare`, as static partitions are of MPS; None: it is no option."""
         return {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed", Way.SLICES: "slices"}.get(self)
 
 
@@ -574,6 +574,6 @@ def outside_mps(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> set[int]:
 
 
 def sharing_now(gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> WayInForce | None:
-    """Return `way_in_force`, and for MPS whether programs run outside it right now."""
+    """Return `way_in_force`, but MPS_TIMESLICE where programs run outside MPS right now."""
     way = way_in_force(gpu, daemons)
     return Way.MPS_TIMESLICE if way is Way.MPS and outside_mps(gpu, daemons) else way

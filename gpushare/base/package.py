@@ -7,7 +7,7 @@ from typing import Any
 
 
 def package_text(name: str) -> str:
-    """Return the text of a file."""
+    """Return the text of a data file."""
     from importlib.resources import files
 
     return files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
@@ -15,7 +15,7 @@ def package_text(name: str) -> str:
 
 @functools.cache
 def package_rows(name: str) -> Any:
-    """Return what a YAML file has, read once."""
+    """Return the content of a YAML file among the data files, parsed once."""
     import yaml
 
     return yaml.load(package_text(name), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one

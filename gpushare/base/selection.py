@@ -100,6 +100,7 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
     devices: dict[str, Device] = {}
     for word in [index for part in words for index in _indexes(part)]:
         device = _find_device(word, gpus)
+        # A GPU may have no known UUID.
         devices.setdefault(device.uuid or f"#{device.gpu.index}", device)
     return tuple(devices.values())
 
@@ -150,7 +151,7 @@ def candidates(
 ) -> tuple[Device, ...]:
     """Return the devices that a job may have.
 
-    ``visible`` is CUDA_VISIBLE_DEVICES, of which ``any`` takes one; ``say`` tells that.
+    ``visible`` is CUDA_VISIBLE_DEVICES: if it is set, ``any`` takes one of those, and ``say`` is called with a note on it.
 
     Raises:
         BadUsage: none is named on a host with several GPUs (code ``gpu_not_named``).
@@ -161,7 +162,7 @@ def candidates(
         raise gpu_not_named_error(len(gpus), "say on which to run", hint)
     if not is_any(gpu):
         return select_for_change(gpu, gpus)
-    # Any GPU is one that answers.
+    # Any GPU is one that answers. If none does, the error names one.
     answering = [each for each in gpus if each.error is None] or gpus
     return select_for_change("all", answering) if visible is None else _visible(visible, answering, say)
 
@@ -188,14 +189,14 @@ def _visible(text: str, gpus: Sequence[Gpu], say: Callable[[str], None]) -> tupl
     return visible
 
 
-def usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
-    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and the instances of the others.
+def devices_for_any(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
+    """Return the devices that ``-g any`` chooses from: GPUs without MIG, and with ``instances`` those of the others.
 
-    ``devices`` may be instances, of a job that a batch system has given some.
+    ``devices`` may have instances, too: those that a batch system has given to this job.
     """
     chosen: list[Device] = []
     for device in devices:
-        if not device.gpu.mig_enabled or (device.mig is not None and instances):
+        if not device.gpu.mig_enabled or (instances and device.mig is not None):
             chosen.append(device)
         elif instances:
             chosen += [Device(gpu=device.gpu, mig=instance) for instance in device.gpu.mig_instances]

@@ -60,10 +60,10 @@ _SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
 
 
 def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
-    """Return a value of a type from JSON; with ``more_keys`` an object may have keys that its class does not have.
+    """Return the value of a type that JSON has in plain form; with ``more_keys`` an object may have keys without a field.
 
     Raises:
-        ValueError: it is none; the message says why.
+        ValueError: it is not of that type; the message says why.
     """
     origin = get_origin(kind)
     parse = functools.partial(parsed, more_keys=more_keys)
@@ -89,7 +89,7 @@ def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
 
 
 def _parse_list(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> Any:
-    """Return a tuple or named tuple from a list; no PID may occur in it twice."""
+    """Return a tuple or named tuple from a list. A tuple of processes may not name a PID twice."""
     if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
         item = get_args(kind)[0]
         values = tuple(parse(item, each) for each in raw)
@@ -129,7 +129,7 @@ def _stored(kind: Any) -> dict[str, bool]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON has it, for `parsed`."""
+    """Return the plain form of a value, as JSON can carry it: the reverse of `parsed`."""
     if is_dataclass(value):
         return {name: plain(getattr(value, name)) for name in _stored(type(value))}  # type: ignore[arg-type]
     if isinstance(value, tuple):

@@ -67,9 +67,10 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
         BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
     """
     hint = f"give a size with its unit, for example {option} 4G or {option} 1500M"
-    # The values of --memory come from files and other options too.
-    named = quoted(text) if option == "--memory" else f"{option} {quoted(text)}"
-    size_named = f"the memory size {quoted(text)}" if option == "--memory" else named
+    # A limit of MPS also comes from files and other options: messages do not name this one.
+    is_mps_limit = option == "--memory"
+    named = quoted(text) if is_mps_limit else f"{option} {quoted(text)}"
+    size_named = f"the memory size {quoted(text)}" if is_mps_limit else named
     match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadUsage(f"{named} is not a memory size", hint, code="bad_size")
@@ -85,7 +86,7 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
         raise BadUsage(f"{size_named} is larger than any GPU", hint, code="bad_size")
     size = int(exact) // MIB * MIB
     if size == 0:
-        reason = ", which MPS would take as no limit" if option == "--memory" else ""
+        reason = ", which MPS would take as no limit" if is_mps_limit else ""
         raise BadUsage(f"{size_named} is below 1 MiB{reason}", hint, code="bad_size")
     return size
 
@@ -209,8 +210,10 @@ def format_apart(size: int, other: int) -> tuple[str, str]:
 def duration_option(seconds: float) -> str:
     """Return a duration as an option takes it, in whole seconds: ``13h``, ``90m``, ``45s``."""
     whole = round(seconds)
-    size, unit = next((each for each in ((3600, "h"), (60, "m")) if whole and whole % each[0] == 0), (1, "s"))
-    return f"{whole // size}{unit}"
+    for size, unit in ((3600, "h"), (60, "m")):
+        if whole and whole % size == 0:
+            return f"{whole // size}{unit}"
+    return f"{whole}s"
 
 
 def format_copies(number: int) -> str:
@@ -278,8 +281,8 @@ def first_few(items: Iterable[object], most: int = 8) -> str:
     return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
-def in_order(name: str) -> str:
-    """Return what sorts names as people do, by the numbers in them: ``s2`` before ``s10``."""
+def natural_key(name: str) -> str:
+    """Return a key that sorts names by the numbers in them, as people do: ``s2`` before ``s10``."""
     return re.sub(r"[0-9]+", lambda digits: digits[0].zfill(20), name)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
 from gpushare.base.model import Gpu
-from gpushare.base.selection import Device, candidates, is_any, usable
+from gpushare.base.selection import Device, candidates, devices_for_any, is_any
 from gpushare.base.units import format_copies, parse_seconds, ranges
 from gpushare.cli.options import (
     CLIENT_THREADS,
@@ -144,7 +144,7 @@ def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) ->
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named_error(len(gpus), "say on which to run", hint)
     chosen = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
-    return usable(chosen, instances=instances) if is_any(gpu) else chosen
+    return devices_for_any(chosen, instances=instances) if is_any(gpu) else chosen
 
 
 def _read_lines(each: str) -> tuple[str, ...]:

@@ -23,10 +23,14 @@ class Activity:
     source: str
 
 
-class ActivityMeter:
-    """Reads the activity of one GPU, or of one GPU instance on it, in windows of 0.1 s."""
+class ActivityRecorder:
+    """Reads the SM activity of a GPU, or of one GPU instance on it, since the last reading.
+
+    Only GPM counts between two samples, so that nothing in between is missed.
+    """
 
     _metric = "NVML_GPM_METRIC_SM_UTIL"
+    _last: Any = None
 
     def __init__(self, nvml: NvmlReader, index: int, gpu_instance_id: int | None = None) -> None:
         self._nvml, self._index, self._instance = nvml, index, gpu_instance_id
@@ -41,65 +45,6 @@ class ActivityMeter:
             )
             self._gpm = support is not None and bool(support.isSupportedDevice)
         return self._gpm
-
-    def read(self) -> Activity | None:
-        """Return the activity over the next 0.1 s, or None when unknown, as on a lost GPU.
-
-        GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates, which averages over
-        the driver's own period (up to 1 s) and does not cover MIG.
-        """
-        if self.gpm:
-            percent = or_none(lambda: self._nvml.ask(self._between_samples))
-            return None if percent is None else Activity(percent, "gpm")
-        # Even if the answer will be None: callers read in a loop until a queue has drained.
-        time.sleep(_WINDOW_SECONDS)
-        if self._instance is not None:
-            return None
-        percent = utilization(self._nvml, self._index)
-        return None if percent is None else Activity(percent, "utilization")
-
-    def _between_samples(self, nvml: Any) -> float | None:
-        """Return the activity between a sample taken now and one taken 0.1 s later."""
-        with contextlib.ExitStack() as samples:
-            first = self._new_sample(nvml, samples)
-            second = self._new_sample(nvml, samples)
-            self._take_sample(nvml, first)
-            time.sleep(_WINDOW_SECONDS)
-            self._take_sample(nvml, second)
-            return _metric_percent(nvml, first, second, self._metric)
-
-    @staticmethod
-    def _new_sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
-        """Return an empty sample, which is freed with ``samples``."""
-        sample = nvml.nvmlGpmSampleAlloc()
-        samples.callback(nvml.nvmlGpmSampleFree, sample)
-        return sample
-
-    def _take_sample(self, nvml: Any, sample: Any) -> None:
-        """Fill a sample with the counters of the GPU, or of the GPU instance."""
-        handle = self._nvml.handle(self._index)
-        if self._instance is None:
-            nvml.nvmlGpmSampleGet(handle, sample)
-        else:
-            nvml.nvmlGpmMigSampleGet(handle, self._instance, sample)
-
-
-def utilization(nvml: NvmlReader, index: int) -> float | None:
-    """Return the percentage of time in which a kernel ran on a GPU, over the driver's last period of up to 1 s.
-
-    nvmlDeviceGetUtilizationRates. None: unknown, as in MIG mode and on a lost GPU.
-    """
-    rates = or_none(lambda: nvml.ask(lambda api: api.nvmlDeviceGetUtilizationRates(nvml.handle(index))))
-    return None if rates is None else float(rates.gpu)
-
-
-class ActivityRecorder(ActivityMeter):
-    """Reads the SM activity of a GPU, or of one GPU instance on it, since the last reading.
-
-    Only GPM counts between two samples, so that nothing in between is missed.
-    """
-
-    _last: Any = None
 
     def since_last(self) -> float | None:
         """Return the percentage of SMs that were busy since the last call (GPM, NVML_GPM_METRIC_SM_UTIL), or None.
@@ -123,11 +68,7 @@ class ActivityRecorder(ActivityMeter):
 
     def _since_last(self, nvml: Any) -> float | None:
         """Return the activity since the last sample, and keep a new one; None: there was none."""
-        with contextlib.ExitStack() as samples:
-            now = self._new_sample(nvml, samples)
-            self._take_sample(nvml, now)
-            # Filled: it is kept for the next call, and not freed here.
-            samples.pop_all()
+        now = self._new_sample(nvml)
         last, self._last = self._last, now
         if last is None:
             return None
@@ -136,11 +77,54 @@ class ActivityRecorder(ActivityMeter):
         finally:
             nvml.nvmlGpmSampleFree(last)
 
+    def _new_sample(self, nvml: Any) -> Any:
+        """Return a sample of the counters of the GPU, or of the GPU instance, which the caller frees."""
+        handle = self._nvml.handle(self._index)
+        sample = nvml.nvmlGpmSampleAlloc()
+        try:
+            if self._instance is None:
+                nvml.nvmlGpmSampleGet(handle, sample)
+            else:
+                nvml.nvmlGpmMigSampleGet(handle, self._instance, sample)
+        except BaseException:
+            nvml.nvmlGpmSampleFree(sample)
+            raise
+        return sample
+
 
 class BandwidthRecorder(ActivityRecorder):
     """Reads the share of the memory bandwidth used since the last reading (GPM, DRAM_BW_UTIL)."""
 
     _metric = "NVML_GPM_METRIC_DRAM_BW_UTIL"
+
+
+class ActivityMeter(ActivityRecorder):
+    """Reads the activity in windows of 0.1 s, without GPM too."""
+
+    def read(self) -> Activity | None:
+        """Return the activity over the next 0.1 s, or None when unknown, as on a lost GPU.
+
+        GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates, which averages over
+        the driver's own period (up to 1 s) and does not cover MIG.
+        """
+        self.since_last()
+        # Even if the answer will be None: callers read in a loop until a queue has drained.
+        time.sleep(_WINDOW_SECONDS)
+        if self.gpm:
+            percent = self.since_last()
+            self.close()
+            return None if percent is None else Activity(percent, "gpm")
+        percent = None if self._instance is not None else utilization(self._nvml, self._index)
+        return None if percent is None else Activity(percent, "utilization")
+
+
+def utilization(nvml: NvmlReader, index: int) -> float | None:
+    """Return the percentage of time in which a kernel ran on a GPU, over the driver's last period of up to 1 s.
+
+    nvmlDeviceGetUtilizationRates. None: unknown, as in MIG mode and on a lost GPU.
+    """
+    rates = or_none(lambda: nvml.ask(lambda api: api.nvmlDeviceGetUtilizationRates(nvml.handle(index))))
+    return None if rates is None else float(rates.gpu)
 
 
 def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int, int]] | None:

@@ -157,8 +157,9 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
     if len(answering) == len(gpus):
         gone = sorted(listed.difference(mig_uuids))
     missing = [uuid for uuid in mig_uuids if uuid not in listed]
+    listed_indexes = {int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)) is not None}
     for gpu in answering:
-        is_listed = gpu.uuid in names or any(_names_index(name, gpu.index) for name in names)
+        is_listed = gpu.uuid in names or gpu.index in listed_indexes
         if gpu.uuid and not gpu.mig_enabled and not is_listed:
             missing.append(gpu.uuid)
     moved: list[str] = []
@@ -168,16 +169,10 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
     return Staleness(path=spec.path, gone=tuple(gone), missing=tuple(missing), moved=tuple(moved))
 
 
-def _names_index(name: str, index: int) -> bool:
-    """Return whether a name is that of the whole GPU with this index."""
-    match = _WHOLE.fullmatch(name)
-    return match is not None and int(match[1]) == index
-
-
 def _uuids_by_index_name(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the UUID of each MIG device that a specification names by index (``0:1``), by that name.
+    """Return the UUIDs of the MIG devices that a specification names by index, by that name (``0:1``, ``mig0:1``).
 
-    It is that of the device with the same nodes; the name itself if the UUID is unknown.
+    A specification may have a device twice, by index and by UUID, with the same nodes. An unknown UUID is the name itself.
     """
     uuid_by_nodes = {
         device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")
@@ -209,7 +204,7 @@ def _uuid_by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
 
 
 def _stale_names(uuid_by_name: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
-    """Yield the names of a specification (``0:1``, ``mig0:1``) whose UUID is no longer that of the device in this place."""
+    """Yield the names by index (``0:1``, ``mig0:1``) whose UUID is no longer that of the device in this place on its GPU."""
     for prefix in ("", "mig"):
         for gpu in gpus:
             # NVML's indexes may have gaps: compare by order.

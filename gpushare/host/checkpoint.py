@@ -169,7 +169,7 @@ class Checkpoint:
         return before is not None and before.is_alive()
 
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
-        """Call in a thread: a hanging driver must not hang gpushare."""
+        """Return the CUDA error code of a call for a process. In a thread: a hanging driver must not hang gpushare."""
         function = self._driver_function(name)
         if self.hangs(pid):
             # A hanging lock takes effect once its process continues: an unlock before that would be in vain.

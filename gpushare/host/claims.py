@@ -19,6 +19,7 @@ import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Final
 
@@ -237,21 +238,18 @@ def _claims_or_reason(host: Host, prefix: str) -> list[Claim] | str:
 
 
 def live_claims(host: Host) -> dict[str, Claim] | None:
-    """Return the claims in force by key; None: unknown."""
-    in_force: dict[str, Claim] = {}
+    """Return the claim that holds each key, of all live claims the one of the lowest rank; None: unknown."""
     claims = all_claims(host)
     if claims is None:
         return None
-    for claim in claims:
-        if claim.key not in in_force or claim.rank < in_force[claim.key].rank:
-            in_force[claim.key] = claim
-    return in_force
+    # The lowest rank comes last, and stays.
+    return {claim.key: claim for claim in sorted(claims, key=attrgetter("rank"), reverse=True)}
 
 
 def _earlier_claim(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
-    """Return the live claim that comes before the one held with this ticket, or None.
+    """Return the live claim that comes before the one ``held`` with this ticket, or None.
 
-    Waits for claims that are choosing, as one may draw a lower ticket; one that takes too long comes before.
+    Waits for claims that are choosing, because they may draw a lower ticket; one that chooses for too long comes first.
     """
     deadline = time.monotonic() + _CHOOSING_SECONDS
     own_rank = ticket, os.geteuid(), held.path.name
@@ -259,7 +257,7 @@ def _earlier_claim(directory: Path, key: str, held: HeldClaim, ticket: int) -> C
         others = [claim for claim in _claims(directory, key) if claim.path != held.path]
         earlier = [other for other in others if other.ticket is not None and other.rank < own_rank]
         if earlier:
-            return min(earlier, key=lambda claim: claim.rank)
+            return min(earlier, key=attrgetter("rank"))
         choosing = next((other for other in others if other.ticket is None), None)
         if choosing is None or time.monotonic() > deadline:
             return choosing

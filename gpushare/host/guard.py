@@ -39,7 +39,7 @@ class Guard:
         """Start it for the host ``spec``; it inherits the open ``descriptors``.
 
         ``act`` is the ``MODULE:FUNCTION`` that it calls if gpushare dies, with ``words`` as further arguments. ``early``: it
-        is sure to act, and loads what that takes at once.
+        loads that function at once, because it will be told to act (`hand_over`).
 
         Raises:
             OperationFailed: it does not start (code ``guard_failed``).
@@ -66,7 +66,7 @@ class Guard:
         self._answers = cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 
-    def _guard_failed_error(self, reason: object) -> OperationFailed:
+    def _guard_failed_error(self, reason: OSError | str) -> OperationFailed:
         """Return the error about a guard that does not start or is gone."""
         import shlex
 
@@ -80,11 +80,11 @@ class Guard:
         )
 
     def wait_ready(self) -> None:
-        """Wait until it is there. Raises OperationFailed: it is not, and is ended."""
+        """Wait until the guard reads what it is told. Raises OperationFailed: it does not, and was ended."""
         self._wait_for(_READY)
 
     def _wait_for(self, word: bytes) -> None:
-        """Wait for a word of its own. Raises OperationFailed: it does not come, and the guard is ended."""
+        """Wait until the guard writes a word. Raises OperationFailed: it does not, and was ended."""
         import select
 
         ready, _, _ = select.select([self._answers], [], [], _START_SECONDS)
@@ -100,35 +100,34 @@ class Guard:
         Raises:
             OSError: the guard is gone; nothing may run unguarded.
         """
-        # One write: it arrives whole between those of gpushare.
-        os.write(self._words.fileno(), f"{pid} {'-' if started is None else started}\n".encode())
+        self._write(_line_of_process(pid, started))
 
     def started(self, pid: int, started: int | None) -> None:
         """Name a process that the guard looks after if gpushare dies. If the guard was killed, the programs go on."""
-        self._tell(f"{pid} {'-' if started is None else started}")
+        self._tell(_line_of_process(pid, started))
 
     def ended(self, pid: int) -> None:
         """Tell the guard that a process no longer needs it."""
         self._tell(f"{pid} ended")
 
     def hand_over(self, word: str) -> None:
-        """Say a last word, after which it acts. Raises OperationFailed: it is gone, or cannot load what it does."""
+        """Tell the guard to act, with a last word. Raises OperationFailed: it is gone, or cannot load what it does."""
         if self._early:
             self._wait_for(_LOADED)
         try:
-            os.write(self._words.fileno(), f"{word}\n".encode())
+            self._write(word)
         except OSError as error:
             raise self._guard_failed_error(f"it is gone ({error.strerror})") from error
 
     def leave(self, word: str | None = None) -> None:
-        """Close its input, after a last word; without one it acts as if gpushare had died."""
+        """Close the guard's input, after a last word; without one it acts as if gpushare had died."""
         if word is not None:
             self._tell(word)
         for pipe in (self._words, self._answers):
             pipe.close()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, at most ``seconds``; return whether it has."""
+        """Wait until the guard has ended, at most ``seconds``; return whether it has."""
         import subprocess
 
         try:
@@ -140,14 +139,24 @@ class Guard:
     def _tell(self, line: str) -> None:
         """Write a line to the guard; if it is gone, nothing happens."""
         try:  # noqa: SIM105 - contextlib takes longer to load
-            os.write(self._words.fileno(), f"{line}\n".encode())
+            self._write(line)
         except (OSError, ValueError):
             pass
 
+    def _write(self, line: str) -> None:
+        """Write a line by one call: it arrives whole, between those of other processes. Raises OSError: the guard is gone."""
+        os.write(self._words.fileno(), f"{line}\n".encode())
+
+
+def _line_of_process(pid: int, started: int | None) -> str:
+    return f"{pid} {'-' if started is None else started}"
+
 
 def main() -> None:
-    """Wait for the last word, or the end of gpushare, and act."""
+    """Wait for the last word, or the end of gpushare, and act unless that word is `DONE`."""
     import signal
+
+    _, when, spec, act_name, *words = sys.argv
 
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGTSTP"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -155,25 +164,28 @@ def main() -> None:
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
     _answer(_READY)
     loaded = None
-    if sys.argv[1] == "early":
-        loaded = _load()
+    if when == "early":
+        loaded = _load(spec, act_name)
         _answer(_LOADED)
+    word, processes = _listen()
+    if word != DONE:
+        # gpushare no longer reads the output.
+        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
+        host, act = loaded or _load(spec, act_name)
+        act(host, processes, word, *words)
+
+
+def _listen() -> tuple[str, dict[int, int | None]]:
+    """Return gpushare's last word (empty: it died without one), and the starts of the processes it answers for, by PID."""
     processes: dict[int, int | None] = {}
-    word = ""
     for line in sys.stdin:
         first, _, started = line.strip().partition(" ")
         if not started:
-            word = first
-            break
-        pid = int(first)
-        processes.pop(pid, None)
+            return first, processes
+        processes.pop(int(first), None)
         if started != "ended":
-            processes[pid] = None if started == "-" else int(started)
-    if word != DONE:
-        # gpushare has died and no longer reads the output.
-        os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-        host, act = loaded or _load()
-        act(host, processes, word, *sys.argv[4:])
+            processes[int(first)] = None if started == "-" else int(started)
+    return "", processes
 
 
 def _answer(word: bytes) -> None:
@@ -184,12 +196,12 @@ def _answer(word: bytes) -> None:
         pass
 
 
-def _load() -> tuple[Any, Callable[..., None]]:
-    """Return the host and the function that the command line names."""
+def _load(spec: str, act_name: str) -> tuple[Any, Callable[..., None]]:
+    """Return the host, and the function that acts."""
     import importlib
 
-    module, _, function = sys.argv[3].partition(":")
-    host = importlib.import_module("gpushare.connect").connect(sys.argv[2])
+    module, _, function = act_name.partition(":")
+    host = importlib.import_module("gpushare.connect").connect(spec)
     return host, getattr(importlib.import_module(module), function)
 
 

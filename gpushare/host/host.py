@@ -122,7 +122,7 @@ def processes_on(host: Host, index: int) -> tuple[GpuProcess, ...] | None:
 
 
 def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _no_directories) -> Host:
-    """Return this machine. ``user_directories`` is `users.user_directories`, which only root asks."""
+    """Return this machine. ``user_directories`` returns those of the other users, into which only root looks."""
     uid = os.geteuid()
     run_directory = local_run_directory(uid)
     state_directory = local_state_directory(uid)
@@ -168,7 +168,7 @@ def local_run_directory(uid: int) -> Path:
 
 
 def _run_directory_places(uid: int) -> list[str]:
-    """Return where the run directory of a user may be."""
+    """Return where the run directory of a user may be, in the order of `local_run_directory`."""
     return [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare", str(local_state_directory(uid) / "run")]
 
 
@@ -220,11 +220,11 @@ def home_directory() -> Path:
 def _make_directories(path: Path, mode: int) -> None:
     """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are.
 
-    A user's run directory is closed to others, like systemd's in ``/run/user``, so that only that user reaches its daemons.
+    Only the run directory of a plain user is closed to others, like systemd's in ``/run/user``: no other user shall reach the
+    daemons in it.
     """
-    # The parents, too, are created by a call of this function.
-    mine = os.geteuid() != 0 and str(path) in _run_directory_places(os.geteuid())
-    own_mode = 0o700 if mine else mode
+    is_run_directory = os.geteuid() != 0 and str(path) in _run_directory_places(os.geteuid())
+    own_mode = 0o700 if is_run_directory else mode
     try:
         path.mkdir(own_mode)
     except FileNotFoundError:
@@ -295,9 +295,8 @@ def is_trusted_directory(directory: Path, *below: str) -> bool:
                 stated = os.stat(path)
         except OSError:
             return False
-        if not stat.S_ISDIR(stated.st_mode) or stated.st_uid not in trusted:
-            return False
-        if stated.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stated.st_mode & stat.S_ISVTX:
+        others_may_write = stated.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stated.st_mode & stat.S_ISVTX
+        if not stat.S_ISDIR(stated.st_mode) or stated.st_uid not in trusted or others_may_write:
             return False
     return True
 

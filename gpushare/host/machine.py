@@ -141,7 +141,7 @@ class Machine:
         )
 
     def _cgroup_rooms(self, pid: int) -> Iterator[int]:
-        """Yield what each cgroup above a process still allows: its limits less what it has.
+        """Yield how many bytes each limit of the cgroups that a process is in still leaves.
 
         The kernel drops cached files first (inactive_file of memory.stat): a job that reads much fills its cgroup with them.
         """

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint, c_ulonglong
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -538,7 +537,7 @@ class NvmlReader:
         for slot in range(most or 0):
             # Indexes may have gaps: NOT_FOUND is not the end.
             with contextlib.suppress(NotFound):
-                mig = self.ask(partial(_mig_handle, handle=handle, slot=slot), gpu)
+                mig = self.ask(lambda nvml, slot=slot: nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot), gpu)  # type: ignore[misc]
                 if mig is None:
                     are_hidden = True
                 else:
@@ -655,10 +654,6 @@ def nvml_text(value: Any) -> str | None:
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
-
-
-def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
-    return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
 
 
 def cores_per_multiprocessor(compute_capability: tuple[int, int]) -> int | None:

@@ -67,7 +67,7 @@ def origin_of(pid: int, *, command: bool = True) -> Origin | None:
         container=container_of(lines),
         command=command_line,
         cgroup=path,
-        of_root=path is not None and is_of_root(hierarchy, path),
+        of_root=path is not None and only_root_adds_to(hierarchy, path),
         started=before.started,
     )
 
@@ -89,10 +89,9 @@ def _command(pid: int) -> str | None:
 
 
 def _hierarchy_and_cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
-    """Return the directory of the hierarchy that systemd uses, and the cgroup of a process in it (None: unknown).
+    """Return the directory of systemd's cgroup hierarchy, and the path in it that ``/proc/PID/cgroup`` has (None: unknown).
 
-    ``text`` is that of ``/proc/PID/cgroup``. In cgroup v2 there is one hierarchy, ``0::``. Before it, systemd had its own,
-    ``1:name=systemd:``.
+    cgroup v2 has one hierarchy, with lines ``0::PATH``. In v1 systemd has one of its own: ``1:name=systemd:PATH``.
     """
     if os.path.exists(f"{cgroups}/cgroup.controllers"):
         hierarchy, prefix = cgroups, r"0::"
@@ -102,7 +101,7 @@ def _hierarchy_and_cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
     return hierarchy, None if match is None else match[1]
 
 
-def is_of_root(hierarchy: str, path: str) -> bool:
+def only_root_adds_to(hierarchy: str, path: str) -> bool:
     """Return whether only root can have put a process into a cgroup, given by its path in a hierarchy.
 
     A user who may write the ``cgroup.procs`` of a cgroup can put own processes there, and one who owns a directory can create
@@ -116,8 +115,8 @@ def is_of_root(hierarchy: str, path: str) -> bool:
     if not all(_only_root(directory, stat.S_ISDIR) for directory in directories):
         return False
     # Besides cgroup.procs a cgroup of version 2 or 1 may have a file to put threads into it.
-    procs, *others = (os.path.join(directories[-1], name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
-    return all(_only_root(file, stat.S_ISREG) for file in (procs, *filter(os.path.lexists, others)))
+    procs, *for_threads = (os.path.join(directories[-1], name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
+    return all(_only_root(file, stat.S_ISREG) for file in (procs, *filter(os.path.lexists, for_threads)))
 
 
 def _only_root(path: str, is_kind: Callable[[int], bool]) -> bool:

@@ -311,16 +311,18 @@ class Processes:
         blocks it (SigBlk) or waits for it. One that does neither would get the signal, and end the process.
         """
         handles = _is_in_mask("SigCgt", f"{pid}", signal)
-        if handles is not False:
+        if handles or handles is None:
             return handles
         try:
             threads = [f"{pid}/task/{number}" for number in os.listdir(f"/proc/{pid}/task")]
         except OSError:
             return None
-        # A thread whose mask is unknown has ended.
-        return all(
-            _is_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in threads
-        )
+        for thread in threads:
+            blocks = _is_in_mask("SigBlk", thread, signal)
+            # None: the thread has ended.
+            if blocks is False and not _waits_for(thread, signal):
+                return False
+        return True
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
@@ -365,7 +367,9 @@ class Processes:
         streams: Streams | None = None,
         announce: Announce | None = None,
     ) -> Child:
-        """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
+        """Start a program in its own process group; ``announce`` is called in its process before the program runs.
+
+        Signals that gpushare ignores stay ignored in it.
 
         Raises:
             NotFound: no such program.
@@ -377,7 +381,7 @@ class Processes:
         return start_program(argv, env, streams, lambda pid: announce(pid, _started(pid)))
 
     def moved(self, client: int, pid: int) -> None:
-        """Note that a spawned client's program runs as another process, as with a container. Only a simulated host must know."""
+        """Note for a simulated host that the program of the spawned ``client`` is the process ``pid``, as in a container."""
 
     def namespace_is_host(self) -> bool | None:
         """Return whether this PID namespace is the host's; None: unknown.
@@ -395,22 +399,21 @@ class Processes:
         return OpenFiles(by_pid=opened.by_pid, complete=opened.complete and self.namespace_is_host() is not False)
 
 
-def wait_gone(processes: Processes, pids: Iterable[int] | Mapping[int, int], seconds: float) -> list[int]:
-    """Wait until processes are gone, and return those left after ``seconds``. A mapping has their starts."""
-    started = pids if isinstance(pids, Mapping) else {}
+def wait_gone(processes: Processes, starts: Mapping[int, int], seconds: float) -> list[int]:
+    """Wait until the processes with these starts, by PID, are gone; return the PIDs of those left after ``seconds``."""
     deadline = time.monotonic() + seconds
-    alive = [pid for pid in pids if processes.alive(pid, started.get(pid))]
+    alive = [pid for pid in starts if processes.alive(pid, starts[pid])]
     while alive and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        alive = [pid for pid in alive if processes.alive(pid, started.get(pid))]
+        alive = [pid for pid in alive if processes.alive(pid, starts[pid])]
     return alive
 
 
 def _waits_for(thread: str, signal: int) -> bool:
     """Return whether a thread (``PID/task/TID``) is in sigwait for a signal.
 
-    There the kernel takes what is waited for out of SigBlk; the set is in the memory that the call points to. Not known
-    (False) of a process that this user may not trace, as on Ubuntu of all but those that gpushare has started.
+    During sigwait its signals are not in SigBlk but in a set in memory, to which the system call points. False if unknown,
+    as for a process that this user may not trace: on Ubuntu, all but those that gpushare has started.
     """
     words = (_read_text(f"/proc/{thread}/syscall") or "").split()
     if len(words) < 2 or words[0] != str(_SIGTIMEDWAIT.get(os.uname().machine)):
@@ -462,7 +465,7 @@ def _started(pid: int) -> int | None:
     return start_of(identity_of_child(pid))
 
 
-# CPUCLOCK_SCHED of a process (linux/posix-timers.h), as clock_getcpuclockid of libc makes it from a PID.
+# CPUCLOCK_SCHED (linux/posix-timers.h).
 _SCHED: Final = 2
 
 
@@ -477,6 +480,7 @@ class CpuTime:
 def cpu_time(pid: int) -> CpuTime | None:
     """Return the CPU time of a process with all its threads; None if it is gone or cannot be read."""
     try:
+        # The process's CPU clock, as clock_getcpuclockid of libc makes it from a PID.
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):
         stat = read_stat(pid)
@@ -608,10 +612,10 @@ _PR_SET_PTRACER: Final = 0x59616D61
 
 
 def _allowing_tracing() -> Callable[[], object]:
-    """Return what a new process calls so that gpushare's child, which is no ancestor of it, may reach its channels.
+    """Return what a new process calls to let gpushare and its children trace it (prctl(2), PR_SET_PTRACER).
 
-    It does something only where Yama restricts ptrace to ancestors (ptrace_scope 1): it names this gpushare, whose children
-    are allowed too, until gpushare ends. The permission survives exec.
+    Where Yama restricts ptrace to ancestors (ptrace_scope 1), the child that reaches the channels of a process, `channels.Caller`,
+    could not trace it otherwise. The permission survives exec and ends with gpushare.
     """
     if (_read_text("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
         return lambda: None
@@ -641,9 +645,9 @@ def signal_if_same(processes: Processes, pid: int, started: int, number: int) ->
     return True
 
 
-def signal_all(processes: Processes, pids: Iterable[int] | Mapping[int, int], number: int) -> None:
-    """Send a signal to the processes that are still there (a mapping has their starts), but to none of other users."""
-    for pid, started in starts_of(processes, pids).items():
+def signal_all(processes: Processes, starts: Mapping[int, int], number: int) -> None:
+    """Send a signal to the processes with these starts, by PID, that are still there, but to none of other users."""
+    for pid, started in starts.items():
         with contextlib.suppress(NoPermission):
             signal_if_same(processes, pid, started, number)
 

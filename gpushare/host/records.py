@@ -100,7 +100,7 @@ def read_tail(path: Path, most: int) -> str:
 
 
 def read_trusted_tail(path: Path, most: int) -> str:
-    """Like `read_tail`, but raises. A link, FIFO or device in its place is never followed or waited for.
+    """Return the end of a log as `read_tail` does, but raise if it cannot be read. No link is followed, no FIFO waited for.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
@@ -200,21 +200,22 @@ def directory_locked(
     Raises:
         NoPermission, OperationFailed: as `make_private_directory` and `writing`.
     """
-    # One by one: the mode applies to the last directory of a path only.
     from gpushare.host.host import make_private_directory
 
+    # One by one: the mode applies to the last directory of a path only.
     make_private_directory(directory.parent)
     make_private_directory(directory)
     path = directory / "lock"
     descriptor = open_lock(path, purpose)
     try:
-        began = time.monotonic()
-        while on_wait is not None and not flocked(descriptor):
-            on_wait(time.monotonic() - began)
-            time.sleep(_LOCK_POLL_SECONDS)
-        # Without `on_wait` it is waited for here; else it is locked already.
-        with writing(path, purpose):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if on_wait is None:
+            with writing(path, purpose):
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        else:
+            began = time.monotonic()
+            while not flocked(descriptor):
+                on_wait(time.monotonic() - began)
+                time.sleep(_LOCK_POLL_SECONDS)
         yield
     finally:
         os.close(descriptor)
@@ -315,7 +316,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
 
 
 def _new_temporary(path: Path) -> tuple[int, str]:
-    """Return a new file next to ``path``, locked so that it is not removed as a leftover."""
+    """Return the descriptor and the path of a new file next to ``path``, locked so that it is not removed as a leftover."""
     # Imported here: commands that only read do not need it.
     import tempfile
 
@@ -323,10 +324,10 @@ def _new_temporary(path: Path) -> tuple[int, str]:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Until it was locked, `clear_leftovers` of another process could lock and remove it: then try again.
             if os.path.samestat(os.fstat(descriptor), os.lstat(temporary)):
                 return descriptor, temporary
         except (BlockingIOError, FileNotFoundError):
-            # `clear_leftovers` of another process removed it in between.
             pass
         except BaseException:
             with contextlib.suppress(OSError):
@@ -372,23 +373,16 @@ def sweep_leftovers(host: Host) -> None:
 
     Needs no lock: files being written are locked. Only directories that no other user can create or redirect are swept.
     """
-    # Only our own: the user may have named these directories, and they may have files of others.
+    # Not all of the state and run directories: the user may have named them, and they may have files of others.
     if _is_private(host.state_directory):
         clear_leftovers(host.state_directory, "applied")
-    for root, names in ((host.state_directory, _STATE), (host.run_directory, _RUN)):
-        if not _is_private(root):
-            continue
-        for directory in (*(root / name for name in names), *_directories_in(root / "mps")):
-            if _is_private(directory):
-                clear_leftovers(directory)
-
-
-def _directories_in(directory: Path) -> list[Path]:
-    """Return what is in a directory of ours; nothing if others may write it."""
-    try:
-        return list(directory.iterdir()) if _is_private(directory) else []
-    except OSError:
-        return []
+    directories = [host.state_directory / name for name in _STATE] + [host.run_directory / name for name in _RUN]
+    daemons = host.run_directory / "mps"
+    with contextlib.suppress(OSError):
+        directories += daemons.iterdir() if _is_private(host.run_directory) and _is_private(daemons) else ()
+    for directory in directories:
+        if _is_private(directory.parent) and _is_private(directory):
+            clear_leftovers(directory)
 
 
 def _is_private(directory: Path) -> bool:

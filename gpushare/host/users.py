@@ -27,7 +27,7 @@ _MOUNTS: Final = "/proc/self/mountinfo"
 
 
 def has_records(host: Host, directory: str) -> bool:
-    """Return whether there may be a record in such a run directory: of this user or root, or to root of any user.
+    """Return whether there may be a record in this ``directory`` of a run directory: this user's, root's, or to root anyone's.
 
     Only names are read, so that what reads the records need not be loaded.
     """
@@ -47,7 +47,10 @@ def _any_record(names: Sequence[str]) -> bool:
 
 
 def has_claims(host: Host, prefix: str) -> bool:
-    """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
+    """Return whether there are claims with a prefix in a directory that `claims.claim_directory` may choose.
+
+    Only names are read, so that what reads the claims need not be loaded.
+    """
     directories = [host.run_directory / "claims"]
     if not host.is_simulated:
         directories += SHARED_DIRECTORIES
@@ -64,10 +67,9 @@ def as_user(user: str, directory: Path, words: str) -> str:
 
 
 def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequence[UserDirectory]:
-    """Return the run directories of the users of this machine who run a process: the records of others name none.
+    """Return the run directories of the users who run a process: only those can have records that count.
 
-    Left out is what a user may have mounted there: a file system of the user's own, as FUSE has, could hold up whoever reads
-    it.
+    Directories in a file system that a user may have mounted are left out: with FUSE it could hang whoever reads there.
     """
     type_by_mount_point = _mount_types()
     directories = []
@@ -86,7 +88,7 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
 
 
 def _working_users() -> list[int]:
-    """Return the users but root who have a process, by UID. A user cannot make them many, as directories in /tmp."""
+    """Return the UIDs of the processes but root's: a user cannot fake them, as it could directories in /tmp."""
     uids = set()
     for pid in every_pid():
         with contextlib.suppress(OSError):

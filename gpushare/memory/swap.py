@@ -21,7 +21,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
-from gpushare.host.process import signal_all
+from gpushare.host.process import signal_all, starts_of
 from gpushare.host.store import Job, JobProcess, Named
 from gpushare.memory.cost import HOST_MARGIN_BYTES, host_bytes
 from gpushare.memory.room import room_kept
@@ -591,7 +591,7 @@ def _checkpoint_restored(host: Host, swap: Swap, pids: Container[int]) -> None:
         return
     checkpoint = host.open_checkpoint()
     # A stopped process hangs the lock.
-    signal_all(host.processes, [image.pid for image in restored], signal.SIGCONT)
+    signal_all(host.processes, starts_of(host.processes, [image.pid for image in restored]), signal.SIGCONT)
     for pid, _, size in restored:
         free = or_none(partial(host.machine.free_memory, pid))
         if free is not None and free < size + HOST_MARGIN_BYTES:

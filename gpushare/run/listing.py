@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import cut
 from gpushare.base.model import GpuProcess, JobWay, LinePlace, ListedJob, MpsClient, Snapshot, WaitingJob, Way
 from gpushare.base.selection import Device, titles
-from gpushare.base.units import in_order
+from gpushare.base.units import natural_key
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
@@ -113,7 +113,7 @@ class _Present:
         if self.records or self._paused or everything:
             for entry in self._on_gpu:
                 by_root.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
-        for root, record in sorted(self.records.items(), key=lambda entry: in_order(entry[1].name)):
+        for root, record in sorted(self.records.items(), key=lambda entry: natural_key(entry[1].name)):
             yield self._recorded_job(root, record, by_root.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
             members = self._pids_off_gpu(pid)

@@ -21,7 +21,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of, uptime
-from gpushare.host.process import signal_all
+from gpushare.host.process import signal_all, starts_of
 from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
@@ -302,7 +302,7 @@ class ChannelPauser:
 def resume_all(host: Host, pids: Sequence[int]) -> None:
     """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
-    signal_all(host.processes, members, signal.SIGCONT)
+    signal_all(host.processes, starts_of(host.processes, members), signal.SIGCONT)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import start_of
-from gpushare.host.process import Child, Streams, signal_all
+from gpushare.host.process import Child, Streams, signal_all, starts_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
@@ -265,7 +265,8 @@ class Group:
         """Send a signal to a program, which is the first of its `descendants`, and to all below it."""
         # Once it has ended, its PID may be reused.
         if program.runs:
-            signal_all(self.host.processes, self.host.processes.descendants(program.pid), number)
+            family = self.host.processes.descendants(program.pid)
+            signal_all(self.host.processes, starts_of(self.host.processes, family), number)
 
     def launch(
         self,

@@ -28,7 +28,7 @@ from gpushare.base.errors import (
     gpu_not_named_error,
 )
 from gpushare.base.model import ComputeMode, Gpu, Way
-from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
+from gpushare.base.selection import Device, candidates, devices_for_any, is_any, select_for_change, select_one, titles
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, pid_of, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
@@ -360,7 +360,7 @@ class JobStart:
         """Return the devices of ``-g``. With ``whole`` those of ``-g any`` are GPUs only."""
         devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
         if is_any(gpu):
-            devices = usable(devices, instances=not whole)
+            devices = devices_for_any(devices, instances=not whole)
         # A job yields to the one of ``--for`` only where that one runs.
         if self.role.target is not None and self.count == 1 and not self.queue.for_production:
             return devices_beside(self.host, devices, self.role.target)

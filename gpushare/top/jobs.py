@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.base.units import GIB, MIB, format_slice, in_order, ranges
+from gpushare.base.units import GIB, MIB, format_slice, natural_key, ranges
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.jobs import holders
@@ -252,7 +252,7 @@ def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
 
     def key(row: Row) -> Any:
         value = column.value(row)
-        return in_order(value) if isinstance(value, str) else value
+        return natural_key(value) if isinstance(value, str) else value
 
     largest_first = column.falls != view.reverse
     return [*sorted(valued, key=key, reverse=largest_first), *unknown]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.identity import identity_of
-from gpushare.host.origin import MOST_OF_COMMAND, _hierarchy_and_cgroup, is_of_root, origin_of
+from gpushare.host.origin import MOST_OF_COMMAND, _hierarchy_and_cgroup, only_root_adds_to, origin_of
 
 USER = 65534
 
@@ -62,20 +62,20 @@ def cgroups(tmp_path: Path, path: str) -> Path:
 @pytest.mark.needs_root
 def test_a_cgroup_of_root(tmp_path: Path) -> None:
     root = str(cgroups(tmp_path, "system.slice/vllm.service"))
-    assert is_of_root(root, "/system.slice/vllm.service")
-    assert is_of_root(root, "/")
-    assert not is_of_root(root, "/system.slice/gone.service")
-    assert not is_of_root(root, "/../other")
-    assert not is_of_root(root, "/system.slice/../system.slice")
+    assert only_root_adds_to(root, "/system.slice/vllm.service")
+    assert only_root_adds_to(root, "/")
+    assert not only_root_adds_to(root, "/system.slice/gone.service")
+    assert not only_root_adds_to(root, "/../other")
+    assert not only_root_adds_to(root, "/system.slice/../system.slice")
 
 
 @pytest.mark.needs_root
 @pytest.mark.parametrize("owned", ["a", "a/b", "a/b/cgroup.procs", "a/b/cgroup.threads"])
 def test_a_delegated_cgroup_is_not_of_root(owned: str, tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
-    assert is_of_root(str(root), "/a/b")
+    assert only_root_adds_to(str(root), "/a/b")
     os.chown(root / owned, USER, -1)
-    assert not is_of_root(str(root), "/a/b")
+    assert not only_root_adds_to(str(root), "/a/b")
 
 
 @pytest.mark.needs_root
@@ -83,14 +83,14 @@ def test_a_delegated_cgroup_is_not_of_root(owned: str, tmp_path: Path) -> None:
 def test_a_cgroup_that_others_may_write_is_not_of_root(opened: str, tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
     os.chmod(root / opened, 0o777)  # noqa: S103 - that is the point
-    assert not is_of_root(str(root), "/a/b")
+    assert not only_root_adds_to(str(root), "/a/b")
 
 
 @pytest.mark.needs_root
 def test_a_link_is_no_cgroup(tmp_path: Path) -> None:
     root = cgroups(tmp_path, "a/b")
     (root / "c").symlink_to(root / "a")
-    assert not is_of_root(str(root), "/c/b")
+    assert not only_root_adds_to(str(root), "/c/b")
 
 
 def test_the_cgroup_of_each_version(tmp_path: Path) -> None:

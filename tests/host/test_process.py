@@ -22,7 +22,7 @@ from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import Machine
-from gpushare.host.process import Processes, ProcessInfo, starting_hint, wait_gone
+from gpushare.host.process import Processes, ProcessInfo, starting_hint, starts_of, wait_gone
 from gpushare.run.end import ask_to_end
 from tests.cli.drive import until
 from tests.clock import step_the_clock
@@ -286,9 +286,10 @@ def test_a_program_that_cannot_be_started_is_an_error(sim_dir: Path) -> None:
 
 def test_waiting_until_processes_are_gone(start: Start) -> None:
     stays, goes = start("cat"), start("cat")
+    starts = starts_of(LOCAL, [stays.pid, goes.pid])
     goes.kill()
-    assert wait_gone(LOCAL, [goes.pid], 120.0) == []
-    assert wait_gone(LOCAL, [stays.pid, goes.pid, NOBODY], 0.1) == [stays.pid]
+    assert wait_gone(LOCAL, {goes.pid: starts[goes.pid]}, 120.0) == []
+    assert wait_gone(LOCAL, {**starts, NOBODY: 0}, 0.1) == [stays.pid]
 
 
 def test_the_pid_namespace_is_compared_with_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import Capabilities
-from gpushare.host.process import Processes, ProcessInfo, wait_gone
+from gpushare.host.process import Processes, ProcessInfo, starts_of, wait_gone
 from gpushare.host.program import Programs
 from gpushare.sim import admin, clients
 from gpushare.sim.current import current
@@ -191,7 +191,7 @@ def test_a_killed_server_takes_its_clients_contexts(h200: Mps) -> None:
 
 def end_child(h200: Mps, pid: int) -> None:
     h200.host.processes.send(pid, signal.SIGKILL)
-    assert wait_gone(h200.host.processes, [pid], 120.0) == []
+    assert wait_gone(h200.host.processes, starts_of(h200.host.processes, [pid]), 120.0) == []
 
 
 def test_a_spawned_program_is_a_client_while_it_lives(h200: Mps) -> None:
@@ -206,7 +206,7 @@ def test_a_spawned_program_is_a_client_while_it_lives(h200: Mps) -> None:
         h200.host.processes.send(child.pid, signal.SIGCONT)
         assert h200.process(child.pid).stopped_at is None
         os.kill(child.pid, signal.SIGKILL)
-        assert wait_gone(h200.host.processes, [child.pid], 120.0) == []
+        assert wait_gone(h200.host.processes, starts_of(h200.host.processes, [child.pid]), 120.0) == []
         assert str(child.pid) not in h200.ask("ps")
     finally:
         child.poll()
