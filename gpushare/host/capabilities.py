@@ -258,8 +258,7 @@ def _refused_error(path: str, error: OSError) -> GpushareError:
 def listed_users(path: Path, permission: int) -> tuple[int, ...]:
     """Return the ids of the users whom the access control list of a file gives a permission; empty if it has no list."""
     with contextlib.suppress(OSError, struct.error):
-        entries = struct.iter_unpack("<HHI", os.getxattr(path, _ACL)[struct.calcsize("<I") :])
-        return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & permission))
+        return _users_in(os.getxattr(path, _ACL), permission)
     return ()
 
 
@@ -306,3 +305,9 @@ def _acl_bytes(mode: int, users: Sequence[int], permission: int) -> bytes:
     entries += [(_USER, permission, uid) for uid in sorted(users)]
     entries += [(_GROUP_OWNER, mode >> 3 & 7, _NO_ID), (_MASK, permission, _NO_ID), (_OTHER, mode & 7, _NO_ID)]
     return struct.pack("<I", _ACL_VERSION) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+
+
+def _users_in(raw: bytes, permission: int) -> tuple[int, ...]:
+    """Return the users whom an access control list, as the kernel gives it, gives a permission."""
+    entries = struct.iter_unpack("<HHI", raw[struct.calcsize("<I") :])
+    return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & permission))
