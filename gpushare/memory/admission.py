@@ -10,7 +10,7 @@ devices gets all of them at once, or none.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.values import dataclass
 
@@ -72,6 +72,13 @@ class Waiting:
     run_seconds: float | None = None
 
 
+class _StillWaiting(NamedTuple):
+    """A job that cannot start now, and in how many seconds it can at the latest (None: no time bounds it)."""
+
+    job: Waiting
+    starts_within: float | None
+
+
 # Of a user, unless root has set another in gpushare.yaml.
 MOST_LEASE_SECONDS: Final = 12 * 3600.0
 
@@ -105,15 +112,16 @@ class UserLimits(Mapping[int, int]):
         return len(self._named)
 
     def at_least(self, uid: int, memory_bytes: int | None) -> UserLimits:
-        """Return the limits, with one of at least this size for a user (None: the size is unknown, so none holds).
+        """Return these limits, but for one user a limit of at least ``memory_bytes`` (None: no limit).
 
-        A job that has left the GPU may come back although root has lowered the limit meanwhile, but not beside so many other
-        jobs of its user that together they exceed it.
+        So a job that has left the GPU may come back although root has lowered the limit meanwhile. Its user's other jobs
+        still count: all together must not exceed the limit.
         """
-        if uid not in self._named and (self.others is None or uid == 0):
+        limit = self.get(uid)
+        if limit is None:
             return self
         least = _UNLIMITED_BYTES if memory_bytes is None else memory_bytes
-        return UserLimits({**self._named, uid: max(self[uid], least)}, self.others, self.longest_lease_seconds)
+        return UserLimits({**self._named, uid: max(limit, least)}, self.others, self.longest_lease_seconds)
 
 
 def admitted(
@@ -121,13 +129,12 @@ def admitted(
 ) -> dict[str, tuple[str, ...]]:
     """Return the devices on which waiting jobs may start now, by name, best first. ``waiting`` is in order of arrival.
 
-    A job is taken to start on the first ones, as many as it needs. One with too few devices is left out: it stays in the
-    line, and later jobs may pass it.
+    Each job is taken to start at once, on the first of its devices, before the next one is looked at. A job with too few
+    devices is left out: it stays in the line, and later jobs may pass it.
     """
     running_then = {key: list(running.get(key, ())) for key in rooms}
     devices: dict[str, tuple[str, ...]] = {}
-    # Each with the seconds within which it can start.
-    still_waiting: list[tuple[Waiting, float | None]] = []
+    still_waiting: list[_StillWaiting] = []
     for job in waiting:
         free = tuple(
             key
@@ -137,7 +144,7 @@ def admitted(
             and not _delays_any(rooms[key], key, running_then[key], job, still_waiting)
         )
         if len(free) < job.count:
-            still_waiting.append((job, _starts_within(rooms, running_then, job)))
+            still_waiting.append(_StillWaiting(job, _starts_within(rooms, running_then, job)))
             continue
         devices[job.name] = free
         for key in free[: job.count]:
@@ -149,22 +156,18 @@ def admitted(
 
 
 def _delays_any(
-    room: Room,
-    key: str,
-    running: Sequence[Running],
-    job: Waiting,
-    earlier_jobs: Sequence[tuple[Waiting, float | None]],
+    room: Room, key: str, running: Sequence[Running], job: Waiting, earlier_jobs: Sequence[_StillWaiting]
 ) -> bool:
-    """Return whether a job that starts now on a device might delay one of the earlier jobs, which wait for it.
+    """Return whether ``job``, if it starts now on the device ``key``, might delay an earlier job that waits for this device.
 
-    It cannot if it ends within the seconds in which that one can start.
+    It delays none that can start only after ``job`` has ended.
     """
-    # Those before an earlier job: they may run when it starts.
+    # The jobs before the earlier job at hand: they may have started before it does.
     ahead: list[Running] = []
-    for earlier, seconds in earlier_jobs:
+    for earlier, starts_within in earlier_jobs:
         if key not in earlier.keys:
             continue
-        ends_before = job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds
+        ends_before = job.run_seconds is not None and starts_within is not None and job.run_seconds <= starts_within
         if not ends_before and _delays(room, running, ahead, job, earlier):
             return True
         ahead.append(Running(memory_bytes=_needed_bytes(room, earlier), client=earlier.client, uid=earlier.uid))
@@ -172,7 +175,7 @@ def _delays_any(
 
 
 def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], job: Waiting) -> float | None:
-    """Return in how many seconds a job can start at the latest, by the times of those that run; None: no time bounds it."""
+    """Return in how many seconds as many of a job's devices as it needs have room for it at the latest; None: unknown."""
     soonest = sorted(
         seconds
         for key in job.keys
@@ -182,7 +185,7 @@ def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Run
 
 
 def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float | None:
-    """Return in how many seconds a job fits on a device, by the times of the jobs there; None: none bounds it."""
+    """Return in how many seconds a device has room for a job at the latest, by the times of the jobs there; None: unknown."""
     ends = {holder.ends_seconds for holder in running if holder.ends_seconds is not None}
     for seconds in sorted({0.0, *ends}):
         still_running = [holder for holder in running if holder.ends_seconds is None or holder.ends_seconds > seconds]
@@ -204,13 +207,16 @@ def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
 
 
 def _needed_bytes(room: Room, job: Waiting) -> int:
-    """Return what a job takes on a device: all of it if its need is unknown, or if it then has the device alone."""
+    """Return what a job takes on a device: all of it if its need is unknown, or if no other job can be there (`Room`)."""
     size = room.bytes_of(job.memory_bytes)
     return max(room.whole_bytes, size) if room.alone and not job.client else size
 
 
 def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:
-    """Return whether ``earlier`` might start later on this device if ``job`` starts now; ``ahead`` wait before it."""
+    """Return whether ``earlier`` might start later on this device if ``job`` starts now.
+
+    ``running`` may end in any order. ``ahead`` are the jobs before ``earlier``, which may have started before it.
+    """
     need = _needed_bytes(room, earlier)
     if need > room.memory_bytes:
         # It never starts here.
@@ -220,16 +226,17 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
         if held_by_its_user + need > room.memory_bytes:
             # It waits for jobs of its own user: a user must not block others with a small job and a large one.
             return False
-    # The most that may still be held when it starts, if the job does not start now.
+    # Without ``job``, the earlier job starts as soon as the others hold little enough. How much may that be at most? If
+    # ``job`` does not fit besides, it delays the earlier job.
     holders = [*running, *ahead]
     most = _largest_sum([holder.memory_bytes for holder in holders if holder.memory_bytes], room.memory_bytes - need)
     if most + need + _needed_bytes(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False
-    # The same with clients: as many as leave a place for the earlier job, then both jobs.
-    clients = min(sum(holder.client for holder in holders), room.clients - 1)
-    return clients + 2 > room.clients
+    # The same with clients, of which the two jobs are one each.
+    most_clients = min(sum(holder.client for holder in holders), room.clients - 1)
+    return most_clients + 2 > room.clients
 
 
 def _largest_sum(sizes: Sequence[int], limit: int) -> int:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -39,7 +39,7 @@ PATIENCE_SECONDS: Final = 10.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
 # How often a job of several devices chooses those that it waits for: again if one of them is lost.
-_MOST_FIXES: Final = 4
+_MOST_TIMES_CHOSEN: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
 # How long a job that has just come waits for those that are entering the ledger, as one of them may be before it; and one
@@ -99,6 +99,11 @@ class Reservation(Request, Named):
         return self.claim.processes[-1].pid
 
     @property
+    def program_pids(self) -> set[int]:
+        """Return the PIDs of its program: all processes of the claim but the first, which is its gpushare."""
+        return {process.pid for process in self.claim.processes[1:]}
+
+    @property
     def waits(self) -> bool:
         """Return whether it holds no place yet."""
         return not self.held
@@ -120,7 +125,7 @@ class Line:
 
     device: Device
     room: Room
-    # Those of the holders first, in their order.
+    # What takes memory there: first one for each of the `holders`, in their order, then other programs.
     running: tuple[Running, ...]
     holders: tuple[Reservation, ...]
     # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
@@ -138,16 +143,22 @@ class Line:
 
     @property
     def fits(self) -> bool:
-        """Return whether there is room for all that is reserved and held."""
+        """Return whether there is memory for all that is reserved and held."""
         return sum(holder.memory_bytes for holder in self.running) <= self.room.memory_bytes
+
+    @property
+    def fits_clients(self) -> bool:
+        """Return whether the MPS server takes all clients that are there."""
+        return self.room.clients is None or sum(holder.client for holder in self.running) <= self.room.clients
 
     @property
     def held_by(self) -> list[tuple[Reservation, int]]:
         """Return the jobs there, each with the bytes that count for it."""
-        return [(job, size.memory_bytes) for job, size in zip(self.holders, self.running, strict=False)]
+        # Not strict: other programs come after the jobs.
+        return [(job, running.memory_bytes) for job, running in zip(self.holders, self.running, strict=False)]
 
     def exceeds_limit(self, uid: int, memory_bytes: int | None, limit: int | None) -> bool:
-        """Return whether a user's jobs here would reserve more than ``limit`` (None: there is none) with one of this size."""
+        """Return whether the jobs of a user here and a new one of this size would together reserve more than ``limit``."""
         return limit is not None and self.granted.get(uid, 0) + self.room.bytes_of(memory_bytes) > limit
 
     @property
@@ -159,94 +170,91 @@ class Line:
 
 
 def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
-    """Return the living jobs in the ledger, in their order; None: the ledger cannot be read.
+    """Return the living jobs in the ledger, in the order of the line (`line_order`); None: the ledger cannot be read.
 
-    It is the order of arrival, but for opportunistic jobs (`line_order`). ``claims`` are those that were read just now.
+    ``claims`` are those that were read just now. Of the jobs that a user lets wait only the first count, and of jobs that are
+    swapped out or lost none: a swapped-out job has released its reservation, and a lost one never comes back.
     """
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
     parsed = map(_parse_reservation, sorted(claims, key=lambda claim: claim.rank))
     jobs = [job for job in parsed if job is not None]
-    off_gpu = _processes_off_gpu(host, jobs)
-    waiting_of_user: dict[int, int] = defaultdict(int)
+    off_gpu = _pids_off_gpu(host, jobs)
+    waiting_of_user: Counter[int] = Counter()
     counted = []
     for job in jobs:
         if job.waits:
             waiting_of_user[job.claim.uid] += 1
             if waiting_of_user[job.claim.uid] <= MOST_WAITING_OF_ONE_USER:
                 counted.append(job)
-        # A swapped-out job has released its reservation, and a lost job never comes back.
-        elif off_gpu.isdisjoint((process.pid, uid) for process in job.claim.processes for uid in (None, job.claim.uid)):
+        elif (off_gpu[None] | off_gpu[job.claim.uid]).isdisjoint(process.pid for process in job.claim.processes):
             counted.append(job)
     return line_order(counted)
 
 
-def _processes_off_gpu(host: Host, jobs: Sequence[Reservation]) -> set[tuple[int, int | None]]:
-    """Return the PIDs by which the claims of swapped-out and lost jobs are recognized, each with the user of these claims.
+def _pids_off_gpu(host: Host, jobs: Sequence[Reservation]) -> defaultdict[int | None, set[int]]:
+    """Return PIDs that the claims of swapped-out and lost jobs name, by the user whose claims they count for (None: all users).
 
-    The user is None in what this user or root has written down: it counts for the claims of all users. To root, what another
-    user has written down counts for that user's claims only.
+    A record of this user or root counts for all claims; one of another user, which only root reads, for that user's only.
     """
+    off_gpu: defaultdict[int | None, set[int]] = defaultdict(set)
     if not has_records(host, "swap"):
-        return set()
+        return off_gpu
     from gpushare.memory.swapped import LOST, OUT, swaps
 
-    swapped = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
-    # Without the first process of a claim, its gpushare: a job that comes back has a new place, which is that one's alone.
-    programs = {process.pid for job in jobs for process in job.claim.processes[1:]}
-    off_gpu: set[tuple[int, int | None]] = set()
-    for swap in swapped:
-        uid = swap.keeper_uid or None
-        off_gpu.add((swap.pid, uid))
-        for image in swap.images:
-            # The nearest program above it: a job may have been started by another one.
-            above = host.processes.ancestry(image.pid)
-            off_gpu.add((next((pid for pid in above if pid in programs), image.pid), uid))
+    # Not the gpushare of a job: it alone is named by the new place of a job that comes back.
+    program_pids = {pid for job in jobs for pid in job.program_pids}
+    for swap in swaps(host):
+        if swap.state in {OUT, LOST}:
+            pids = off_gpu[swap.keeper_uid or None]
+            pids.add(swap.pid)
+            for image in swap.images:
+                # A claim names a program that is above the process. The nearest one: a job may have started another.
+                above = host.processes.ancestry(image.pid)
+                pids.add(next((pid for pid in above if pid in program_pids), image.pid))
     return off_gpu
 
 
 def without_enclosing_jobs(host: Host, jobs: Sequence[Reservation]) -> list[Reservation]:
     """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
     above = set(host.processes.ancestry(os.getpid())) if any(job.held for job in jobs) else set()
-    # The first process is its gpushare, the others are the program.
-    return [job for job in jobs if above.isdisjoint(process.pid for process in job.claim.processes[1:])]
+    return [job for job in jobs if above.isdisjoint(job.program_pids)]
 
 
 def line_order(jobs: Sequence[Reservation]) -> list[Reservation]:
-    """Return jobs in order of arrival, with opportunistic jobs further back.
+    """Return jobs in order of arrival, but opportunistic jobs behind the production jobs that wait for their devices.
 
-    Each opportunistic job is behind the production jobs that wait for its devices: those of its own user and of root, as what
-    others call production changes nothing. Only opportunistic jobs move, and only back, so all others have the same jobs
-    before them, or fewer. A farm comes again for each copy.
+    Only production jobs of its own user and of root set an opportunistic job back: what other users call production changes
+    nothing for it. All other jobs keep their order.
     """
-    # Where the last production job waits, by user and device.
+    # The position of the last production job that waits, by user and device.
     last_production: dict[tuple[int, str], int] = {}
-    for place, job in enumerate(jobs):
+    for position, job in enumerate(jobs):
         if job.waits and job.production:
-            last_production.update({(job.claim.uid, key): place for key in job.keys})
-    places: dict[str, tuple[int, int]] = {}
-    for place, job in enumerate(jobs):
-        places[job.id] = (place, -1)
+            last_production.update({(job.claim.uid, key): position for key in job.keys})
+    ranks: dict[str, tuple[int, int]] = {}
+    for position, job in enumerate(jobs):
+        ranks[job.id] = (position, -1)
         if job.waits and job.opportunistic:
             behind = max(last_production.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys)
             # Right behind that job; of several there, in order of arrival.
-            if behind > place:
-                places[job.id] = (behind, place)
-    return sorted(jobs, key=lambda job: places[job.id])
+            if behind > position:
+                ranks[job.id] = (behind, position)
+    return sorted(jobs, key=lambda job: ranks[job.id])
 
 
-def _lets_production_first(job: Request, uid: int, other: Request, other_uid: int) -> bool:
-    """Return whether a job of ``uid`` is opportunistic and waits behind another: production of its user or root."""
+def _waits_behind(job: Request, uid: int, other: Request, other_uid: int) -> bool:
+    """Return whether a job of user ``uid`` is opportunistic, and ``other`` is production that goes first (`line_order`)."""
     if set(other.keys).isdisjoint(job.keys):
         return False
     return job.opportunistic and other.production and other_uid in {0, uid}
 
 
 def waiting_before(jobs: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
-    """Return the jobs that would be before one that came now."""
+    """Return the waiting jobs that would be before a job of user ``uid`` that came now with this request."""
     waiting = [job for job in jobs if job.waits and not job.stopped]
-    return [job for job in waiting if not _lets_production_first(job, job.claim.uid, request, uid)]
+    return [job for job in waiting if not _waits_behind(job, job.claim.uid, request, uid)]
 
 
 def _parse_reservation(claim: Claim) -> Reservation | None:
@@ -417,7 +425,7 @@ def _used_bytes(processes: Iterable[GpuProcess]) -> int:
 
 
 def _seconds_left(job: Reservation) -> float | None:
-    """Return in how many seconds a job ends by its time; None: it has none, or has not kept it."""
+    """Return in how many seconds a job ends by the time that its user gave; None: without a time, or if it is over."""
     if job.until_ns is None:
         return None
     left_ns = job.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
@@ -468,21 +476,21 @@ def would_take(
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
     jobs_ahead = [_as_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
-    return _admitted(by_key, [*jobs_ahead, _as_waiting("", uid, request, by_key, limits)]).get("", ())
+    # It has no claim yet, whose name could be its own.
+    newcomer = _as_waiting("", uid, request, by_key, limits)
+    return _admitted(by_key, [*jobs_ahead, newcomer]).get(newcomer.name, ())
 
 
 def owners_of(host: Host, jobs: Iterable[Reservation], pids: Iterable[int]) -> dict[int, str]:
-    """Return which reservation each process belongs to: by ancestry, and only of the claim's own user."""
-    roots = {process.pid: job for job in jobs for process in job.claim.processes}
+    """Return the id of the job that each process belongs to, by ancestry; without processes that belong to none."""
+    job_of = {process.pid: job for job in jobs for process in job.claim.processes}
     owners: dict[int, str] = {}
-    for own_pid in pids:
-        for pid in host.processes.ancestry(own_pid):
-            if pid in roots:
-                info = host.processes.describe(own_pid)
-                # A claim that names another user's process must not hide its memory; root may start jobs as any user.
-                if info is not None and roots[pid].claim.uid in {0, info.uid}:
-                    owners[own_pid] = roots[pid].id
-                break
+    for pid in pids:
+        job = next((job_of[above] for above in host.processes.ancestry(pid) if above in job_of), None)
+        info = None if job is None else host.processes.describe(pid)
+        # A claim that names another user's process must not hide its memory; root may start jobs as any user.
+        if job is not None and info is not None and job.claim.uid in {0, info.uid}:
+            owners[pid] = job.id
     return owners
 
 
@@ -491,19 +499,19 @@ ReadLines = Callable[[Sequence[Reservation]], Mapping[str, Line]]
 
 
 class Patience:
-    """Which waiting jobs are passed: those of a user share `PATIENCE_SECONDS`, until one of them takes its place."""
+    """Which waiting jobs are passed: all of a user once none of them has taken a place for `PATIENCE_SECONDS` that it could."""
 
     def __init__(self) -> None:
         # The jobs that could take a place at the last look.
         self._could_start: set[str] = set()
-        # By user: since when jobs of that user could, and none has.
+        # By user: since when jobs of that user could take a place, and none has.
         self._since: dict[int, float] = {}
         self._passed: set[str] = set()
 
     def note_who_can_start(self, jobs: Sequence[Reservation], can_start: Collection[str]) -> None:
         """Note which of the jobs in the ledger can take a place now, and pass those of users who take none for too long.
 
-        A job that was passed stays so.
+        A job that was passed stays passed.
         """
         now = time.monotonic()
         users_who_started = {job.claim.uid for job in jobs if job.held and job.id in self._could_start}
@@ -515,8 +523,8 @@ class Patience:
         late_users = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
         self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late_users}
 
-    def lets_go_first(self, job: Reservation) -> bool:
-        """Return whether a waiting job counts: it is not stopped, and was not passed."""
+    def waits_for(self, job: Reservation) -> bool:
+        """Return whether a job that waits is still let go first: it is not stopped, and was not passed."""
         return not job.stopped and job.id not in self._passed
 
 
@@ -537,8 +545,13 @@ class Place:
         # The devices on which it has a place.
         self.held: tuple[str, ...] = ()
         # Those that a job of several devices waits for, once it is the first in the line.
-        self._fixed: tuple[str, ...] = ()
+        self._chosen: tuple[str, ...] = ()
         self._write_claim()
+
+    @property
+    def id(self) -> str:
+        """Return the id of its job, as in `Reservation`."""
+        return self.claim.path.name
 
     def _write_claim(self) -> None:
         """Make a new claim, write what the job asks for, and draw its ticket: its place in the line."""
@@ -563,10 +576,10 @@ class Place:
         except BaseException:
             self.claim.release()
             raise
-        self._steps_back = self._added = self._fixes = 0
+        self._steps_back = self._added = self._times_chosen = 0
         self._told_limit: str | None = None
         self._entered = time.monotonic()
-        # Those that came before this job.
+        # The ids of the jobs that came before this one; None: not read yet.
         self._before: frozenset[str] | None = None
 
     def take(self, *keys: str) -> None:
@@ -584,7 +597,7 @@ class Place:
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None = None,
     ) -> bool:
-        """Take the devices that are this job's turn now, all or none; return whether it did. Raises like `Place`.
+        """Take as many devices as the job needs if it is its turn on them; return whether it did. Raises like `Place`.
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
@@ -593,8 +606,8 @@ class Place:
         if not keys:
             return False
         self.claim.add_fact(f"hold {','.join(keys)}")
-        chosen = [device for device in devices if device.uuid in keys]
-        if self._still_fit(keys, partial(lines_of, self._host, chosen, clients=clients, limits=limits)):
+        wanted = [device for device in devices if device.uuid in keys]
+        if self._still_fit(keys, partial(lines_of, self._host, wanted, clients=clients, limits=limits)):
             self.take(*keys)
             return True
         self.claim.add_fact("back")
@@ -613,12 +626,11 @@ class Place:
     ) -> tuple[str, ...]:
         """Return the devices that this job may take now, by the line and free memory, best first; none: it waits.
 
-        For the next time it notes who else can start, and which of several devices the job waits for.
+        For the next call this one notes who else can start, and which of several devices the job waits for.
         """
         claims = self._claims_with_tickets()
         jobs = self._jobs_to_count(claims)
-        own_id = self.claim.path.name
-        own_claim = next((claim for claim in claims or () if claim.path.name == own_id), None)
+        own_claim = next((claim for claim in claims or () if claim.path.name == self.id), None)
         if claims is None or jobs is None or own_claim is None:
             return ()
         if self._before is None:
@@ -630,11 +642,11 @@ class Place:
         waiting = [
             _as_waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
-            if job.id == own_id or (job.waits and self._goes_first(job))
+            if job.id == self.id or (job.waits and self._goes_first(job, self._before))
         ]
         devices_by_job = _admitted(lines, waiting)
-        self._patience.note_who_can_start(jobs, devices_by_job.keys() - {own_id})
-        free = devices_by_job.get(own_id, ())
+        self._patience.note_who_can_start(jobs, devices_by_job.keys() - {self.id})
+        free = devices_by_job.get(self.id, ())
         if not free:
             self._choose_devices_to_wait_for(lines, waiting)
         elif best is not None:
@@ -642,17 +654,15 @@ class Place:
             free = tuple(best(free))
         return free[: self.request.count]
 
-    def _goes_first(self, job: Reservation) -> bool:
-        """Return whether a waiting job is before this one: it came before, or is production that this one lets first."""
-        came_before = job.id in (self._before or ())
-        is_before = came_before or _lets_production_first(self.request, os.geteuid(), job, job.claim.uid)
-        return is_before and self._patience.lets_go_first(job)
+    def _goes_first(self, job: Reservation, came_before: Container[str]) -> bool:
+        """Return whether a waiting job is before this one, and this one still waits for it."""
+        is_before = job.id in came_before or _waits_behind(self.request, os.geteuid(), job, job.claim.uid)
+        return is_before and self._patience.waits_for(job)
 
     def _claims_with_tickets(self) -> list[Claim] | None:
-        """Return all claims; at the first look, wait until those that are entering the ledger have their tickets.
+        """Return all claims; at the first look, wait a moment until all have tickets, as one of them may be before this job.
 
-        One of them may have come before this job. To draw a ticket takes microseconds, so who shows it later has not drawn
-        it by then.
+        To draw a ticket takes microseconds: a claim that shows none even after the wait has drawn none before this job did.
         """
         claims = all_claims(self._host, PREFIX)
         while (
@@ -665,23 +675,23 @@ class Place:
         return claims
 
     def _choose_devices_to_wait_for(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
-        """Note the devices that a job of several waits for, once it is first: the others are free for later jobs.
+        """Choose the devices that a job of several waits for, once it is first for them: the others are free for later jobs.
 
         It waits for the devices with the most free memory, because the least must be released there.
         """
         count, keys = self.request.count, self.request.keys
-        is_chosen = bool(self._fixed) and lines.keys() >= set(self._fixed)
-        if count == 1 or is_chosen or self._fixes >= _MOST_FIXES:
+        has_chosen = bool(self._chosen) and lines.keys() >= set(self._chosen)
+        if count == 1 or has_chosen or self._times_chosen >= _MOST_TIMES_CHOSEN:
             return
         first = next((job for job in waiting if not set(job.keys).isdisjoint(keys)), None)
         of_one_device = replace(self.request, count=1)
         large_enough = [key for key in keys if key in lines and not never_fits([lines[key]], of_one_device)]
-        if first is None or first.name != self.claim.path.name or len(large_enough) < count:
+        if first is None or first.name != self.id or len(large_enough) < count:
             return
         most_free_first = sorted(large_enough, key=lambda key: (-lines[key].free_bytes, keys.index(key)))
-        self._fixed = tuple(most_free_first[:count])
-        self._fixes += 1
-        self.claim.add_fact(f"fix {','.join(self._fixed)}")
+        self._chosen = tuple(most_free_first[:count])
+        self._times_chosen += 1
+        self.claim.add_fact(f"fix {','.join(self._chosen)}")
 
     def _jobs_to_count(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
         """Return the ledger's jobs, this one too, without those that it is a part of; None: it cannot be read."""
@@ -689,19 +699,20 @@ class Place:
         return None if jobs is None else without_enclosing_jobs(self._host, jobs)
 
     def _still_fit(self, keys: Sequence[str], read_lines: ReadLines) -> bool:
-        """Return whether devices have room for this job with all that hold them now, but for those who step back.
+        """Return whether devices have room for this job next to all that hold them now.
 
-        One that came later steps back if it sees this job. It may have read before this job said that it holds them, and be
-        about to say that it is sure: where there is no room for both, its word is waited for.
+        A job that came later and is not sure yet has to step back for this one. But it may have read the ledger before this
+        job wrote that it holds the devices, and be about to write that it is sure. So where there is no room for both, this
+        job waits for what the other one writes.
         """
         until = time.monotonic() + _CHOOSING_SECONDS
         while True:
             jobs = self._jobs_to_count()
-            own = next((job for job in jobs or () if job.id == self.claim.path.name), None)
+            own = next((job for job in jobs or () if job.id == self.id), None)
             if jobs is None or own is None:
                 return False
-            before_this = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
-            if not _have_room(own, before_this, keys, read_lines):
+            not_to_step_back = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
+            if not _have_room(own, not_to_step_back, keys, read_lines):
                 return False
             if _have_room(own, jobs, keys, read_lines):
                 return True
@@ -740,19 +751,16 @@ def _have_room(own: Reservation, jobs: Sequence[Reservation], keys: Sequence[str
     # Jobs that are sure of their room count first towards their user's limit, even if they came later: production passes
     # others in the line.
     lines = read_lines(sorted(jobs, key=lambda job: not job.sure))
-    return lines.keys() >= set(keys) and all(
-        own.id not in line.beyond
-        and line.fits
-        and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
-        for line in map(lines.__getitem__, keys)
-    )
+    if not lines.keys() >= set(keys):
+        return False
+    return all(lines[key].fits and lines[key].fits_clients and own.id not in lines[key].beyond for key in keys)
 
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
     """Return the jobs that wait before this one for one of its devices, without those that are stopped."""
     jobs_ahead: list[Reservation] = []
     for job in jobs:
-        if job.id == place.claim.path.name:
+        if job.id == place.id:
             break
         if job.waits and not set(place.request.keys).isdisjoint(job.keys) and not job.stopped:
             jobs_ahead.append(job)
@@ -760,7 +768,7 @@ def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
 
 
 def never_fits(lines: Iterable[Line], request: Request) -> bool:
-    """Return whether a request never fits, even if nothing else is on its devices."""
+    """Return whether a request fits on too few of its devices, even if nothing else is there."""
     rooms = {line.device.uuid: line.room for line in lines}
     job = Waiting(
         name="", memory_bytes=request.memory_bytes, keys=request.keys, count=request.count, client=request.client

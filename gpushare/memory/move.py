@@ -92,7 +92,7 @@ def possible_targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
 def assign_gpus(needs: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
     """Return the index of the GPU that each job goes to, by the PID of the job: the largest first, each where most is free.
 
-    ``needs`` are bytes by the PID of the job (`room.back_bytes`), ``free`` bytes by the index of the GPU. A job without room
+    ``needs`` are bytes by the PID of the job (`room.bytes_to_come_in`), ``free`` bytes by the index of the GPU. A job without room
     is left out.
     """
     still_free = dict(free)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu, GpuLease
@@ -58,10 +58,11 @@ def read_lines(
 ) -> list[Line]:
     """Return the ledger of devices that were read just now, without those whose memory is unknown.
 
-    ``own_place`` is left out of it: what the asking job has reserved itself.
+    It does not count ``own_place``, which the asking job has reserved itself.
     """
     jobs = without_enclosing_jobs(host, reservations(host) or [])
-    jobs = [job for job in jobs if own_place is None or job.id != own_place.claim.path.name]
+    if own_place is not None:
+        jobs = [job for job in jobs if job.id != own_place.id]
     clients = {device.uuid: client_limit(host, device) for device in devices}
     return [*lines_of(host, devices, jobs, clients=clients, limits=limits).values()]
 
@@ -82,6 +83,16 @@ def client_limit(host: Host, device: Device) -> int | None:
     return max_clients(version, or_none(lambda: host.nvml.compute_capability(index)), fraction)
 
 
+class _Ranked(NamedTuple):
+    """A device in `best_first`, sorted by the first three fields; ``harm`` is what counts if several are chosen together."""
+
+    harm: tuple[int, ...]
+    minus_free_bytes: int
+    gpu_index: int
+    device: Device
+    text: str
+
+
 def best_first(
     host: Host,
     devices: Sequence[Device],
@@ -94,16 +105,15 @@ def best_first(
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
-    A GPU with room for ``memory_bytes`` within this user's limit first (None: unknown, so all of it, as for the admission),
-    of these one without a production job, then the one where the job and those there slow each other down least
-    (`harm_percent`), then the one with the most room. For a job of ``count`` devices those come first that are best
-    together: among equals the ones that are connected best. ``productions`` returns the names of the production jobs on a
-    device. ``own_place`` is the place of the job itself, ``command`` its command line.
+    First come devices with room for ``memory_bytes`` within this user's limit (None: for a whole device). Of these, the ones
+    with the fewest production jobs (``productions`` returns their names), then those where the job and the jobs there slow
+    each other down least (`harm_percent`), then those with the most room. For a job of ``count`` devices those come first
+    that are `best_together`. ``own_place`` is the place of the job itself, ``command`` its command line.
     """
     limits = {} if limits is None else limits
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
     profiles = KnownCommands(host)
-    ranked = []
+    ranked: list[_Ranked] = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
@@ -115,27 +125,23 @@ def best_first(
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
         is_over_limit = line.exceeds_limit(os.geteuid(), memory_bytes, limits.get(os.geteuid()))
+        is_full = is_over_limit or line.free_bytes < line.room.bytes_of(memory_bytes)
         # A smaller difference of the harm is noise: then the GPU with more room is better.
-        rank = (
-            is_over_limit or line.free_bytes < line.room.bytes_of(memory_bytes),
-            len(names),
-            int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT),
-            -line.free_bytes,
-            device.gpu.index,
-        )
-        ranked.append((rank, device, text))
-    ranked.sort(key=lambda entry: entry[0])
+        harm_steps = int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT)
+        ranked.append(_Ranked((is_full, len(names), harm_steps), -line.free_bytes, device.gpu.index, device, text))
+    ranked.sort(key=lambda entry: entry[:3])
     if 1 < count < len(ranked):
-        indexes = [device.gpu.index for _, device, _ in ranked]
-        order = best_together_first(host, [rank[:3] for rank, _, _ in ranked], indexes, count)
+        indexes = [entry.gpu_index for entry in ranked]
+        order = best_together_first(host, [entry.harm for entry in ranked], indexes, count)
         ranked = [ranked[number] for number in order]
-    return [(device, text) for _, device, text in ranked]
+    return [(entry.device, entry.text) for entry in ranked]
 
 
 def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> float | None:
-    """Return how much of a device the jobs there use together; None: unknown, as of one that has just begun.
+    """Return how many percent of a device the jobs there use together; None: unknown, as of a job that has just begun.
 
-    Of this user's own commands that were measured, what they use alone; of others, the utilization of the GPU.
+    That is the sum of what each uses alone, if the commands of all were measured (`KnownCommands`: this user's own). Else it
+    is the utilization of the GPU, but at least what the measured ones use.
     """
     from gpushare.mps.control import is_server
 
@@ -145,28 +151,29 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
     blind = host.processes.namespace_is_host() is False
     owners = owners_of(host, line.holders, () if blind else (process.pid for process in processes))
     if not blind and any(job.id not in owners.values() for job in line.holders):
+        # It is not on the GPU yet.
         return None
     busy = device.gpu.utilization_percent if device.mig is None else None
     if device.gpu.processes is None:
         return busy
-    # By the first process of each job.
+    # By the nearest process above that was measured, which is the job's, or else by the process itself.
     uses: dict[int, float | None] = {}
     for process in processes:
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        first, percent = process.pid, None
-        if profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP:
+        uses[process.pid] = None
+        if profiles and info is not None and info.uid == host.uid and len(uses) <= _MOST_LOOKED_UP:
             for pid in host.processes.ancestry(process.pid):
                 percent = _measured_use_percent(host, device, pid, profiles)
                 if percent is not None:
-                    first = pid
+                    del uses[process.pid]
+                    uses[pid] = percent
                     break
-        uses[first] = percent
-    least = sum(use or 0.0 for use in uses.values())
+    measured = sum(use or 0.0 for use in uses.values())
     if None not in uses.values():
-        return least
-    return None if busy is None else max(float(busy), least)
+        return measured
+    return None if busy is None else max(float(busy), measured)
 
 
 def _measured_use_percent(host: Host, device: Device, pid: int, profiles: KnownCommands) -> float | None:
@@ -191,8 +198,8 @@ def wait_for_room(
 ) -> tuple[Device, ...]:
     """Wait until it is this job's turn and as many devices as it needs have room; return those, which the place then holds.
 
-    ``seconds`` None: as long as it takes. ``best`` orders devices as of now, for a job that has waited. ``draw``
-    (`show.waiting`) shows what it waits for, and for how long. The place is left if anything fails, Ctrl-C included.
+    ``seconds`` None: as long as it takes. ``devices`` are in the order in which they were best when the job came; ``best``
+    orders them as of now. ``draw`` shows what the job waits for. The place is left if anything fails, Ctrl-C included.
 
     Raises:
         BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).
@@ -207,20 +214,22 @@ def wait_for_room(
     reasons: Sequence[str] = ()
     waited = False
 
-    def order(keys: Sequence[str]) -> list[str]:
+    def order_now(keys: Sequence[str]) -> list[str]:
         return [device.uuid for device in best([device for device in usable if device.uuid in keys])]
 
     try:
         while True:
             usable, reasons = usable_now(host, devices, limits, client=place.request.client)
-            # A job that has not waited has its devices in the best order for one of them; several may be better together.
+            # Without a wait the order of ``devices`` is still right for one device; several may be better together.
             is_ordered_again = len(devices) > 1 and (waited or place.request.count > 1)
-            if place.try_to_take(usable, clients, limits, order if is_ordered_again else None):
+            if place.try_to_take(usable, clients, limits, order_now if is_ordered_again else None):
                 return tuple(device for key in place.held for device in usable if device.uuid == key)
             waited = True
             is_due = clock() >= next_look
-            lines = read_lines(host, usable, limits) if is_due else []
-            check_fits(lines, place.request, limit, when_empty=len(lines) == len(devices))
+            if is_due:
+                lines = read_lines(host, usable, limits)
+                # Other devices, which cannot be used now, may be larger.
+                check_fits(lines, place.request, limit, when_empty=len(lines) == len(devices))
             if seconds is not None and clock() - began >= seconds:
                 jobs_ahead = len(jobs_before(reservations(host) or [], place))
                 lines = read_lines(host, usable, limits)
@@ -236,25 +245,26 @@ def wait_for_room(
 
 
 def reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -> int | None:
-    """Return what a job with these processes has reserved on its GPU; None: all of it.
+    """Return what a job with these processes has reserved on its GPU; 0: nothing, None: all of the GPU.
 
     Raises:
-        NotSupported: it has several GPUs, even if it uses only one of them now (code ``several_gpus``).
+        NotSupported: it has reserved several GPUs, even if it uses only one of them now (code ``several_gpus``).
     """
-    ledger = [each for each in reservations(host) or [] if each.held]
-    ids = set(owners_of(host, ledger, (process.pid for process in processes)).values())
-    own = [each for each in ledger if each.id in ids]
-    held = {uuid for each in own for uuid in each.held}
-    if len(held) > 1:
-        raise several_gpus_error(job, [gpu.index for gpu in host.nvml.identities() if gpu.uuid in held])
+    holders = [each for each in reservations(host) or [] if each.held]
+    own_ids = set(owners_of(host, holders, (process.pid for process in processes)).values())
+    own = [each for each in holders if each.id in own_ids]
+    uuids = {uuid for each in own for uuid in each.held}
+    if len(uuids) > 1:
+        raise several_gpus_error(job, [gpu.index for gpu in host.nvml.identities() if gpu.uuid in uuids])
     sizes = [each.memory_bytes for each in own]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def back_bytes(host: Host, device: Device, memory_bytes: int, reserved_bytes: int | None = 0) -> int | None:
-    """Return what a job that held this much has to reserve to come back; None: all of the device, which it had.
+def bytes_to_come_in(host: Host, device: Device, memory_bytes: int, reserved_bytes: int | None = 0) -> int | None:
+    """Return what a swapped-out job has to reserve on a device to come in; None: all of the device.
 
-    It is at least what it had reserved (`Swap.reserved_bytes`), as it may grow again.
+    It is what the job held (``memory_bytes``) with a margin, and at least what it had reserved (``reserved_bytes``, as in
+    `Swap`), as the job may grow again. A job that had nearly all of the device gets all of it, without the margin.
     """
     if reserved_bytes is None:
         return None
@@ -263,8 +273,11 @@ def back_bytes(host: Host, device: Device, memory_bytes: int, reserved_bytes: in
     return None if line is not None and need > line.room.whole_bytes else need
 
 
-def has_place(host: Host, jobs: Iterable[Reservation], swap: Swap, key: str, need: int | None) -> bool:
-    """Return whether one of these reservations is the job's own, on this device, and enough; ``need`` None: all of it."""
+def _has_own_place(host: Host, jobs: Iterable[Reservation], swap: Swap, key: str, need: int | None) -> bool:
+    """Return whether one of these reservations is a swapped job's own, on device ``key``, and large enough.
+
+    ``need`` None: it has to be of the whole device.
+    """
     family = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
     return any(
         key in job.held
@@ -275,8 +288,8 @@ def has_place(host: Host, jobs: Iterable[Reservation], swap: Swap, key: str, nee
 
 
 def keeps_place(host: Host, line: Line, swap: Swap, need: int | None) -> bool:
-    """Return whether a job that comes back still has a place on a device, and others have not taken more than the rest."""
-    return line.fits and has_place(host, line.holders, swap, line.device.uuid, need)
+    """Return whether a job that comes back still has a large enough place on a device, and the room for it is there."""
+    return line.fits and _has_own_place(host, line.holders, swap, line.device.uuid, need)
 
 
 @contextlib.contextmanager
@@ -288,12 +301,12 @@ def room_reserved(
     limits: UserLimits,
     waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
 ) -> Iterator[Device]:
-    """Yield the GPU, of some of one model, on which a job that comes back has room, which is reserved meanwhile.
+    """Reserve room for a swapped-out job on one of ``devices`` while the block runs; yield the GPU.
 
-    Waits for it as `wait_for_room`; ``waiting`` shows that. A limit of its user that was lowered meanwhile keeps no job out.
-    A place that the job still has on one of them is enough: a second one might not fit beside it.
+    The GPUs are of one model. Waits as `wait_for_room`, which ``waiting`` shows. If the job still has a place on one of them,
+    that is enough: a second place might not fit beside it.
     """
-    need = back_bytes(host, devices[0], swap.memory_bytes, swap.reserved_bytes)
+    need = bytes_to_come_in(host, devices[0], swap.memory_bytes, swap.reserved_bytes)
     usable, _ = usable_now(host, devices, limits, client=False)
     kept = next((line.device for line in read_lines(host, usable, limits) if keeps_place(host, line, swap, need)), None)
     if kept is not None:
@@ -302,8 +315,10 @@ def room_reserved(
     keys = tuple(device.uuid for device in devices)
     place = Place(host, Request(memory_bytes=need, keys=keys, client=False, name=swap.name))
     try:
+        # A limit of its user that was lowered meanwhile keeps no job out.
+        own_limits = limits.at_least(os.geteuid(), need)
         with waiting() as draw:
-            (device,) = wait_for_room(host, place, devices, seconds, limits.at_least(os.geteuid(), need), draw)
+            (device,) = wait_for_room(host, place, devices, seconds, own_limits, draw)
         yield device
     finally:
         place.leave()
@@ -318,10 +333,10 @@ def room_kept(host: Host, swap: Swap, size: int) -> Iterator[bool | None]:
     is_free = has_room(host, swap, size)
     devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
     jobs = reservations(host)
-    if not is_free or jobs is None or not devices or has_place(host, jobs, swap, swap.gpu_uuid, size):
+    if not is_free or jobs is None or not devices or _has_own_place(host, jobs, swap, swap.gpu_uuid, size):
         yield is_free
         return
-    need = back_bytes(host, devices[0], size)
+    need = bytes_to_come_in(host, devices[0], size)
     place = Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name))
     try:
         yield place.try_to_take(devices, {}, {})
@@ -386,9 +401,9 @@ def outlook(
     limits: UserLimits,
     reasons: Mapping[str, str] | None = None,
 ) -> RoomAnswer:
-    """Return what would happen to a job that came now; nothing is entered anywhere.
+    """Return what would happen to a job that came now. Nothing is written.
 
-    ``reasons`` are why a device is good for it, by UUID.
+    ``reasons`` say why a device is good for the job, by UUID.
     """
     uid = os.geteuid()
     reasons_by_uuid = reasons or {}
@@ -498,11 +513,13 @@ def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     from gpushare.mps.control import SERVER_PROGRAM
 
     for process in gpu.processes or ():
-        if not process.compute or (client and process.mps):
+        if not process.compute:
             continue
-        info = host.processes.describe(process.pid) if client else None
-        if info is None or info.name != SERVER_PROGRAM:
-            return f"is in compute mode exclusive-process, and process {process.pid} has it"
+        if client:
+            info = host.processes.describe(process.pid)
+            if process.mps or (info is not None and info.name == SERVER_PROGRAM):
+                continue
+        return f"is in compute mode exclusive-process, and process {process.pid} has it"
     return None
 
 
@@ -570,18 +587,18 @@ def _room_text(
 
 
 def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
-    """Raise if a job can never start. Without ``when_empty`` only the limit of its user is checked.
+    """Raise if a job can never start on these devices.
 
-    That is for some of a job's devices: it may fit on another one.
+    Without ``when_empty`` only the limit of its user is checked: the job has further devices, on which it may fit.
 
     Raises:
-        BadUsage: it fits on none of its devices, even if they are empty (code ``never_fits``).
-        NoPermission: on each of its devices it is more than its user may reserve (code ``over_user_limit``).
+        BadUsage: it fits on too few of them, even if they are empty (code ``never_fits``).
+        NoPermission: on too few of them its user may reserve so much (code ``over_user_limit``).
     """
     if when_empty and lines and never_fits(lines, request):
         raise _never_fits_error(lines, request)
-    sizes = [line.room.bytes_of(request.memory_bytes) for line in lines]
-    if limit is None or sum(size <= limit for size in sizes) >= min(request.count, len(lines)):
+    within_limit = [line for line in lines if limit is None or line.room.bytes_of(request.memory_bytes) <= limit]
+    if limit is None or len(within_limit) >= min(request.count, len(lines)):
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
@@ -617,7 +634,7 @@ def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> s
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
     """Return the error about a job for which even empty devices are too small, or too few."""
     sizes = sorted((line.room.memory_bytes for line in lines), reverse=True)
-    # What as many devices as it needs have, or else all of them.
+    # The smallest of the largest devices, as many as it needs, or else all.
     at_most = f"--memory {size_option(sizes[min(request.count, len(sizes)) - 1])}"
     if request.count > 1:
         fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
@@ -670,13 +687,15 @@ _MOST_SETS: Final = 20_000
 
 
 def harm_percent(own_use: float | None, others: float | None) -> float:
-    """Return by how much a new job and the other jobs together use more than 100 percent of a GPU; that work waits.
+    """Return how many percent of a GPU's time a new job makes work wait: what it and the others use above 100 percent.
 
-    An unknown use counts as 100 percent. What the others alone use above 100 percent is not counted.
+    An unknown use (None) counts as 100 percent. What already waits without the new job is no harm of it.
     """
     own_use = _FULL if own_use is None else own_use
     others = _FULL if others is None else others
-    return max(0.0, own_use + others - _FULL) - max(0.0, others - _FULL)
+    waits_then = max(0.0, own_use + others - _FULL)
+    waits_now = max(0.0, others - _FULL)
+    return waits_then - waits_now
 
 
 def harm_in_words(own_use: float | None, others: float | None) -> str:
@@ -695,7 +714,7 @@ def harm_in_words(own_use: float | None, others: float | None) -> str:
 def best_together(
     ranked: Sequence[tuple[int, ...]], count: int, closeness: Callable[[int, int], int]
 ) -> tuple[int, ...]:
-    """Return which ``count`` candidates (their numbers) together harm others least; ``ranked`` has the harm of each.
+    """Return the positions of the ``count`` candidates that together harm others least; ``ranked`` has the harm of each.
 
     The harm of a set is the sum of its candidates' harm, compared component by component. Among equal sets the one with
     the best connections wins (``closeness`` is higher for a better one: `host.nvml.NvmlReader.closeness`), then the first.
@@ -713,7 +732,7 @@ def best_together(
 
 
 def best_together_first(host: Host, ranked: Sequence[tuple[int, ...]], gpus: Sequence[int], count: int) -> list[int]:
-    """Return the numbers of all candidates, on GPUs of these indexes: first those that are `best_together`."""
+    """Return the positions of all candidates: first the ``count`` that are `best_together`. ``gpus`` are their indexes."""
 
     @functools.cache
     def closeness(first: int, second: int) -> int:

@@ -17,7 +17,7 @@ from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Reservation, reservations
-from gpushare.memory.room import Draw, back_bytes, keeps_place, read_lines, reserved_by, room_reserved
+from gpushare.memory.room import Draw, bytes_to_come_in, keeps_place, read_lines, reserved_by, room_reserved
 from gpushare.memory.swap import check_continues, check_host, come_in, guarded, leaving_record, swapped_out
 from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record, swaps
 from gpushare.plan import Loss, Plan, Step
@@ -249,7 +249,7 @@ class Mover:
         index_of = {}
         for wish in moves if lines else ():
             memory_bytes, reserved_bytes = wish.swap.memory_bytes, wish.swap.reserved_bytes
-            sizes = [back_bytes(self._host, line.device, memory_bytes, reserved_bytes) for line in lines]
+            sizes = [bytes_to_come_in(self._host, line.device, memory_bytes, reserved_bytes) for line in lines]
             for line, size in zip(lines, sizes, strict=True):
                 if keeps_place(self._host, line, wish.swap, size):
                     index_of[wish.job.pid] = line.device.gpu.index

@@ -19,7 +19,7 @@ from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Request
-from gpushare.memory.room import Draw, back_bytes, outlook, reserved_by, room_reserved
+from gpushare.memory.room import Draw, bytes_to_come_in, outlook, reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_continues,
     check_host,
@@ -246,7 +246,7 @@ def _wait_and_return(
 
 def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
     """Return what a dry run says of the room: whether there is some now, or what is in the way. ``wait``: the job would wait."""
-    need = back_bytes(host, device, swap.memory_bytes, swap.reserved_bytes)
+    need = bytes_to_come_in(host, device, swap.memory_bytes, swap.reserved_bytes)
     request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
     room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
     if room.starts_now:

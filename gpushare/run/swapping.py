@@ -35,7 +35,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.move import check_single_rank, move, possible_targets
-from gpushare.memory.room import back_bytes, client_limit
+from gpushare.memory.room import bytes_to_come_in, client_limit
 from gpushare.memory.swap import check_continues, come_in, go_out, guarded, leaving_record
 from gpushare.memory.swapped import (
     BACK,
@@ -708,7 +708,7 @@ class Swapping(Part):
             and job.id != self._own_id
             and self._device.uuid in job.keys
             and (job.memory_bytes or 0) <= total
-            and self._patience.lets_go_first(job)
+            and self._patience.waits_for(job)
         ]
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
@@ -737,7 +737,7 @@ class Swapping(Part):
     @property
     def _own_id(self) -> str | None:
         """Return the id of the job's place in the ledger; None: it has none."""
-        return None if self._place is None else self._place.claim.path.name
+        return None if self._place is None else self._place.id
 
     def _next_bytes(self) -> int | None:
         """Return how much memory the next job in turn needs that it does not hold in host memory yet; None: unknown."""
@@ -851,7 +851,7 @@ class Swapping(Part):
     def _request_of_return(self, swap: Swap) -> Request:
         """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""
         gpu = self._host.nvml.gpu(self._device.gpu.index)
-        size = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes, self._asked.memory_bytes)
+        size = bytes_to_come_in(self._host, Device(gpu=gpu), swap.memory_bytes, self._asked.memory_bytes)
         return replace(self._asked, memory_bytes=size, keys=(self._device.uuid,), client=False)
 
     def _try_to_take(self, place: Place) -> bool:

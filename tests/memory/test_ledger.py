@@ -283,7 +283,7 @@ def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, mon
         written.append(place.claim.path.read_text().count("\nfact back"))
     # It is written again each third time.
     assert written == [1, 2, 0, 1, 2, 0, 1]
-    assert [reservation.id for reservation in reservations(host) or []] == [place.claim.path.name]
+    assert [reservation.id for reservation in reservations(host) or []] == [place.id]
     monkeypatch.undo()
     assert take(host, place)
     assert len(files(host)) == 1
