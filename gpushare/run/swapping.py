@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Final, NamedTuple
 
@@ -125,7 +125,10 @@ class Sample(NamedTuple):
     # What jobs there have that came later, and so leave before this one.
     later_bytes: int = 0
     # The job's processes on the GPU or out of it, with the CPU time of their main threads so far.
-    main_cpu: Mapping[int, float | None] | None = None
+    main_cpu: Mapping[int, float | None] = {}
+    # The first waiting job that has room once all that take turns have left; and the first one if only this job leaves.
+    next_in_turn: Reservation | None = None
+    makes_room_for: Reservation | None = None
 
 
 @dataclass
@@ -159,7 +162,7 @@ class Idle(Policy):
         default="it works again, and waits for room on the GPU; its next CUDA call waits until it is back", kw_only=True
     )
     _still_since: float | None = None
-    # The last sample, and since when the CPU time is added up, with the sum.
+    # The last sample; and the window in which CPU time is added up: its start, and the sum so far.
     _before: Sample | None = None
     _window: tuple[float, float] | None = None
     # What its processes on the GPU use of a CPU while it is idle, sample by sample.
@@ -172,7 +175,7 @@ class Idle(Policy):
     _told: bool = False
 
     def leaves(self, sample: Sample) -> bool:
-        """Return whether it has been idle for long enough."""
+        """Return whether the job has been idle for long enough; to be asked of each sample while it is on the GPU."""
         earlier = self._before
         self._before = sample
         if self._out_since is not None:
@@ -190,44 +193,43 @@ class Idle(Policy):
 
         elapsed = max(1e-6, sample.now - earlier.now)
         is_observed = elapsed <= _MOST_BETWEEN_SECONDS
-        used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
-        most_used = max(_cpu_used(earlier.cpu, sample.cpu, sample), default=0.0)
-        is_busy = sample.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
-        # What would wake it is work here, too: it neither leaves nor comes back for nothing.
-        is_level_known = len(self._levels) >= _LEAST_LEVELS
-        would_wake = most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
-        if is_busy:
-            self._window = None
+        if sample.busy_percent > 0 or self._has_used_cpu(earlier, sample, elapsed):
+            self._window = self._still_since = None
             self._levels.clear()
-        elif is_observed:
-            self._levels.append(most_used / elapsed)
-        if is_busy or (is_level_known and is_observed and would_wake):
-            self._still_since = None
             return False
-
-        # The time that was not observed does not count as idle.
         if not is_observed:
+            # The time that was not observed does not count as idle.
             self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
-        elif self._still_since is None:
-            self._still_since = earlier.now
+        else:
+            most_used = _most_used(earlier.cpu, sample.cpu, sample.main_cpu)
+            is_level_known = len(self._levels) >= _LEAST_LEVELS
+            would_wake = most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
+            self._levels.append(most_used / elapsed)
+            if is_level_known and would_wake:
+                # What would bring it back is work here, too: else it would leave and come back for nothing.
+                self._still_since = None
+                return False
+            if self._still_since is None:
+                self._still_since = earlier.now
         return sample.now - self._still_since >= self._times * self.seconds
 
-    def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
-        """Return whether the job has used more of a CPU than an idle job, over some seconds up to now.
-
-        It has ``used`` this CPU time in the ``elapsed`` seconds after ``since``.
-        """
+    def _has_used_cpu(self, earlier: Sample, sample: Sample, elapsed: float) -> bool:
+        """Return whether all processes of the job together have used more of a CPU than an idle job's, over some seconds."""
+        used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._window = None
             return used > _IDLE_CPU_SHARE * elapsed
         window = min(_IDLE_WINDOW_SECONDS, max(elapsed, self.seconds))
-        start, used_before = self._window or (since, 0.0)
+        start, used_before = self._window or (earlier.now, 0.0)
         used += used_before
-        self._window = None if since + elapsed - start >= window else (start, used)
+        self._window = None if earlier.now + elapsed - start >= window else (start, used)
         return used > _IDLE_CPU_SHARE * window
 
     def returns(self, sample: Sample) -> bool:
-        """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
+        """Return whether the job has worked since it began to leave: its next call of CUDA waits until it is back.
+
+        To be asked of each sample while the job is out.
+        """
         earlier = self._before
         self._before = sample
         is_first_look = self._out_since is None
@@ -237,11 +239,10 @@ class Idle(Policy):
             return False
         # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
         if is_first_look or sample.now - self._out_since < _SETTLING_SECONDS:
-            used = _cpu_used(earlier.main_cpu or {}, sample.main_cpu or {}, sample)
+            most_used = _most_used(earlier.main_cpu, sample.main_cpu, sample.main_cpu)
         else:
-            used = _cpu_used(earlier.cpu, sample.cpu, sample)
+            most_used = _most_used(earlier.cpu, sample.cpu, sample.main_cpu)
         elapsed = sample.now - earlier.now
-        most_used = max(used, default=0.0)
         idle_level = self._idle_level()
         # Many requests that are too small to be seen one by one: what is above twice the mean of idle time adds up.
         mean_level = sum(self._levels) / max(1, len(self._levels))
@@ -250,21 +251,22 @@ class Idle(Policy):
         return most_used >= _WAKING_SECONDS + idle_level * elapsed or self._small >= _SMALL_TIMES * _WAKING_SECONDS
 
     def _idle_level(self) -> float:
-        """Return what a process on the GPU uses of a CPU while it is idle, rather more.
+        """Return the share of a CPU that a process on the GPU uses while it is idle: the 90th percentile, and a quarter more.
 
-        Rare peaks do not count: a cell that is as small would never wake it.
+        Not the highest level: work as small as a rare peak of it would never bring the job back.
         """
         levels = sorted(self._levels)
         return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
 
-def _cpu_used(before: Mapping[int, float | None], after: Mapping[int, float | None], sample: Sample) -> list[float]:
-    """Return the CPU time that each process on the GPU has used between two samples, where that is known."""
-    return [
-        max(0.0, later - earlier)
-        for pid in sample.main_cpu or {}
+def _most_used(before: Mapping[int, float | None], after: Mapping[int, float | None], pids: Iterable[int]) -> float:
+    """Return the CPU time that the busiest of these processes has used from ``before`` to ``after``; 0.0: none is known."""
+    used = (
+        later - earlier
+        for pid in pids
         if (later := after.get(pid)) is not None and (earlier := before.get(pid)) is not None
-    ]
+    )
+    return max(0.0, max(used, default=0.0))
 
 
 @dataclass
@@ -273,14 +275,15 @@ class Turns(Policy):
 
     seconds: float | None
     say: Callable[[str], None] = lambda _: None
-    _switches: list[float] = field(default_factory=list)
+    # The last two: a way out and a way back.
+    _switches: deque[float] = field(default_factory=lambda: deque(maxlen=2))
     _warned: bool = False
     _held_bytes: int = 0
 
     @property
     def switch_seconds(self) -> float | None:
         """Return how long leaving and coming back take together; None: not measured yet."""
-        return None if len(self._switches) < 2 else sum(self._switches[-2:])
+        return None if len(self._switches) < 2 else sum(self._switches)
 
     @property
     def turn_seconds(self) -> float:
@@ -305,7 +308,7 @@ class Turns(Policy):
 
     def switched(self, seconds: float) -> None:
         """Note a switch, and warn once of turns that are too short for it."""
-        self._switches = [*self._switches[-1:], seconds]
+        self._switches.append(seconds)
         if self._warned or self.seconds is None or self.switch_seconds is None:
             return
         text = short_turns(self.seconds, self.switch_seconds)
@@ -316,7 +319,7 @@ class Turns(Policy):
 
 @dataclass
 class IdleInTurns(Policy):
-    """Leaves after some time without work, and at the end of its turn; comes back as by what it left for."""
+    """Leaves after some time without work, and at the end of its turn; the policy by which it left brings it back."""
 
     idle: Idle
     turns: Turns
@@ -361,22 +364,24 @@ class ForProduction(Policy):
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
+    # Since when the job could come back.
     _free_since: float | None = None
     # Seconds, and the memory that others have left free: with what this job has on the GPU.
     _seen: list[tuple[float, int]] = field(default_factory=list)
 
     def leaves(self, sample: Sample) -> bool:
-        """Return whether production waits for what this job has, or is about to run out of memory."""
+        """Return whether production waits for what this job has, or would run out of memory before this job has left."""
         self._free_since = None
         # What this job takes or releases itself is no growth of production.
         self._note_free(sample, sample.free_bytes + sample.held_bytes)
         if sample.production_needs:
             return True
-        # Until this job has left, those that came later leave, and production may go on growing.
+        if not sample.others_stay:
+            # Jobs that all leave for production do not leave for each other.
+            return False
+        # Jobs that came later leave first (``later_bytes``), and production may go on growing meanwhile.
         lost_bytes = self._bytes_lost_per_second() * most_out_seconds(sample.held_bytes)
-        free_then = sample.free_bytes + sample.later_bytes - lost_bytes
-        # Jobs that all leave for production do not leave for each other.
-        return sample.others_stay and free_then < self.margin_bytes
+        return sample.free_bytes + sample.later_bytes - lost_bytes < self.margin_bytes
 
     def _note_free(self, sample: Sample, bytes_left_by_others: int) -> None:
         """Note what others leave free, for `_bytes_lost_per_second`."""
@@ -429,40 +434,39 @@ class Swapping(Part):
         policy: Policy,
         say: Callable[[str], None],
         *,
-        limits: UserLimits | None = None,
-        movable: bool = False,
+        limits: UserLimits,
+        movable: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
-        self._movable = movable
-        self._watch: Watch | None = None
-        # The job that waits and has room if this one goes; and the first one that has it if those that take turns leave.
-        self._makes_room_for: Reservation | None = None
-        self._next_in_turn: Reservation | None = None
-        self._limits = UserLimits() if limits is None else limits
-        self._clock = clock
-        self._place: Place | None = place
+        self._limits, self._movable, self._clock = limits, movable, clock
         memory.away = lambda: self.out
+        # What the job had asked for at its start, and its place now; None: it has given it up, or waits for none.
         self._asked = place.request
-        # Who was passed once sends it out no more.
+        self._place: Place | None = place
+        # Waiting jobs that were passed once send this job out no more.
         self._patience = Patience()
-        self._swap: Swap | None = None
-        # Somebody else has taken it out, so the policy does not bring it back.
-        self._by_hand = False
+        # Its program: the watch, and the first process.
+        self._watch: Watch | None = None
         self._pid = 0
+        # The record of the job while it is out or lost. ``_by_hand``: others took it out, so the policy brings it not back.
+        self._swap: Swap | None = None
+        self._by_hand = False
+        # When it left or came back the last time; when it left, how long it was out in all, and how often.
         self._since = clock()
+        self._left_at = self._out_seconds = 0.0
+        self.times_out = 0
         self._due = 0.0
         # After a failure: not before this time, and how long to wait after the next one.
         self._retry_at = 0.0
         self._retry_seconds = _AGAIN_SECONDS
-        # What was said last.
+        # What was said last; whether waiting production was told that the job stays.
         self._said: str | None = None
+        self._told_stays = False
         # Whether to set slices again: not once the driver did not answer, which would hold up the job each time.
         self._renews = True
+        # Since when production needs what this job has.
         self._needed_since: float | None = None
-        self._told_stays = False
-        self._left_at = self._out_seconds = 0.0
-        self.times_out = 0
 
     @property
     def out(self) -> bool:
@@ -477,11 +481,7 @@ class Swapping(Part):
     def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
         self._watch = watch
-        self.begin(watch.program_pid)
-
-    def begin(self, pid: int) -> None:
-        """Begin to watch the program with this PID."""
-        self._pid = pid
+        self._pid = watch.program_pid
         self._since = self._clock()
 
     def poll(self) -> bool:
@@ -504,7 +504,7 @@ class Swapping(Part):
         return False
 
     def _try_later(self, error: GpushareError) -> None:
-        """Try again later, and say why, once for each reason."""
+        """Let the policy try again later, and say why, once for each reason."""
         if error.code in _PASSING:
             return
         self._retry_at = self._clock() + self._retry_seconds
@@ -523,6 +523,7 @@ class Swapping(Part):
                 # The program itself has ended: that is said elsewhere.
                 self._swap = None
             elif self.out:
+                # Only the processes that were out have ended.
                 self._note_return("what was out has ended")
         elif swap.state == BACK:
             if swap.gpu_uuid != self._device.uuid:
@@ -568,7 +569,10 @@ class Swapping(Part):
         return Place(self._host, replace(self._asked, keys=(uuid,), client=False), self._patience)
 
     def _continue_on(self, uuid: str, reason: str, place: Place | None = None) -> None:
-        """Note that the job is on another GPU: its limit, its place and its watch are there from now on."""
+        """Note that the job is on another GPU: its limit, its place and its watch are there from now on.
+
+        ``place`` was taken there before the move; None: nobody has taken one.
+        """
         gpu = next((gpu for gpu in self._host.nvml.sweep() if gpu.uuid == uuid), None)
         if gpu is None:
             return
@@ -576,9 +580,9 @@ class Swapping(Part):
         if place is None:
             place = self._place_on(uuid)
             place.take(uuid)
-        # It holds both until its program is named in the new one.
         self._memory.moved(self._device)
         self._memory.reserve(place)
+        # Only now, when the program holds the new place.
         if self._place is not None:
             self._place.leave()
         self._note_on_gpu(place)
@@ -588,9 +592,8 @@ class Swapping(Part):
         self._say(f"on {self._device.title} now, {reason}")
 
     def _move_to_make_room(self, sample: Sample) -> bool:
-        """Go to another GPU if that makes room for a job that waits; return whether it did."""
-        waiting_job = self._makes_room_for
-        if waiting_job is None or not sample.held_bytes:
+        """Move the job to another GPU if that makes room for a job that waits; return whether it was moved."""
+        if not self._movable or sample.makes_room_for is None or not sample.held_bytes:
             return False
         target = self._move_target(sample)
         if target is None:
@@ -601,14 +604,14 @@ class Swapping(Part):
         swap = leaving_record(self._host, job, self._device.uuid, processes, self._asked.memory_bytes)
         place = Place(self._host, replace(self._request_of_return(swap), keys=(target.uuid,)), self._patience)
         try:
-            # It passes the line there: it gives up as much room here, to a job that waits.
+            # Past the line of that GPU, because the job gives up as much room here to a job that waits.
             place.take(target.uuid)
             with self._swapping():
                 moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job))
         except BaseException:
             place.leave()
             raise
-        self._continue_on(target.uuid, f"to make room for {waiting_job.title}", place)
+        self._continue_on(target.uuid, f"to make room for {sample.makes_room_for.title}", place)
         self._renew_slices(moved)
         return True
 
@@ -637,29 +640,29 @@ class Swapping(Part):
 
     def _act(self, sample: Sample) -> None:
         """Move the job, swap it out or bring it back, as the policy decides."""
-        if self._swap is None and self._movable and self._move_to_make_room(sample):
-            return
-        if self._swap is None:
-            if self._policy.leaves(sample):
-                try:
-                    self._check_room_for_both(sample)
-                    self._swap_out()
-                except GpushareError as error:
-                    if error.code not in _PASSING:
-                        self._tell_that_it_stays(sample)
-                    raise
-        elif self._place is not None or self._policy.returns(sample):
-            self._swap_in()
+        if self.out:
+            # With a place in the line it has decided to come back already.
+            if self._place is not None or self._policy.returns(sample):
+                self._swap_in()
+        elif not self._move_to_make_room(sample) and self._policy.leaves(sample):
+            try:
+                self._check_room_for_both(sample)
+                self._swap_out()
+            except GpushareError as error:
+                if error.code not in _PASSING:
+                    self._tell_that_it_stays(sample)
+                raise
 
     def _check_room_for_both(self, sample: Sample) -> None:
-        """Raise unless host memory has room for the copies of this job and of the next in turn.
+        """Raise unless host memory has room for the copies of this job and of the next one, if jobs take turns.
 
         Otherwise the next one could not leave, and this one never come back.
 
         Raises:
             InUse: it has not (code ``host_memory``).
         """
-        next_bytes = self._next_bytes() if isinstance(self._policy, (Turns, IdleInTurns)) else 0
+        takes_turns = isinstance(self._policy, (Turns, IdleInTurns))
+        next_bytes = self._bytes_to_copy(sample.next_in_turn) if takes_turns and sample.next_in_turn is not None else 0
         if not next_bytes:
             return
         need = host_bytes(sample.held_bytes + next_bytes)
@@ -713,10 +716,7 @@ class Swapping(Part):
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
         later_bytes = self._later_bytes(line)
-        self._makes_room_for = None
-        if self._movable:
-            self._makes_room_for = next((job for job in others if _has_room_if_gone(job, line, self._own_id)), None)
-        self._next_in_turn = next((job for job in others if _has_room_after_turns(job, line)), None)
+        next_in_turn = next((job for job in others if _has_room_after_turns(job, line)), None)
 
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         return Sample(
@@ -725,13 +725,15 @@ class Swapping(Part):
             busy_percent=None if None in sm_percents else sum(percent or 0 for percent in sm_percents),
             cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
-            others_wait=self._next_in_turn is not None,
+            others_wait=next_in_turn is not None,
             production_waits=bool(production),
             held_bytes=held_bytes,
             production_needs=self._is_needed(production, line, later_bytes),
             others_stay=_others_stay(self._host, gpu, line, family),
             later_bytes=later_bytes,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
+            next_in_turn=next_in_turn,
+            makes_room_for=next((job for job in others if _has_room_if_gone(job, line, self._own_id)), None),
         )
 
     @property
@@ -739,37 +741,39 @@ class Swapping(Part):
         """Return the id of the job's place in the ledger; None: it has none."""
         return None if self._place is None else self._place.id
 
-    def _next_bytes(self) -> int | None:
-        """Return how much memory the next job in turn needs that it does not hold in host memory yet; None: unknown."""
-        job = self._next_in_turn
+    def _bytes_to_copy(self, job: Reservation) -> int | None:
+        """Return how much host memory a waiting job will need besides what it has there already; None: unknown."""
         # Of other users' jobs it is not known whether they are in host memory already.
-        if job is None or job.claim.uid != self._host.uid:
+        if job.claim.uid != self._host.uid:
             return None
         pids_out = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
         is_out = any(job.claim.pid in self._host.processes.ancestry(pid) for pid in pids_out)
         return 0 if is_out else job.memory_bytes
 
     def _later_bytes(self, line: Line) -> int:
-        """Return how many bytes those jobs on the device hold that leave for production too, and came after this one."""
+        """Return how many bytes the jobs hold that leave before this one: jobs that leave for production and came later."""
         ids = [job.id for job in line.holders]
         if self._own_id not in ids:
             return 0
         later = line.held_by[ids.index(self._own_id) + 1 :]
-        return sum(size for job, size in later if self._makes_room(job))
+        return sum(size for job, size in later if self._leaves_for_production(job))
 
-    def _makes_room(self, job: Reservation) -> bool:
-        """Return whether a job leaves for this user's production: those of other users do for their own, and for root's."""
+    def _leaves_for_production(self, job: Reservation) -> bool:
+        """Return whether a job leaves for this user's production, as only this user's own jobs do."""
         return job.leaves and not job.stays and job.claim.uid == self._host.uid
 
     def _is_needed(self, production: Sequence[Reservation], line: Line, later_bytes: int) -> bool:
-        """Return whether waiting production has room only if this job leaves, after those that came later.
+        """Return whether this job has to leave so that the waiting ``production`` jobs have room.
 
-        ``later_bytes`` is what those hold. They leave first; if they do not for long, this job leaves too.
+        Jobs that came later leave first, and release ``later_bytes``. If that would be enough but they do not leave, this job
+        leaves too, after a while.
         """
         released = sum(
-            size for job, size in line.held_by if job.id == self._own_id or job.turns or self._makes_room(job)
+            size
+            for job, size in line.held_by
+            if job.id == self._own_id or job.turns or self._leaves_for_production(job)
         )
-        # A job for which that is not enough waits for jobs that stay: it is nothing to leave for.
+        # A production job that needs more than that waits for jobs that stay: this job does not leave for it.
         sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
         need = sum(size for size in sizes if size <= line.free_bytes + released)
         if need <= line.free_bytes:
@@ -779,10 +783,10 @@ class Swapping(Part):
             # Seen once: a place may just be changing hands.
             self._needed_since = self._clock()
             return False
-        # Those that came later may not be able to leave.
+        if need > line.free_bytes + later_bytes:
+            return True
         waited = self._clock() - self._needed_since
-        is_patient = waited < _PATIENCE_SECONDS + most_out_seconds(later_bytes)
-        return not is_patient or need > line.free_bytes + later_bytes
+        return waited >= _PATIENCE_SECONDS + most_out_seconds(later_bytes)
 
     def _swap_out(self) -> None:
         """Swap the job out, and give up its place in the ledger."""
@@ -808,17 +812,16 @@ class Swapping(Part):
 
     @contextlib.contextmanager
     def _swapping(self, seconds: float = 0.0) -> Iterator[None]:
-        """Hold the lock of swaps with a guard; the lock is waited for first, so that no guard is started in vain."""
+        """Hold the lock of swaps, with a guard. Raises InUse: another gpushare has the lock for these ``seconds``."""
+        # Tried first, so that no guard is started in vain.
         with locked(self._host, seconds=seconds):
             pass
         with guarded(self._host), locked(self._host, seconds=seconds):
             yield
 
     def _swap_in(self, seconds: float = 0.0) -> None:
-        """Bring the job back as soon as its reservation and the GPU have room for it."""
-        if self._swap is None:
-            return
-        swap = find_swap(self._host, self._swap.pid)
+        """Bring the job back if its reservation and the GPU have room for it; else it waits in the line for the next try."""
+        swap = None if self._swap is None else find_swap(self._host, self._swap.pid)
         if swap is None or swap.state not in {OUT, RETURNING}:
             return
         swap = own_record(self._host, swap)
@@ -844,7 +847,7 @@ class Swapping(Part):
         self._renew_slices(back)
 
     def _renew_slices(self, swap: Swap) -> None:
-        """Set the slices again that gpushare had set for the processes of a job that is back."""
+        """Set the time-slices again that the processes of a job had before the job went out."""
         if self._renews:
             self._renews = renew_slices(self._host, swap.identities(self._host), self._say)
 
@@ -895,7 +898,7 @@ class Swapping(Part):
 
 
 def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:
-    """Return whether a waiting job of one GPU has room on a device if the job with this id leaves it, and only then."""
+    """Return whether a waiting job of one GPU gets room on a device if the job with this id leaves it, and only then."""
     if job.count > 1 or own_id is None:
         return False
     released = sum(size for holder, size in line.held_by if holder.id == own_id)

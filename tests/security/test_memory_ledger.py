@@ -13,6 +13,7 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB
 from gpushare.host.claims import all_claims
 from gpushare.memory import ledger
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import PREFIX, Place, Request, line_of, reservations
 from gpushare.sim import admin
 from tests.cli.drive import ROOT, World
@@ -180,7 +181,16 @@ def test_what_others_call_production_pushes_nobody_out(world: World, mallory: St
     here = device(world)
     place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(here.uuid,), client=False, turns=True))
     place.take(here.uuid)
-    watch = Swapping(world.host, here, JobMemory(world.host, here), place, ForProduction(), lambda _: None)
+    watch = Swapping(
+        world.host,
+        here,
+        JobMemory(world.host, here),
+        place,
+        ForProduction(),
+        lambda _: None,
+        limits=UserLimits(),
+        movable=False,
+    )
     with mallory.keeps(lambda: claim(world, text, "role production")):
         look = watch._read_sample(0.0)
         assert look.others_wait

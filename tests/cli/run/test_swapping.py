@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from gpushare.base.units import GIB, parse_memory_limit
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.swapped import BACK, OUT, Swap, locked, swaps
@@ -248,9 +250,18 @@ def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) ->
     (device,) = select("0", world.host.nvml.sweep())
     messages: list[str] = []
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
-    watch = Swapping(world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append)
+    watch = Swapping(
+        world.host,
+        device,
+        JobMemory(world.host, device),
+        place,
+        Idle(1.0),
+        messages.append,
+        limits=UserLimits(),
+        movable=False,
+    )
     process = subprocess.Popen(["sleep", "60"])
-    watch.begin(process.pid)
+    watch.started(SimpleNamespace(program_pid=process.pid))  # type: ignore[arg-type]
     watch._swap = Swap(
         pid=process.pid, started=1, name=None, uid=0, gpu_uuid=device.uuid, state=OUT, since=0.0, images=()
     )  # fmt: skip
@@ -294,9 +305,17 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
     at = [0.0]
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
     watch = Swapping(
-        world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append, clock=lambda: at[0]
+        world.host,
+        device,
+        JobMemory(world.host, device),
+        place,
+        Idle(1.0),
+        messages.append,
+        limits=UserLimits(),
+        movable=False,
+        clock=lambda: at[0],
     )
-    watch.begin(sleeper)
+    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
     for _ in range(40):
         at[0] += 0.5
         assert not watch.poll()
@@ -316,9 +335,17 @@ def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -
     at = [0.0]
     place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
     watch = Swapping(
-        world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append, clock=lambda: at[0]
+        world.host,
+        device,
+        JobMemory(world.host, device),
+        place,
+        Idle(1.0),
+        messages.append,
+        limits=UserLimits(),
+        movable=False,
+        clock=lambda: at[0],
     )
-    watch.begin(sleeper)
+    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
     world.fault("lost")
     for _ in range(6):
         at[0] += 0.5
@@ -337,12 +364,22 @@ def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) ->
     at = [0.0]
     place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
     memory = JobMemory(world.host, device, limit_bytes=8 * GIB)
-    watch = Swapping(world.host, device, memory, place, Idle(1.0), lambda _: None, clock=lambda: at[0])
+    watch = Swapping(
+        world.host,
+        device,
+        memory,
+        place,
+        Idle(1.0),
+        lambda _: None,
+        limits=UserLimits(),
+        movable=False,
+        clock=lambda: at[0],
+    )
     process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
     _, first, second = world.host.processes.descendants(process.pid)
     memory.begin(process.pid)
-    watch.begin(process.pid)
+    watch.started(SimpleNamespace(program_pid=process.pid))  # type: ignore[arg-type]
     on_gpu(world, first, 4 * GIB)
     for _ in range(6):
         at[0] += 0.5
@@ -372,9 +409,17 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     messages: list[str] = []
     at = [0.0]
     watch = Swapping(
-        world.host, device, JobMemory(world.host, device), place, ForProduction(), messages.append, clock=lambda: at[0]
+        world.host,
+        device,
+        JobMemory(world.host, device),
+        place,
+        ForProduction(),
+        messages.append,
+        limits=UserLimits(),
+        movable=False,
+        clock=lambda: at[0],
     )
-    watch.begin(sleeper)
+    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
 
     def looks() -> None:
         for _ in range(4):
