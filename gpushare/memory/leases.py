@@ -44,9 +44,9 @@ _UNREADABLE_SECONDS: Final = 60.0
 
 
 class _LeaseFile(NamedTuple):
-    """A lease that counts, in the order in which they do; times are in seconds since boot.
+    """The file of a lease; sorted, the one that counts comes first. Times are in seconds since boot.
 
-    ``created`` is by the file's ctime, which its owner cannot set, and not before it begins. A clock that is set back
+    ``created`` is by the file's ctime, which its owner cannot set, and not before the lease begins. A clock that is set back
     makes a file look younger.
     """
 
@@ -61,7 +61,7 @@ class _LeaseFile(NamedTuple):
 
 
 def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
-    """Return the leases in force by the UUID of their GPU: of several on a GPU the first."""
+    """Return the lease in force of each GPU that has one, by UUID."""
     first: dict[str, GpuLease] = {}
     now = uptime()
     for file in _lease_files(host, limits):
@@ -90,7 +90,7 @@ def reserved_words(lease: GpuLease) -> str:
 
 
 def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) -> None:
-    """Reserve a GPU for this user; an earlier lease of the user on it is replaced, and its beginning kept.
+    """Reserve a GPU for this user. An earlier lease of the user on it is replaced; if it was in force, its beginning stays.
 
     Raises:
         InUse: another user was first.
@@ -131,7 +131,7 @@ def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
 
 
 def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
-    """Return the leases that are written, earliest first, also those that a limit has cut short: a longer one revives them."""
+    """Return the files of all leases, earliest first; also those past the time that root allows, as root may allow more."""
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
@@ -177,15 +177,14 @@ def _read_lease_files(host: Host, directory: Path, names: list[str], limits: Use
 def _parse_lease(
     path: Path, text: bytes, status: os.stat_result, limits: UserLimits, *, since_boot: float
 ) -> _LeaseFile | None:
-    """Return the lease in a file that was created ``since_boot`` seconds after boot; None: its text is no lease.
-
-    A lease of an earlier boot is over.
-    """
+    """Return the lease in a file that was created ``since_boot`` seconds after boot; None: its text is no lease."""
     match = _TEXT.fullmatch(text)
     if match is None:
         return None
     since = float(match["since"])
-    written_until = float(match["until"]) if match["boot"].decode() == boot_id() else 0.0
+    is_of_this_boot = match["boot"].decode() == boot_id()
+    # A lease of an earlier boot is over.
+    written_until = float(match["until"]) if is_of_this_boot else 0.0
     until = written_until
     if status.st_uid != 0:
         until = min(until, since + limits.longest_lease_seconds)

@@ -124,27 +124,27 @@ class JobMemory(Part):
         self.asked_to_end = False
         self._watch: Watch | None = None
         # The program's first process; 0: it has not started.
-        self._root, self._began = 0, self._clock()
+        self._program_pid, self._began = 0, self._clock()
         self.mark = mark or os.urandom(8).hex()
-        # The PIDs of the job with their starts; those on the GPU that are not the job's; those that this watch has stopped.
+        # The PIDs of the job that were on the GPU, with their starts; other PIDs there; those that this part has stopped.
         self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
         self._stopped: dict[int, int] = {}
         # Whether it was said that the job is above its limit, and that it was continued there.
         self._told = self._told_again = False
-        # Why the sum is not known, since when, and whether that was said.
+        # Why the sum is not known (None: it is known), when it was known last, and whether that was said.
         self._unknown: str | None = None
-        self._unknown_since, self._told_unknown = 0.0, False
+        self._known_at, self._told_unknown = 0.0, False
         # When it was last seen on the device, and whether it was said that its reservation has lapsed.
         self._used_at, self._told_lapsed = self._began, False
         self._looked_at = self._began
         self._due = self._touch_due = 0.0
-        # Whether the job is swapped out: processes that it starts meanwhile count.
+        # Whether the job is swapped out: then only processes that it starts meanwhile count.
         self.away: Callable[[], bool] = lambda: False
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """Return what the environment of the program has besides: processes that leave its tree are known by it."""
+        """Return the mark: the job's processes inherit it, and are recognized by it outside the program's tree."""
         return {MARK: self.mark}
 
     @property
@@ -159,7 +159,7 @@ class JobMemory(Part):
 
     def begin(self, pid: int) -> None:
         """Begin to watch the program with this PID."""
-        self._root, self._began = pid, self._clock()
+        self._program_pid, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
         self._hold_place()
 
@@ -171,14 +171,14 @@ class JobMemory(Part):
             with contextlib.suppress(GpushareError):
                 self.place.tell_limit(self.limit_bytes, self._action)
         with contextlib.suppress(GpushareError):
-            self.place.add(self._root)
+            self.place.add(self._program_pid)
 
     def moved(self, device: Device) -> None:
         """Count on another device from now on: the job has moved there."""
         self._device = device
 
     def reserve(self, place: Place) -> None:
-        """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""
+        """Hold this place in the ledger from now on, which was taken for this job, and leave the one before."""
         earlier, self.place = self.place, place
         self._hold_place()
         if earlier is not None:
@@ -187,15 +187,13 @@ class JobMemory(Part):
     def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
         now = self._clock()
-        if self.away() and not self._processes():
-            self._due = now + LOOK_SECONDS
+        processes = self._processes()
+        self._due = now + LOOK_SECONDS
+        if self.away() and not processes:
             return False
-        spacing = LOOK_SECONDS
         if self.limit_bytes is None:
             # Only the peak is of interest, and in a long job a look for it may be later.
-            spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
-        self._due = now + spacing
-        processes = self._processes()
+            self._due = now + min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._tell_unknown(processes, now)
         if processes is None:
             return False
@@ -214,7 +212,7 @@ class JobMemory(Part):
         return False
 
     def _keep_reservation(self, *, used: bool, now: float) -> None:
-        """Say in the ledger that the job uses its reservation, or once to the user that it has lapsed unused."""
+        """Say in the ledger from time to time that the job uses its reservation; say once to the user that it has lapsed."""
         self._tell_lapsed(used=used, now=now)
         self._looked_at = now
         if self.place is not None and used and now >= self._touch_due:
@@ -223,8 +221,9 @@ class JobMemory(Part):
 
     def _tell_lapsed(self, *, used: bool, now: float) -> None:
         """Say once that an unused reservation has lapsed."""
-        if used or now - self._looked_at > _PAUSE_SECONDS:
-            # It uses its reservation, or this was not polled: the job was swapped out, or gpushare was stopped.
+        was_not_polled = now - self._looked_at > _PAUSE_SECONDS
+        if used or was_not_polled:
+            # Not polled: the job was swapped out, or gpushare was stopped. The time unused begins again.
             self._used_at, self._told_lapsed = now, False
         elif (
             self.place is not None
@@ -238,7 +237,10 @@ class JobMemory(Part):
             )
 
     def _tell_unknown(self, processes: list[GpuProcess] | None, now: float) -> None:
-        """Say once that what the job holds is not known, and when it is known again."""
+        """Say once that the limit cannot be checked because what the job holds is not known, and when it can be again.
+
+        ``processes`` None: `_processes` has noted why (``_unknown``).
+        """
         if self.limit_bytes is None:
             return
         limit = format_bytes(self.limit_bytes)
@@ -250,20 +252,14 @@ class JobMemory(Part):
                 self._say(f"its limit of {limit} is checked again")
             self._unknown, self._told_unknown = None, False
         if self._unknown is None:
-            self._unknown_since = now
-        elif not self._told_unknown and now - self._unknown_since >= _UNKNOWN_SECONDS:
+            self._known_at = now
+        elif not self._told_unknown and now - self._known_at >= _UNKNOWN_SECONDS:
             self._told_unknown = True
             self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
 
     def _act_above_limit(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
-        """End, stop or warn of a job above its limit; return whether it is to be ended."""
-        largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
-        has, allowed = format_apart(held, limit)
-        text = f"the job holds {has}, over its limit of {allowed}"
-        if len(processes) > 1:
-            text += f" ({len(processes)} processes; process {largest.pid} has {format_bytes(largest.memory_used_bytes or 0)})"
-        else:
-            text += f" (process {largest.pid})"
+        """Stop a job above its limit, or warn of it, as ``--over`` says; return whether it is to be ended."""
+        text = _over_text(processes, held, limit)
         if self._action == "end":
             self.over, self._over_bytes = text, held
             if self._watch is not None:
@@ -275,8 +271,9 @@ class JobMemory(Part):
             return True
         if not self._told:
             self._told = True
-            ending = "" if self._action == "warn" else "; stopped (SIGSTOP): it cannot grow, and keeps what it has"
-            self._say(text + ending)
+            if self._action == "pause":
+                text += "; stopped (SIGSTOP): it cannot grow, and keeps what it has"
+            self._say(text)
             if self._action == "pause":
                 self._stop()
         elif self._action == "pause" and self._was_continued():
@@ -293,7 +290,7 @@ class JobMemory(Part):
 
     def _stop(self) -> None:
         """Stop all processes of the job with SIGSTOP, and note which they are."""
-        below = starts_of(self._host.processes, self._host.processes.descendants(self._root))
+        below = starts_of(self._host.processes, self._host.processes.descendants(self._program_pid))
         for pid, started in {**self._strays(), **below}.items():
             with contextlib.suppress(NoPermission):
                 if signal_if_same(self._host.processes, pid, started, signal.SIGSTOP):
@@ -302,7 +299,7 @@ class JobMemory(Part):
     def _strays(self) -> dict[int, int]:
         """Return the processes that were on the device and have left the job's tree, with their starts."""
         alive = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
-        below = set(self._host.processes.descendants(self._root)) if alive else set()
+        below = set(self._host.processes.descendants(self._program_pid)) if alive else set()
         return {pid: at for pid, at in alive.items() if pid not in below}
 
     def asked(self) -> None:
@@ -310,22 +307,22 @@ class JobMemory(Part):
         self.asked_to_end = True
 
     def grows(self) -> bool:
-        """Return whether the job has grown since it was found above its limit: then it has no more time to end."""
+        """Return whether the job has grown since it was found above its limit and ended: then it gets no more time to end."""
         if self.over is None:
             return False
         held = sum(process.memory_used_bytes or 0 for process in self._processes() or ())
         return held > self._over_bytes + _ENDING_BYTES
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue: it is about to end, and a stopped process handles no signal.
+        """Let the program continue, which is about to end: a stopped process handles no signal.
 
-        Return the processes that are to be ended with it though they are not below it: only if the job is over its limit.
+        Return the processes to end with it that have left its tree, if the job ends because it is over its limit.
         """
         self._continue()
         return {} if self.over is None else self._strays()
 
     def _continue(self) -> None:
-        """Let the processes that this watch has stopped continue."""
+        """Let the processes that this part has stopped continue."""
         stopped, self._stopped = self._stopped, {}
         signal_all(self._host.processes, stopped, signal.SIGCONT)
 
@@ -336,9 +333,9 @@ class JobMemory(Part):
             self.place.leave()
 
     def _tell_left(self) -> None:
-        """Report the processes that an ended job has left: their memory is no longer limited."""
-        limited, self._limited = self._limited, False
-        if not limited or self._root == 0:
+        """Say once, if the job had a limit, which of its processes still run: their memory is no longer limited."""
+        was_limited, self._limited = self._limited, False
+        if not was_limited or self._program_pid == 0:
             return
         # Processes that hold nothing yet count, too.
         marked = starts_of(self._host.processes, self._host.processes.started_with(MARK, self.mark))
@@ -355,18 +352,14 @@ class JobMemory(Part):
         self._say(f"{text}: {whose} memory is no longer limited; see: gpushare status")
 
     def raise_end(self) -> None:
-        """Raise if the job was ended for its memory.
-
-        Raises:
-            OperationFailed: it was (code ``memory_limit``).
-        """
+        """Raise OperationFailed if this part has ended the job, for its memory (code ``memory_limit``)."""
         if self.over is not None:
             raise OperationFailed(
                 f"{self.over}: ended", "give it more with --memory; or only warn: --over warn", code="memory_limit"
             )
 
     def _processes(self) -> list[GpuProcess] | None:
-        """Return the job's processes on the device; None: unknown."""
+        """Return the job's processes on the device; None: unknown, for the reason in ``_unknown``."""
         if self._host.processes.namespace_is_host() is False:
             self._unknown = "this PID namespace is not the host's"
             return None
@@ -393,9 +386,21 @@ class JobMemory(Part):
             return True
         if pid in self._strangers:
             return False
-        below = any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid))
+        ancestry = self._host.processes.ancestry(pid)
+        below = any(above == self._program_pid or above in self._family for above in ancestry)
         if below or (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
             self._family.update(starts_of(self._host.processes, [pid]))
             return True
         self._strangers.add(pid)
         return False
+
+
+def _over_text(processes: Sequence[GpuProcess], held: int, limit: int) -> str:
+    """Return in words by how much a job is above its limit, and which of its processes holds most."""
+    largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
+    has, allowed = format_apart(held, limit)
+    text = f"the job holds {has}, over its limit of {allowed}"
+    if len(processes) == 1:
+        return f"{text} (process {largest.pid})"
+    size = format_bytes(largest.memory_used_bytes or 0)
+    return f"{text} ({len(processes)} processes; process {largest.pid} has {size})"

@@ -117,16 +117,14 @@ def _merge_profiles(before: Profile, new: Profile) -> Profile:
     """Return what is known after another run: the larger peak, whether it needs more, the newest use."""
     peak_before = before.memory_bytes or 0
     peak = new.memory_bytes or 0
-    if new.short and peak < peak_before:
-        # It ran out of memory below a peak that it has reached before: other jobs had taken the rest.
-        short = before.short
-    elif new.memory_bytes is None and not new.short:
-        # Only its use was measured.
-        short = before.short
-    else:
-        short = new.short
-    use = before.use_percent if new.use_percent is None else new.use_percent
-    return Profile(memory_bytes=max(peak_before, peak) or None, short=short, use_percent=use)
+    only_use_was_measured = new.memory_bytes is None and not new.short
+    # Short of a peak that it has reached before: other jobs had taken the rest.
+    was_crowded_out = new.short and peak < peak_before
+    return Profile(
+        memory_bytes=max(peak_before, peak) or None,
+        short=before.short if only_use_was_measured or was_crowded_out else new.short,
+        use_percent=before.use_percent if new.use_percent is None else new.use_percent,
+    )
 
 
 def _drop_oldest_files(directory: Path) -> None:
