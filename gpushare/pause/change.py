@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -21,7 +21,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed_channels
-from gpushare.host.store import Job
+from gpushare.host.store import Job, JobProcess
 from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
 from gpushare.pause.record import (
@@ -46,20 +46,20 @@ _ROUNDS: Final = 3
 class JobPause:
     """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
 
-    ``on_gpu`` returns the PIDs of its processes on GPUs, each with whether it is under MPS; ``losses`` returns what other users
-    would lose if these PIDs were paused. ``seconds`` is the time after which the guard resumes the job; None: it does not.
+    ``read_processes`` returns its processes on GPUs as they are now; ``losses`` returns what other users would lose if these
+    PIDs were paused. ``seconds`` is the time after which the guard resumes the job; None: it does not.
     """
 
     def __init__(
         self,
         host: Host,
         job: Job,
-        on_gpu: Callable[[], Mapping[int, bool]],
+        read_processes: Callable[[], Sequence[JobProcess]],
         seconds: float | None,
         losses: Callable[[Iterable[int]], Sequence[Loss]] = lambda _: (),
     ) -> None:
         self._host, self._pid, self._seconds = host, job.pid, seconds
-        self._on_gpu, self._losses = on_gpu, losses
+        self._read_processes, self._losses = read_processes, losses
         self.job = PausedJob(
             pid=job.pid,
             started=job.started,
@@ -72,8 +72,10 @@ class JobPause:
         )
         self._control: ChannelControl | None = None
         self._guard: Guard | None = None
+        # The channels that are off, or may be.
         self._off: list[Channels] = []
-        self._older: PausedJob | None = None
+        # The record of an earlier pause that ours replaces.
+        self._earlier: PausedJob | None = None
         # Seconds spent in the driver, and whether the job was paused already.
         self.seconds = 0.0
         self.already = False
@@ -106,9 +108,10 @@ class JobPause:
         if begin and self._guard is None:
             self._guard = self._start_guard()
         self.control.start()
-        on_gpu = self._on_gpu()
-        _refuse_mps(self._host, self.job, on_gpu)
-        self._add_new_processes(on_gpu)
+        processes = self._read_processes()
+        _refuse_mps(self._host, self.job, processes)
+        pids = [process.pid for process in processes]
+        self._add_new_processes(pids)
         duration = "" if self._seconds is None else f" for {self._seconds:g} s"
         steps = (
             Step(
@@ -129,20 +132,19 @@ class JobPause:
             title=f"pause {self.job.title}",
             steps=steps,
             undo=f"gpushare resume {self.job.selector}",
-            consent=tuple(self._losses(on_gpu)),
+            consent=tuple(self._losses(pids)),
         )
 
     def _pause_in_force(self) -> PausedJob | None:
         """Return the job's record if it is already paused and its guard lives; then there is nothing to do.
 
-        The keeper of a record is None for the caller's own, 0 for root's, else another user.
-
         Raises:
             GpushareError: root has paused it, or the `gpushare run` that started it.
         """
         for job in paused_jobs(self._host):
-            # Another user's record does not count: only root gets here with it, and takes the pause over.
-            if self._pid not in job.pids or job.keeper_uid:
+            is_of_another_user = job.keeper_uid not in {None, 0}
+            # Only root reads records of other users, and takes such a pause over.
+            if self._pid not in job.pids or is_of_another_user:
                 continue
             if job.keeper_uid == 0:
                 raise paused_by_root_error(job)
@@ -192,11 +194,11 @@ class JobPause:
             self._guard = self._start_guard()
         # A gpushare that died in a pause may have left a record, and channels that are off. Our record replaces it, so it
         # names these channels too.
-        older = PAUSES.read(self.job.path)
-        if older is not None and older.lives(self._host):
-            self._older = older
+        earlier = PAUSES.read(self.job.path)
+        if earlier is not None and earlier.lives(self._host):
+            self._earlier = earlier
             scanned_pids = {process.pid for process in self.job.channels}
-            still_off = tuple(process for process in older.living(self._host) if process.pid not in scanned_pids)
+            still_off = tuple(process for process in earlier.living(self._host) if process.pid not in scanned_pids)
             self.job = replace(self.job, channels=(*self.job.channels, *still_off))
         self.job = replace(self.job, keeper=self._host.processes.identity(self._guard.pid))
         write(self.job)
@@ -205,15 +207,15 @@ class JobPause:
     def _drop_record(self) -> None:
         """Undo `_write_record`: put the record of an earlier pause back, or remove ours.
 
-        Ours stays while something is off that could not be put back: a later ``gpushare resume`` reads it. It also names what the
+        Our record stays if something could not be put back: a later ``gpushare resume`` reads it. It also names what the
         earlier pause took off.
         """
         if self._guard is not None:
             self._guard.leave()
         if self._off:
             return
-        if self._older is not None:
-            write(self._older)
+        if self._earlier is not None:
+            write(self._earlier)
         else:
             PAUSES.forget(self.job.path)
 
@@ -237,13 +239,10 @@ class JobPause:
             # Ctrl-C waits: an abandoned call could take channels off after the roll-back.
             with held_back():
                 self.seconds += self.control.disable(channels)
-        except TimedOut:
-            raise
         except GpushareError as error:
-            if error.code == "half_done":
-                raise
-            # All of its channels are on.
-            self._off.remove(channels)
+            may_be_off = isinstance(error, TimedOut) or error.code == "half_done"
+            if not may_be_off:
+                self._off.remove(channels)
             if not isinstance(error, NotFound):
                 raise
             if error.code == "stale_channels":
@@ -274,7 +273,7 @@ class JobPause:
     def _pause_rest(self) -> None:
         """Pause what the job has started meanwhile, and hand the pause over to the guard."""
         for _ in range(_ROUNDS):
-            new = self._add_new_processes(self._on_gpu())
+            new = self._add_new_processes(process.pid for process in self._read_processes())
             if not new:
                 break
             write(self.job)
@@ -311,15 +310,15 @@ def paused_by_run_error(job: PausedJob) -> InUse:
     )
 
 
-def _refuse_mps(host: Host, job: PausedJob, on_gpu: Mapping[int, bool]) -> None:
-    """Raise NotSupported for clients and servers of MPS."""
-    for pid, client in on_gpu.items():
-        info = host.processes.describe(pid)
-        if client:
-            raise _under_mps_error(job, pid)
+def _refuse_mps(host: Host, job: PausedJob, processes: Iterable[JobProcess]) -> None:
+    """Raise NotSupported if a process of a job is a client of MPS, or belongs to MPS itself."""
+    for process in processes:
+        if process.under_mps:
+            raise _under_mps_error(job, process.pid)
+        info = host.processes.describe(process.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             raise NotSupported(
-                f"process {pid} is an MPS server: a pause would stop all of its clients",
+                f"process {process.pid} is an MPS server: a pause would stop all of its clients",
                 "see its clients: gpushare mps status",
                 code="under_mps",
             )
@@ -334,17 +333,16 @@ def enable(control: ChannelControl, channels: Channels) -> float:
     try:
         return control.enable(channels)
     except NotFound as error:
-        if error.code != "stale_channels":
-            return 0.0
-    try:
-        # It has replaced them all, by exec for example. Without a probe, `find` writes nothing: no slice changes here.
-        return control.enable(control.find(channels.pid, channels.started, probe=False))
-    except NotFound:
-        return 0.0
+        has_other_channels_now = error.code == "stale_channels"
+    with contextlib.suppress(NotFound):
+        if has_other_channels_now:
+            # As after an exec. Without a probe, `find` writes nothing: no slice changes here.
+            return control.enable(control.find(channels.pid, channels.started, probe=False))
+    return 0.0
 
 
 def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
-    """Return the channels of a process as (client, group, channel): two sets differ if it has made or closed channels."""
+    """Return the channels of a process by client, group and number, to see which of them it has made or closed since."""
     return frozenset((group.client, group.handle, channel) for group in channels.compute for channel in group.channels)
 
 
@@ -368,7 +366,7 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> fl
 
 
 def pause_command(host: Host, job: PausedJob) -> str:
-    """Return the command that pauses a job again; with -y where it asks, as root is asked for what belongs to others."""
+    """Return the command that pauses a job again, with -y if it would ask root because something belongs to others."""
     processes = (host.processes.describe(pid) for pid in job.pids)
     of_others = job.uid != host.uid or any(info is not None and info.uid != host.uid for info in processes)
     return f"gpushare pause {job.selector}{' -y' if of_others else ''}"
@@ -448,20 +446,21 @@ def find_paused(host: Host, text: str) -> PausedJob:
         InUse: a `gpushare run` pauses it (``paused_by_run_error``).
     """
     named = [job for job in paused_jobs(host) if _is_named(job, text)]
-    ours = [job for job in named if job.ours]
+    by_root = next((job for job in named if job.keeper_uid == 0), None)
+    if by_root is not None:
+        raise paused_by_root_error(by_root)
+    own = next((job for job in named if job.ours), None)
+    if own is not None:
+        if own.resumed_by_run(host):
+            raise paused_by_run_error(own)
+        return own
     for job in named:
-        if job.keeper_uid == 0:
-            raise paused_by_root_error(job)
-        if job.keeper_uid is not None and not ours:
+        if job.keeper_uid is not None:
             raise _paused_by_user_error(job, job.keeper_uid)
-    if not ours:
-        unread = _job_with_unread_record(host, text)
-        if unread is None:
-            raise _not_paused_error(host, text)
-        return unread
-    if ours[0].resumed_by_run(host):
-        raise paused_by_run_error(ours[0])
-    return ours[0]
+    unread = _job_with_unread_record(host, text)
+    if unread is None:
+        raise _not_paused_error(host, text)
+    return unread
 
 
 def _job_with_unread_record(host: Host, text: str) -> PausedJob | None:
@@ -536,7 +535,7 @@ def _is_named(job: PausedJob, text: str) -> bool:
 
 @contextlib.contextmanager
 def changing(host: Host) -> Iterator[Sequence[str]]:
-    """Hold the lock of this user's records, after those of ended jobs are removed. Yields the notes for the user: none."""
+    """Hold the lock of this user's records, and remove those of ended jobs first. Yields the notes to print: none."""
     with PAUSES.locked(host):
         PAUSES.sweep(host)
         yield ()

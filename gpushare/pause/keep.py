@@ -49,8 +49,8 @@ class Keeper:
         self._deadline: float | None = None
         # When to scan a process again in which no channels were seen, by PID (monotonic seconds).
         self._scan_due: dict[int, float] = {}
-        # Channels that are recorded and not disabled yet, by PID.
-        self._missed: dict[int, Channels] = {}
+        # Channels that are recorded and could not be disabled yet, by PID.
+        self._not_off_yet: dict[int, Channels] = {}
 
     def keep(self) -> None:
         """Look at the record and the job until the pause is over."""
@@ -91,7 +91,7 @@ class Keeper:
         return job if mine else None
 
     def _try_resume(self) -> bool:
-        """Resume the job, unless it was resumed already; return whether it is resumed."""
+        """Resume the job and remove its record, unless that was done already; return whether it is done."""
         try:
             with PAUSES.locked(self._host):
                 # A resume that holds the lock may have removed it.
@@ -107,17 +107,17 @@ class Keeper:
         return True
 
     def _pause_new(self, job: PausedJob) -> None:
-        """Pause channels and processes that the job has created since the last look."""
+        """Pause channels and processes that the job has created since the last look, and those that could not be paused."""
         living = {process.pid: process for process in job.living(self._host)}
-        # Those that an earlier look recorded and could not disable. Such a one may have grown since: a record has it once.
-        to_pause = {pid: process for pid, process in self._missed.items() if pid in living}
+        to_pause = {pid: process for pid, process in self._not_off_yet.items() if pid in living}
         for pid, process in living.items():
-            grown = self._with_new_channels(process)
-            if grown is not None:
-                to_pause[pid] = grown
+            with contextlib.suppress(NotFound):
+                present = self._control.find_again(process)
+                if channel_names(present) - channel_names(process):
+                    to_pause[pid] = present
         to_pause |= {process.pid: process for process in self._new_processes(job.pid, living)}
         if to_pause:
-            self._record_and_disable(list(to_pause.values()))
+            self._record_and_disable(to_pause)
 
     def _new_processes(self, first_pid: int, recorded: Container[int]) -> Iterator[Channels]:
         """Yield the channels of descendants of the job's first process that have some and are not recorded."""
@@ -131,24 +131,15 @@ class Keeper:
                     if not channels.under_mps:
                         yield channels
 
-    def _with_new_channels(self, channels: Channels) -> Channels | None:
-        """Return the channels that a process has now if some of them are not recorded; None: none, or it has ended."""
-        try:
-            present = self._control.find_again(channels)
-        except NotFound:
-            return None
-        return present if channel_names(present) - channel_names(channels) else None
-
-    def _record_and_disable(self, to_pause: list[Channels]) -> None:
-        """Write channels into the record, in place of what it has of their processes, and take them off the GPU."""
+    def _record_and_disable(self, to_pause: dict[int, Channels]) -> None:
+        """Write the channels of these processes, by PID, into the record, and take them off the GPU."""
         with PAUSES.locked(self._host):
             job = self._own_record()
             if job is None or job.state == RESUMING:
                 return
-            pids = {process.pid for process in to_pause}
-            of_others = tuple(process for process in job.channels if process.pid not in pids)
-            write(replace(job, channels=(*of_others, *to_pause)))
-            self._missed = {process.pid: process for process in to_pause}
-            for pid, process in list(self._missed.items()):
+            of_others = tuple(process for process in job.channels if process.pid not in to_pause)
+            write(replace(job, channels=(*of_others, *to_pause.values())))
+            self._not_off_yet = dict(to_pause)
+            for pid, process in to_pause.items():
                 self._control.disable(process)
-                del self._missed[pid]
+                del self._not_off_yet[pid]

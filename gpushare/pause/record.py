@@ -73,7 +73,7 @@ class PausedJob(Kept, Named):
         return self.by_run and self.kept(host)
 
     def is_paused(self, host: Host) -> bool:
-        """Return whether the job counts as paused: also if the `gpushare run` that was to resume it has died."""
+        """Return whether the job counts as paused: not between two pauses of a `gpushare run` that lives."""
         return self.state != RUNNING or not self.kept(host)
 
 
@@ -103,7 +103,7 @@ def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
 
 
 def processes_paused_by_root(host: Host) -> set[Identity]:
-    """Return the processes that root has paused; none if this user is root, who may resume them."""
+    """Return the processes that root has paused. To root itself there are none: root's own records have no keeper."""
     return {
         Identity(channels.pid, channels.started)
         for job in paused_jobs(host)
@@ -114,10 +114,13 @@ def processes_paused_by_root(host: Host) -> set[Identity]:
 
 def paused_processes(host: Host) -> dict[int, PausedJob]:
     """Return the PIDs of paused processes, each with its job."""
-    # Reversed, so that this user's own record, which comes first, decides for a process with several.
-    return {
-        channels.pid: job for job in reversed(paused_jobs(host)) if job.is_paused(host) for channels in job.living(host)
-    }
+    processes: dict[int, PausedJob] = {}
+    for job in paused_jobs(host):
+        if job.is_paused(host):
+            for channels in job.living(host):
+                # The first record counts, this user's own.
+                processes.setdefault(channels.pid, job)
+    return processes
 
 
 def paused_since(host: Host) -> dict[int, float]:

@@ -673,11 +673,7 @@ def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
     job = find_job(host, text)
     consent_to(host, job, "pauses")
     return JobPause(
-        host,
-        job,
-        lambda: {process.pid: process.under_mps for process in gpu_processes(host, job)},
-        seconds,
-        lambda pids: consent_to(host, job, "pauses", pids),
+        host, job, lambda: gpu_processes(host, job), seconds, lambda pids: consent_to(host, job, "pauses", pids)
     )
 
 

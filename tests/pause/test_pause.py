@@ -15,7 +15,7 @@ from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, N
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
-from gpushare.host.store import Job
+from gpushare.host.store import Job, JobProcess
 from gpushare.host.users import has_records
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, changing, find_paused, resume_and_forget, resume_to_end
@@ -103,7 +103,7 @@ class Paused:
         return JobPause(
             host or self.host,
             job,
-            lambda: dict.fromkeys(self.pids[: rest.pop(0) if len(rest) > 1 else rest[0]], False),
+            lambda: [JobProcess(pid, 0) for pid in self.pids[: rest.pop(0) if len(rest) > 1 else rest[0]]],
             seconds,
         )
 
@@ -481,7 +481,10 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_jobs(job: Paused) -> N
 def test_under_mps_the_hint_has_the_name_and_the_way_that_can_be_paused(job: Paused) -> None:
     first = job.host.processes.identity(job.pids[0])
     named = Job(**first._asdict(), uid=0, user="root", name="train")
-    with JobPause(job.host, named, lambda: {job.pids[1]: True}, None) as work, pytest.raises(NotSupported) as caught:
+    with (
+        JobPause(job.host, named, lambda: [JobProcess(job.pids[1], 0, under_mps=True)], None) as work,
+        pytest.raises(NotSupported) as caught,
+    ):
         work.plan(begin=False)
     hint = caught.value.hint or ""
     assert caught.value.code == "under_mps"
