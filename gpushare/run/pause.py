@@ -39,17 +39,18 @@ class Pauser:
     """Pauses a program's processes and lets them continue: by their channels, or by SIGSTOP."""
 
     def __init__(self, host: Host, gpus: Collection[int], pid: int, channels: ChannelPauser | None = None) -> None:
-        """``gpus`` are the indexes of those that the program has; ``pid`` is its first process."""
+        """``gpus`` are the indexes of the program's GPUs; ``pid`` is its first process. Without ``channels``, by SIGSTOP."""
         self._host, self._gpus, self._pid, self._channels = host, tuple(gpus), pid, channels
-        # With their starts, because PIDs are reused.
+        # The processes that were stopped, with their starts, because PIDs are reused.
         self._stopped: dict[int, int] = {}
+        # When to look next for processes that are not paused yet.
         self._due = 0.0
         self._told: set[tuple[int, int | None]] = set()
         # The processes that the driver did not put back at the last try.
         self._refused: set[int] = set()
-        # Called with PID and start of each process before it is paused, once each.
+        # Called with PID and start of each process before it is paused, once each: the guard continues it if gpushare dies.
         self.tell: Callable[[int, int | None], None] = lambda _pid, _started: None
-        # Called with the reason when it is stopped from then on, or when the driver does not put it back on the GPU.
+        # Prints why the program is paused by SIGSTOP from then on, or is not put back on the GPU.
         self.say: Callable[[str], None] = lambda _text: None
 
     @property
@@ -63,30 +64,30 @@ class Pauser:
             self._find_channels()
 
     def pause(self) -> None:
-        """Pause all of it; call again for as long as it is to be paused.
+        """Pause all of the program; call again and again for as long as it is to be paused.
 
-        From time to time, new processes are looked for, and those that others have continued (a SIGCONT of the shell, which
-        gpushare passes on).
+        From time to time a call looks for new processes, and for those that others have continued (a SIGCONT of the shell,
+        which gpushare passes on).
         """
         if self._channels is not None:
             self._pause_channels(self._channels)
-        # If its channels cannot be taken off, there are none now, and it is stopped at once.
+        # `_pause_channels` gives the channels up if they cannot be taken off: then the program is stopped at once.
         if self._channels is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + _KEEP_SECONDS
             self._stop_all()
 
     def _pause_channels(self, channels: ChannelPauser) -> None:
         """Take the program's channels off the GPU: those known at once, then those that it has made since."""
-        begins = not channels.off and bool(channels.known)
-        if not begins and time.monotonic() < self._due:
+        is_first_call = not channels.off and bool(channels.known)
+        if not is_first_call and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _KEEP_SECONDS
-        if begins:
-            self._try_channels(channels.disable)
+        if is_first_call:
+            self._try_channels(channels, channels.disable)
         # Production is spared now; find out whether these were all processes of the program.
         self._find_channels()
         if self._channels is not None:
-            self._try_channels(channels.disable)
+            self._try_channels(channels, channels.disable)
 
     def _find_channels(self) -> None:
         """Find the channels of processes that have come to the GPU, or have created a context."""
@@ -95,19 +96,16 @@ class Pauser:
             pids = self._cuda_processes()
             for pid in pids:
                 self._tell_once(pid, start_of(self._host.processes.identity(pid)))
-            self._try_channels(lambda: channels.find(pids))
+            self._try_channels(channels, lambda: channels.find(pids))
 
-    def _try_channels(self, act: Callable[[], None]) -> None:
-        """Act on the channels; where that fails, let the program continue and stop it from then on."""
-        channels = self._channels
+    def _try_channels(self, channels: ChannelPauser, act: Callable[[], None]) -> None:
+        """Act on the channels; if that fails, put them back and give them up: from then on SIGSTOP pauses the program."""
         try:
             act()
         except GpushareError as error:
-            if channels is None:
-                return
             channels.enable()
             if channels.off:
-                # They could not be put back either. It must not be paused in two ways, so the next look tries again.
+                # Some could not be put back. The program must not be paused in two ways, so the next look tries again.
                 return
             channels.close()
             self._channels = None
@@ -115,7 +113,7 @@ class Pauser:
             self.say(f"{error.message}: paused by SIGSTOP from now on")
 
     def resume(self) -> None:
-        """Let it continue; what fails is told once, and tried again at the next call."""
+        """Let the program continue. What fails is said once for each process, and tried again at the next call."""
         self._due = 0.0
         if self._channels is not None:
             refused = self._channels.enable()
@@ -126,7 +124,7 @@ class Pauser:
         self._stopped.clear()
 
     def close(self) -> None:
-        """Let it continue for good; tell how to try again what fails."""
+        """Let the program continue for good; of what fails say how to try it again."""
         channels, self._channels = self._channels, None
         self.resume()
         if channels is not None:
@@ -146,7 +144,7 @@ class Pauser:
                 return
 
     def _stop_process(self, pid: int) -> bool:
-        """Stop a process; return whether it ran until now."""
+        """Stop a process (SIGSTOP), unless it is stopped; return whether it was not."""
         info = self._host.processes.describe(pid)
         if info is None or info.stopped or info.started is None:
             return False
@@ -156,7 +154,7 @@ class Pauser:
         return True
 
     def _tell_once(self, pid: int, started: int | None) -> None:
-        """Tell the guard of a process before it is paused: if gpushare dies, it must not stay so."""
+        """Tell the guard of a process before it is paused: if gpushare dies, the process must not stay paused."""
         if (pid, started) not in self._told:
             self._told.add((pid, started))
             self.tell(pid, started)
@@ -186,16 +184,17 @@ class ChannelPauser:
     def __init__(self, host: Host, pid: int) -> None:
         self._host, self._pid = host, pid
         self._control = host.open_channels()
-        self._written: PausedJob | None = None
+        self._has_record = False
         self._name: str | None = None
         # By PID: what was found, and what is off, or may be.
         self.known: dict[int, Channels] = {}
         self.off: dict[int, Channels] = {}
 
     def find(self, pids: Sequence[int]) -> None:
-        """Find the channels of these processes, of new ones by a scan.
+        """Find the channels of these processes, which are the known ones from then on, and write them into the record.
 
-        Of known ones only those that are off are read again: `disable` finds out whether the others have changed.
+        New processes are scanned, and those whose channels are off are read again. Of the others `disable` finds out whether
+        they have other channels now.
 
         Raises:
             GpushareError: they cannot be paused in this way.
@@ -203,7 +202,7 @@ class ChannelPauser:
         channels_of: dict[int, Channels] = {}
         for pid in pids:
             before = self.known.get(pid)
-            # A context that ended, or another process's, inherited.
+            # NotFound: its context has ended, or is another process's, inherited.
             with contextlib.suppress(NotFound):
                 if before is None:
                     channels_of[pid] = probed_channels(self._host, self._control, pid)
@@ -211,7 +210,7 @@ class ChannelPauser:
                     channels_of[pid] = before
                 else:
                     now = self._control.find_again(before)
-                    # If nothing has changed, the same object: it tells `disable` that these are off.
+                    # `disable` leaves out the objects that are in `off`: so a new object only if channels have changed.
                     channels_of[pid] = before if channel_names(now) == channel_names(before) else now
             if pid in channels_of and channels_of[pid].under_mps:
                 raise NotSupported(
@@ -222,10 +221,10 @@ class ChannelPauser:
             self.known = channels_of
 
     def disable(self) -> None:
-        """Take everything known off the GPU.
+        """Take the known channels off the GPU. Processes that have other channels now are forgotten, for the next `find`.
 
         Raises:
-            GpushareError: it cannot be done. What changed since the scan is not an error: find it again.
+            GpushareError: it cannot be done.
         """
         changed = False
         for pid, channels in list(self.known.items()):
@@ -243,7 +242,7 @@ class ChannelPauser:
             self._note_state(PAUSED)
 
     def enable(self) -> Mapping[int, str]:
-        """Put everything back on the GPU; return what the driver refuses, by PID. It is tried again at the next call."""
+        """Put back what is off; return by PID, in words, what the driver refuses. The next call tries that again."""
         refused: dict[int, str] = {}
         if not self.off:
             return refused
@@ -263,17 +262,17 @@ class ChannelPauser:
 
     def close(self) -> None:
         """Forget the record, unless something is still off."""
-        if self._written is not None and not self.off:
+        if self._has_record and not self.off:
             PAUSES.drop(self._host, self._pid)
         self._control.close()
 
     def _note_state(self, state: str) -> None:
-        """Write whether it is paused now, for others to see; a full disk must not keep it from pausing and resuming."""
+        """Write whether the program is paused now, for others to see; on a full disk it is paused and resumed all the same."""
         with contextlib.suppress(GpushareError):
             self._write_record(state)
 
     def _write_record(self, state: str, new: Iterable[Channels] = ()) -> None:
-        """Write the record of the pause, so that another gpushare can put the channels back, also ``new`` ones."""
+        """Write the record of the pause, from which another gpushare can put back the known channels and ``new`` ones."""
         program = self._host.processes.identity(self._pid)
         gpushare = self._host.processes.identity(os.getpid())
         info = self._host.processes.describe(self._pid)
@@ -283,20 +282,21 @@ class ChannelPauser:
             self._name = job_names(self._host, [self._pid]).get(self._pid)
         # By PID, so that new channels replace what is known. What is off stays in the record until it is on.
         by_pid = {each.pid: each for each in (*self.known.values(), *self.off.values(), *new)}
-        job = PausedJob(
-            **program._asdict(),
-            name=self._name,
-            uid=None if info is None else info.uid,
-            state=state,
-            since=uptime(),
-            until=None,
-            keeper=gpushare,
-            by_run=True,
-            channels=tuple(by_pid.values()),
-            path=PAUSES.path(self._host, self._pid),
+        write(
+            PausedJob(
+                **program._asdict(),
+                name=self._name,
+                uid=None if info is None else info.uid,
+                state=state,
+                since=uptime(),
+                until=None,
+                keeper=gpushare,
+                by_run=True,
+                channels=tuple(by_pid.values()),
+                path=PAUSES.path(self._host, self._pid),
+            )
         )
-        write(job)
-        self._written = job
+        self._has_record = True
 
 
 def resume_all(host: Host, pids: Sequence[int]) -> None:
@@ -307,9 +307,9 @@ def resume_all(host: Host, pids: Sequence[int]) -> None:
 
 @dataclass
 class Pacer:
-    """All or nothing: the opportunistic job is paused from production's first sign of work until it has been quiet for a while.
+    """Says when an opportunistic job may run: not from production's first sign of work until ``quiet_seconds`` after the last.
 
-    ``quiet_seconds``: shorter gaps between two requests of production are not idleness.
+    Shorter gaps between two requests of production are not idleness.
 
     No share of the time controlled by production's loss did as well. On an H200 (driver 580; a training loop of small
     kernels, or a service with a request every 10 ms, next to large matrix multiplications; relative to each alone):
@@ -329,7 +329,10 @@ class Pacer:
     _last_active: float | None = None
 
     def may_run(self, at: float, *, active: bool) -> bool:
-        """Return whether the opportunistic job may run at a time (seconds of a clock that only rises)."""
+        """Return whether the opportunistic job may run now: ``at`` (seconds of a clock that only rises).
+
+        ``active``: production works now.
+        """
         if active:
             self._last_active = at
         return self._last_active is None or at - self._last_active >= self.quiet_seconds
@@ -350,7 +353,7 @@ PROGRAMS: Final = RecordStore(Pauses, "opportunistic", "the record of an opportu
 
 
 def note_pauses(host: Host, program: Pauses) -> None:
-    """Write the state of a program; a failure does not matter."""
+    """Write how often a program was paused, for the metrics; a failure does not matter."""
     with contextlib.suppress(GpushareError):
         PROGRAMS.write(replace(program, path=PROGRAMS.path(host, program.pid)))
 

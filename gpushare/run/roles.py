@@ -45,32 +45,32 @@ def daemon_cap(host: Host, device: Device) -> float | None:
     except NotFound:
         return None
     record = home.read()
-    if record is None or record.limits.threads_percent is None or record.limits.threads_percent >= 100:
-        return None
-    return record.limits.threads_percent
+    threads = None if record is None else record.limits.threads_percent
+    return None if threads is None or threads >= 100 else threads
 
 
 def spared_process(host: Host, device: Device, target: str | None, say: Callable[[str], None]) -> ProductionJob | None:
-    """Return the running production job of this name or PID, or the only one on the device; None: none runs.
+    """Return the running job of this name or PID that is to be spared, or the only production job on the device, or None.
 
-    A PID may name any process, also one that gpushare did not start. ``say`` is told of one that uses no GPU now: it may be
-    mistyped, or begin later.
+    A PID may be of any process, also of one that gpushare did not start. If it uses no GPU now, ``say`` prints that: it may
+    be mistyped, or begin later.
 
     Raises:
         NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
         BadUsage: it runs on another device (code ``other_device``).
     """
-    number = None if target is None else pid_of(target)
-    if target is not None and number is not None:
-        process = host.processes.identity(number) if number else None
+    pid = None if target is None else pid_of(target)
+    if target is not None and pid is not None:
+        process = host.processes.identity(pid) if pid else None
         if process is None:
             raise no_process_error(target, code="no_process")
-        indexes = _gpus_in_use_by(host, process.pid)
+        indexes = _gpus_in_use_by(host, pid)
         if indexes and device.gpu.index not in indexes:
-            raise _other_device_error(f"process {process.pid}", str(indexes[0]), device)
+            raise _other_device_error(f"process {pid}", str(indexes[0]), device)
+        # None: unknown.
         if indexes == []:
-            say(f"process {process.pid} uses no GPU now: this job yields to it once it does")
-        return ProductionJob(host, device, *process, under_mps=is_under_mps(host, device, process.pid))
+            say(f"process {pid} uses no GPU now: this job yields to it once it does")
+        return ProductionJob(host, device, *process, under_mps=is_under_mps(host, device, pid))
     record = find_spared(host, device, target)
     if record is None or not is_running(host, record):
         return None
@@ -99,7 +99,11 @@ def _other_device_error(title: str, selector: str, device: Device) -> BadUsage:
 
 
 def is_under_mps(host: Host, device: Device, pid: int) -> bool:
-    """Return whether a program is a client of our daemon on the device, or may still become one."""
+    """Return whether a program is a client of our daemon on the device, or may still become one.
+
+    Its variable CUDA_MPS_PIPE_DIRECTORY decides where the daemon does not list it: if the program has no context yet, or if
+    the daemon does not answer (then an unknown variable may lead to it, too).
+    """
     try:
         home, _ = own_daemon(host, device)
     except GpushareError:
@@ -109,7 +113,6 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
     pipe = (host.processes.environment(pid) or {}).get("CUDA_MPS_PIPE_DIRECTORY")
     leads_to_daemon = pipe == str(home.pipe)
     if clients is None:
-        # The daemon does not answer, so its variable decides. If that is unknown, it may be a client.
         return leads_to_daemon or pipe is None
     if clients & family:
         return True
@@ -129,7 +132,7 @@ class Spared:
 
 
 def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
-    """Return the UUID of the first device of the job of this name or PID; None: it does not run on these GPUs alone.
+    """Return the UUID of the first device of the running job of this name or PID; None: not all its devices are on ``gpus``.
 
     Raises:
         NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
@@ -139,13 +142,13 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     in_use = _uuids_of_job(host, target)
     if in_use and uuids.issuperset(in_use):
         return in_use[0]
-    number = pid_of(target)
-    if number is None:
-        # On a single GPU it is looked for later: there a job that leaves the GPU for it has a hint of its own.
-        if len(gpus) > 1 and _named_production(host, target) is None:
-            raise gpu_not_named_error(len(gpus), f"'{target}' is not running: say where this job is to run")
-    elif not host.processes.identity(number):
-        raise no_process_error(target, code="no_process")
+    pid = pid_of(target)
+    if pid is not None:
+        if not host.processes.identity(pid):
+            raise no_process_error(target, code="no_process")
+    # On a single GPU it is looked for later: there a job that leaves the GPU for it has a hint of its own.
+    elif len(gpus) > 1 and _named_production(host, target) is None:
+        raise gpu_not_named_error(len(gpus), f"'{target}' is not running: say where this job is to run")
     return None
 
 
@@ -156,19 +159,21 @@ def _uuids_of_job(host: Host, target: str) -> Sequence[str]:
 
 
 def devices_beside(host: Host, devices: Sequence[Device], target: str) -> Sequence[Device]:
-    """Return those of some devices on which the job, or any process, of this name or PID is; all of them if it is on none."""
+    """Return those of some devices that the job or process of this name or PID uses; all of them if it uses none."""
     uuids = _uuids_of_job(host, target)
     pid = pid_of(target)
-    indexes = _gpus_in_use_by(host, pid) if pid and not uuids else None
-    return [each for each in devices if each.uuid in uuids or each.gpu.index in (indexes or ())] or devices
+    if pid and not uuids:
+        indexes = _gpus_in_use_by(host, pid) or ()
+        return [each for each in devices if each.gpu.index in indexes] or devices
+    return [each for each in devices if each.uuid in uuids] or devices
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
-    """Return the record of the production job that is to keep its speed, by its name or PID.
+    """Return the record of the production job that is to keep its speed.
 
-    By its PID it must run on the device; by its name it need not run. Without a target it is the only one on the device. None:
-    gpushare did not start the process with this PID; a job of this name was tuned, but has not run yet; or without a target there
-    is not exactly one.
+    ``target`` None: the only production job on the device; None if there is not exactly one. A PID: the job that runs with it
+    on the device; None if gpushare did not start this process. A name: the job of this name, running or not; None if it
+    was tuned and has not run yet.
 
     Raises:
         NotFound: no job of this name is recorded or was tuned (``no_production``), or it waits (``waits_in_line``).
@@ -178,7 +183,6 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
         return living[0] if len(living) == 1 else None
     pid = pid_of(target)
     if pid is not None:
-        # A PID may also be a process that gpushare has not started: then there is no record.
         matching = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
         return next((record for record in matching if is_running(host, record)), None)
     return _named_production(host, target)
@@ -203,7 +207,7 @@ def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | Non
 
 
 def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> Tuned | None:
-    """Return the tuning for a production job; None for it: for the job of the name ``target``, which does not run."""
+    """Return the tuning for what `find_spared` found; if that is None, for the name ``target`` of a job that never ran."""
     name = target if production is None else production.name
     # What is decimal is a PID, and tunings are kept by name.
     return None if name is None or name.isdecimal() else find_tuned(host, name)
@@ -215,12 +219,13 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
     """
     production = find_spared(host, device, target)
+    # What production needs in memory holds for every way; the other limits are of the way that was tuned.
     tuned_any_way = _tuned_for(host, production, target)
     tuned = tuned_any_way if tuned_any_way is not None and tuned_any_way.way == way else None
     living = living_productions(host, device)
-    # Limits that the user gave, and slices, need no tuning.
-    needs_tuning = tuned is not None or (given.threads_percent is None and way is not Way.SLICES)
-    notes = _tuning_notes(host, device, tuned) if needs_tuning else []
+    # A cap that the user gave, and slices, need no tuning.
+    takes_default_cap = tuned is None and given.threads_percent is None and way is not Way.SLICES
+    notes = _tuning_notes(host, device, tuned) if tuned is not None or takes_default_cap else []
     if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
@@ -249,27 +254,23 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
 def _memory_limit(
     device: Device, given_bytes: int | None, production_jobs: Sequence[JobRecord], tuned: Tuned | None
 ) -> tuple[int | None, list[str]]:
-    """Return the memory limit of an opportunistic job, and what to say of it: the given one, else what production leaves.
+    """Return the memory limit of an opportunistic job, and notes: the given limit, else what production leaves (None: unknown).
 
     Raises:
         InUse: production leaves nothing, and no limit was given.
     """
+    if given_bytes is None:
+        available = _memory_beside(device, production_jobs, tuned)
+        note = "no memory limit: the memory that production needs is unknown; set one with --memory"
+        return available, [note] if available is None else []
     try:
         available = _memory_beside(device, production_jobs, tuned)
     except InUse:
-        if given_bytes is None:
-            raise
         available = 0
-    notes = []
-    if given_bytes is None:
-        if available is None:
-            notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
-        return available, notes
-    if available is not None and given_bytes > available:
-        notes.append(
-            f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {format_bytes(available)}"
-        )
-    return given_bytes, notes
+    if available is None or given_bytes <= available:
+        return given_bytes, []
+    left = format_bytes(available)
+    return given_bytes, [f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {left}"]
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
@@ -381,6 +382,7 @@ class PauseForProduction(Part):
             self._alive = self.production.lives()
             self._alive_due = at + _ALIVE_SECONDS
         active = self._alive and self.production.active()
+        # Of a production job that has just ended, `_alive` may still be true, and the pacer would wait in vain.
         has_ended = not active and pauser.paused and not self.production.lives()
         if has_ended or self.pacer.may_run(at, active=active):
             pauser.resume()
@@ -410,8 +412,7 @@ class PauseForProduction(Part):
         return {}
 
     def settle(self) -> None:
-        """Continue what the program left behind."""
-        # Such as a worker in its own session: it must not stay paused when gpushare ends.
+        """Continue what the program left behind, such as a worker in its own session, and forget its pauses."""
         self._released = True
         if self.pauser is not None:
             self.pauser.close()
