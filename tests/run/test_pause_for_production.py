@@ -27,7 +27,11 @@ class Watched:
         monkeypatch.setattr(module, "note_pauses", lambda _, state: self.said.append((state.pauses, state.paused)))
         monkeypatch.setattr(module.PROGRAMS, "drop", lambda *_: None)
         self.watched: Any = SimpleNamespace(
-            program_pid=PID, device=told.device, attached={PID}, wait=lambda: 1.0, tell=lambda _pid, _started: None
+            program_pid=PID,
+            device=told.device,
+            attached={PID},
+            poll_interval=lambda: 1.0,
+            tell=lambda _pid, _started: None,
         )
         self.part = PauseForProduction(told.host, production, pacer=Pacer(quiet_seconds=0.3), pauser=told.pauser())
         self.part.started(self.watched)
