@@ -31,7 +31,6 @@ from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, make_name, output_path, set_past_aside
 from gpushare.run.program import begin_log, open_log
-from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
 from gpushare.run.start import DETACHED
 from gpushare.show.render import NOTE
@@ -122,7 +121,6 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
     with JOBS.locked(host):
         if name is not None:
             check_name_free(host, name)
-            check_not_waiting(host, name)
             # What a job that has ended left behind may still write there.
             if is_written(host, name) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")

@@ -371,7 +371,7 @@ def set_past_aside(host: Host, name: str) -> Path | None:
 
 
 def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> None:
-    """Raise InUse if a job of this name runs, unless its record names process ``except_pid``."""
+    """Raise InUse if a job of this name runs, unless its record names process ``except_pid``, or waits for room."""
     other = find_record(host, name)
     if other is not None and other.pid != except_pid and is_running(host, other):
         option = "--production OTHER" if other.role == PRODUCTION else "--name OTHER"
@@ -381,6 +381,21 @@ def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> 
             f"give it another name: {option}; {see_output}end the other: gpushare stop {name}",
             code="name_in_use",
         )
+    check_not_waiting(host, name)
+
+
+def check_not_waiting(host: Host, name: str | None) -> None:
+    """Raise InUse if another job of this user with this name waits for room: only one of them could start."""
+    if name is None:
+        return
+    for job in reservations(host) or ():
+        if job.name == name and job.waits and job.claim.uid == os.geteuid() and job.claim.pid != os.getpid():
+            option = "--production OTHER" if job.production else "--name OTHER"
+            raise InUse(
+                f"a job '{name}' already waits for room (process {job.claim.pid})",
+                f"give it another name: {option}; end the other: gpushare stop {name}",
+                code="name_in_use",
+            )
 
 
 @dataclass

@@ -14,7 +14,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpushare.base.errors import GpushareError, InUse, OperationFailed
+from gpushare.base.errors import GpushareError, OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
@@ -23,12 +23,12 @@ from gpushare.host.host import Host
 from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import host_bytes, swap_times
-from gpushare.memory.ledger import Line, Place, Request, reservations
+from gpushare.memory.ledger import Line, Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
-from gpushare.run.jobs import living_productions
+from gpushare.run.jobs import check_not_waiting, living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.show.waiting import waiting_line
@@ -59,23 +59,6 @@ _LONG_SECONDS: Final = 60.0
 def _size_with_more(size: int) -> int:
     """Return what a program asks for next if it ran out of memory with this size."""
     return max(size + MIB, int(size * MORE) // MIB * MIB)
-
-
-def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> None:
-    """Raise if a job of this user with the same name waits: only one of them could start. Running ones are checked later.
-
-    Raises:
-        InUse: one does (code ``name_in_use``).
-    """
-    if name is None:
-        return
-    for job in reservations(host) or ():
-        if job.name == name and job.waits and job.claim.uid == os.geteuid():
-            raise InUse(
-                f"a job '{name}' already waits for room (process {job.claim.pid})",
-                f"give it another name: {option} OTHER; end the other: gpushare stop {name}",
-                code="name_in_use",
-            )
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -202,7 +185,7 @@ class Queued:
             InUse: no room in time (code ``no_room``); a job of this name waits already (``name_in_use``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
-        check_not_waiting(self.host, self.request.name, "--production" if self.request.production else "--name")
+        check_not_waiting(self.host, self.request.name)
         size = self._size_to_reserve()
         self._warn_before_start(size)
         while True:

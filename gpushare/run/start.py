@@ -52,6 +52,7 @@ from gpushare.run.jobs import (
     PrintedRate,
     RecordedJob,
     check_job_name,
+    check_not_waiting,
     find_record,
     keep_past,
     living_productions,
@@ -62,7 +63,7 @@ from gpushare.run.jobs import (
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
 from gpushare.run.program import QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
-from gpushare.run.queued import Queued, check_not_waiting
+from gpushare.run.queued import Queued
 from gpushare.run.results import find_tuned
 from gpushare.run.roles import (
     NOT_PROTECTED,

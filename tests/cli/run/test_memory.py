@@ -178,7 +178,7 @@ def test_the_peak_of_a_command_is_reserved_the_next_time(cli: Cli) -> None:
 @pytest.mark.parametrize("more", [(), ("--slice", "2ms"), ("--name", "train"), ("--production", "web")])
 def test_a_plain_run_keeps_its_peak(cli: Cli, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
     monkeypatch.setattr("gpushare.run.program._PEAK_LOOKS", 1)
-    monkeypatch.setattr("gpushare.run.share.Watch.wait", lambda _: 0.1)
+    monkeypatch.setattr("gpushare.run.share.Watch.poll_interval", lambda _: 0.1)
     job = ("--", *JOB, "--footprint", "9G", "--seconds", "1")
     assert cli("run", *more, *job).code == 0
     assert any("reserves 9.0 GiB" in line for line in cli("run", "-n", "--wait", *job).lines("note"))

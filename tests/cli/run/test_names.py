@@ -39,6 +39,18 @@ def test_a_name_stands_for_the_program_while_it_runs(
     assert find_record(world.host, "web") is None
 
 
+@pytest.mark.parametrize("words", [("--name", "web"), ("--production", "web"), ("-d", "--production", "web")])
+def test_the_name_of_a_job_that_waits_is_taken(
+    cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
+) -> None:
+    world.hold(None)
+    cli("run", "-d", "--wait", "--production", "web", "--", "sleep", "60").ok()
+    lines = refused("run", *words, "--", "true", code="name_in_use", exit_code=19)
+    assert "a job 'web' already waits for room" in lines
+    assert "--production OTHER" in lines
+    cli("stop", "web").ok()
+
+
 def test_copies_have_one_name(real: Real, world: World, tmp_path: Path) -> None:
     wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
     started = real("farm", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
