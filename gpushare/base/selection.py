@@ -74,7 +74,6 @@ class Device:
 def no_mig_error(
     gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has: gpushare compare"
 ) -> NotSupported:
-    """Return the error of GPUs of which none has MIG."""
     if len(gpus) == 1:
         index = gpus[0].index
         name = gpus[0].name or "unknown model"

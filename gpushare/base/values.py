@@ -8,7 +8,8 @@ see the original; ``fields``, ``replace`` and ``asdict`` work. Not supported: or
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -30,15 +31,14 @@ class _Layout(NamedTuple):
     factories: tuple[tuple[str, Callable[[], Any]], ...]
     compared: tuple[str, ...]
     shown: tuple[str, ...]
-    # One for each instance, as long as they are counted.
-    made: list[None]
+    # Counts the instances.
+    numbers: Iterator[int]
 
 
 def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
     """Set the fields of an instance: the ``__init__`` of all classes, until there are many instances of one."""
     layout: _Layout = self.__layout__
-    layout.made.append(None)
-    if len(layout.made) == _MANY:
+    if next(layout.numbers) == _MANY:
         _compile(next(cls for cls in type(self).__mro__ if "__layout__" in vars(cls)), layout)
     values = {**layout.defaults, **named}
     if arguments:
@@ -98,12 +98,8 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({shown})"
 
 
-def _refuse_assignment(self: Any, name: str, value: Any) -> None:  # noqa: ARG001 - the signature of __setattr__
-    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
-
-
-def _refuse_deletion(self: Any, name: str) -> None:  # noqa: ARG001 - the signature of __delattr__
-    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
+def _refuse_change(self: Any, name: str, *_: Any) -> None:  # noqa: ARG001 - of __setattr__ and __delattr__
+    raise dataclasses.FrozenInstanceError(f"cannot change field {name!r}")
 
 
 def _dataclass(
@@ -114,7 +110,7 @@ def _dataclass(
     if eq:
         methods |= {"__eq__": _eq, "__hash__": _hash if frozen else None}
     if frozen:
-        methods |= {"__setattr__": _refuse_assignment, "__delattr__": _refuse_deletion}
+        methods |= {"__setattr__": _refuse_change, "__delattr__": _refuse_change}
 
     def build(cls: type[T]) -> type[T]:
         """Give a class the shared methods, and the layout of its fields that they read."""
@@ -134,7 +130,7 @@ def _dataclass(
             ),
             compared=tuple(field.name for field in listed if field.compare),
             shown=tuple(field.name for field in listed if field.repr),
-            made=[],
+            numbers=itertools.count(1),
         )
         return cls
 

@@ -119,7 +119,6 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
 
 
 def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
-    """Return the unit of the MPS daemon of a device."""
     uuid = device.uuid
     pipe = pipe_directory(uuid)
     directory = f"{UNIT_RUNTIME}/{device_key(uuid)}"

@@ -308,7 +308,6 @@ class KernelFiles:
         return functools.partial(self._ioctl, file, request, argument)
 
     def close(self, file: int) -> None:
-        """Close a descriptor."""
         os.close(file)
 
     def sees_host_pids(self) -> bool:
@@ -585,7 +584,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
     newest = _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened = _open_own_files(files, process, stack)
-        groups = _own_groups(files, process, opened, _scan(opened, newest, deadline).checked())
+        groups = _own_groups(files, process, opened, _scan(opened, newest, deadline))
         if request.get("probe", True):
             for group in groups:
                 if group.engine == "compute":
@@ -664,59 +663,53 @@ def _client_handles(newest: int | None) -> Iterator[int]:
         yield CLIENT_BASE + number
 
 
-class _Scan(NamedTuple):
-    """The groups of all clients, a status that no client should answer, and whether all clients were read."""
-
-    groups: list[Group]
-    unusual_status: int | None
-    complete: bool
-
-    def checked(self) -> list[Group]:
-        """Return the groups. Raises Refused: there is no compute group, or there are too many channels."""
-        if sum(len(group.channels) for group in self.groups) > _MOST_CHANNELS:
-            raise Refused("too_many")
-        if _has_compute(self.groups):
-            return self.groups
-        if self.unusual_status is not None:
-            raise _status_refusal("CLIENT_GET_HANDLE_INFO", self.unusual_status)
-        raise _no_compute_refusal(self.groups) if self.complete or self.groups else Refused("scan_incomplete")
-
-
-def _no_compute_refusal(groups: Sequence[Group]) -> Refused:
-    return Refused("no_compute_group" if groups else "no_context")
-
-
-def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> _Scan:
-    """Read all clients that were created through these files.
+def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> list[Group]:
+    """Return the groups of all clients that were created through these files. Raises Refused: no compute group is found.
 
     RM does not list the clients of a file, so every handle is tried, from that of the ``newest`` client on (None: unknown).
-    A wrong one answers INVALID_CLIENT. Ends `_WINDOW` handles after the last client, once there is a compute group, or at
-    the deadline.
+    Ends `_WINDOW` handles after the last client, once there is a compute group, or at the deadline.
     """
     groups: list[Group] = []
+    clients_read: set[int] = set()
     last_step: int | None = None
     unusual_status: int | None = None
-    complete = True
     for step, client in enumerate(_client_handles(newest)):
-        is_read = False
-        for number, file in opened.items():
-            status, _ = file.info(client, client)
-            if status in {OK, OBJECT_NOT_FOUND}:
-                # Several descriptors may have the same file open.
-                if not is_read:
-                    groups += _groups_of_client(file, number, client)
-                is_read = True
-            elif status != INVALID_CLIENT:
+        for number, status in _statuses_of(client, opened).items():
+            if status not in {OK, OBJECT_NOT_FOUND}:
                 unusual_status = status
-        if is_read and _has_compute(groups):
-            last_step = step + _WINDOW
-        if last_step is not None:
-            if step == last_step:
-                break
-        elif step % 1024 == 0 and time.monotonic() > deadline:
-            complete = False
+            # Several descriptors may have the same file open.
+            elif client not in clients_read:
+                clients_read.add(client)
+                groups += _groups_of_client(opened[number], number, client)
+                last_step = step + _WINDOW if _has_compute(groups) else None
+        if step == last_step:
             break
-    return _Scan(groups, unusual_status, complete)
+        if last_step is None and step % 1024 == 0 and time.monotonic() > deadline:
+            raise _no_compute_refusal(groups, unusual_status, otherwise="scan_incomplete")
+    if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
+        raise Refused("too_many")
+    if not _has_compute(groups):
+        raise _no_compute_refusal(groups, unusual_status)
+    return groups
+
+
+def _statuses_of(client: int, opened: Mapping[int, _File]) -> dict[int, int]:
+    """Return what RM answers about a client, by descriptor, except INVALID_CLIENT: another file created it, or none."""
+    statuses = {}
+    for number, file in opened.items():
+        status, _ = file.info(client, client)
+        if status != INVALID_CLIENT:
+            statuses[number] = status
+    return statuses
+
+
+def _no_compute_refusal(
+    groups: Sequence[Group], unusual_status: int | None = None, *, otherwise: str = "no_context"
+) -> Refused:
+    """Return why there is no compute group; ``otherwise`` is the code for no group at all."""
+    if unusual_status is not None:
+        return _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status)
+    return Refused("no_compute_group" if groups else otherwise)
 
 
 def _own_groups(
@@ -1124,7 +1117,6 @@ def _reap_if_ended(child: int) -> bool:
 
 
 def not_answered_error(pid: int, seconds: float) -> TimedOut:
-    """Return the error for a driver that does not answer in time."""
     return TimedOut(
         f"process {pid}: the driver does not answer within {seconds:g} s",
         "see: sudo dmesg | tail; then: gpushare doctor",
@@ -1391,7 +1383,6 @@ def status_name(status: int) -> str:
 
 
 def _refusal_error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
-    """Return the error for a refused request about a process."""
     status_text = "" if status is None else status_name(status)
     if code == "stale":
         text = status_text or text or "no such handle"

@@ -405,7 +405,6 @@ def _process_line(process: Identity) -> str:
 
 
 def _flooded_error(directory: Path, prefix: str, files_of_user: Counter[int]) -> OperationFailed:
-    """Return the error about a directory full of claims, and whose they are."""
     (uid, number), *_ = files_of_user.most_common(1)
     return OperationFailed(
         f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",

@@ -32,7 +32,6 @@ def compute_mode_step(
 
 
 def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
-    """Set a compute mode and read it back."""
     compute_mode_step(host, device, mode, before=None).do()
 
 

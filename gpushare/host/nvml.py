@@ -545,7 +545,6 @@ class NvmlReader:
         return {"mig_instances": tuple(instances), "mig_hidden": are_hidden}
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
-        """Return a MIG instance by its handle."""
         name = nvml_text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
         attributes = self.ask(lambda nvml: nvml.nvmlDeviceGetAttributes(mig), gpu)
         memory = self._memory(mig, gpu)

@@ -41,7 +41,7 @@ class OpenFiles:
 
 
 def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
-    """Return by PID which files are open whose path starts with ``prefix`` (like ``fuser``, ``lsof``).
+    """Return the open files whose path starts with ``prefix``, by PID (like ``fuser``, ``lsof``).
 
     Only root sees the files of other users' processes. A removed file counts under its old name; a path below ``/dev``
     only if the open file is that device. Only the first 16 Ki descriptors of a process are read.
@@ -139,10 +139,9 @@ def _device(opened: str) -> tuple[int, int] | None:
 def _statx() -> Callable[[str, bytearray], None] | None:
     """Return a function that writes statx(2) of a path to a buffer, or raises OSError; None before glibc 2.28."""
     import ctypes
-    import sys
 
     call: Any = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
-    if call is None or sys.byteorder != "little":
+    if call is None:
         return None
 
     def statx(path: str, buffer: bytearray) -> None:

@@ -376,9 +376,43 @@ class Processes:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed or announced, and does not run.
         """
-        if announce is None:
-            return start_program(argv, env, streams)
-        return start_program(argv, env, streams, lambda pid: announce(pid, _started(pid)))
+        allow_tracing = _allowing_tracing()
+
+        def before_it_runs() -> None:
+            """Set up the new process: its group, tracing, the guard, and the signals."""
+            # process_group= needs Python 3.11.
+            os.setpgrp()
+            allow_tracing()
+            if announce is not None:
+                announce(os.getpid(), _started(os.getpid()))
+            # Only Python itself ignores these. Reset after announce, in which a broken pipe must raise, not kill.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+
+        stream_options = {} if streams is None else streams._asdict()
+        try:
+            process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                preexec_fn=before_it_runs,  # noqa: PLW1509
+                restore_signals=False,
+                **stream_options,
+            )
+        except subprocess.SubprocessError:
+            raise OperationFailed(
+                f"{quoted(argv[0], 200)} was not started: the guard process, which would end it if gpushare died, is gone",
+                "start it again; see what ended the guard: journalctl -e",
+                code="guard_gone",
+            ) from None
+        except (FileNotFoundError, PermissionError) as error:
+            raise not_startable_error(argv[0], forbidden=isinstance(error, PermissionError)) from None
+        except OSError as error:
+            raise OperationFailed(
+                f"cannot execute {quoted(argv[0], 200)}: {error.strerror}",
+                # A script without a line #!.
+                starting_hint(argv[0]) if error.errno == errno.ENOEXEC else "give a program that this machine can run",
+            ) from None
+        return Child(process)
 
     def moved(self, client: int, pid: int) -> None:
         """Note for a simulated host that the program of the spawned ``client`` is the process ``pid``, as in a container."""
@@ -530,55 +564,6 @@ class Child:
         self.poll()
         stopped, self._stopped = self._stopped, None
         return stopped
-
-
-def start_program(
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    streams: Streams | None = None,
-    announce: Callable[[int], None] | None = None,
-) -> Child:
-    """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
-
-    ``announce`` is called in the new process with its PID before the program runs; if it fails, the program does not run.
-    """
-    allow_tracing = _allowing_tracing()
-
-    def before_it_runs() -> None:
-        """Set up the new process: its group, tracing, the guard, and the signals."""
-        # process_group= needs Python 3.11.
-        os.setpgrp()
-        allow_tracing()
-        if announce is not None:
-            announce(os.getpid())
-        # Python ignores these only for itself. Reset them after announce, whose broken pipe must raise, not kill.
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-
-    stream_options = {} if streams is None else streams._asdict()
-    try:
-        process = subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            preexec_fn=before_it_runs,  # noqa: PLW1509
-            restore_signals=False,
-            **stream_options,
-        )
-    except subprocess.SubprocessError:
-        raise OperationFailed(
-            f"{quoted(argv[0], 200)} was not started: the guard process, which would end it if gpushare died, is gone",
-            "start it again; see what ended the guard: journalctl -e",
-            code="guard_gone",
-        ) from None
-    except (FileNotFoundError, PermissionError) as error:
-        raise not_startable_error(argv[0], forbidden=isinstance(error, PermissionError)) from None
-    except OSError as error:
-        raise OperationFailed(
-            f"cannot execute {quoted(argv[0], 200)}: {error.strerror}",
-            # A script without a line #!.
-            starting_hint(argv[0]) if error.errno == errno.ENOEXEC else "give a program that this machine can run",
-        ) from None
-    return Child(process)
 
 
 def not_startable_error(program: str, *, forbidden: bool) -> NotFound | NoPermission:

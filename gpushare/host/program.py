@@ -66,7 +66,6 @@ def program_path(name: str) -> str | None:
 
 
 def missing_program_error(name: str) -> NotSupported:
-    """Return the error about one of NVIDIA's programs that is not installed."""
     package = {
         "nvidia-smi": "it comes with the driver: install the driver's utilities package",
         "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils-MAJOR on Ubuntu (MAJOR: that of the driver version), nvidia-cuda-mps on Debian (non-free)",
@@ -169,7 +168,6 @@ def _output_file(most: int) -> IO[bytes]:
 
 
 def _flooded_error(argv: Sequence[str], most: int) -> OperationFailed:
-    """Return the error about a program that printed too much."""
     return OperationFailed(
         f"'{' '.join(argv)}' printed more than {most >> 20} MiB and was killed",
         "see which MPS daemons run: gpushare mps status; then: gpushare doctor",

@@ -174,7 +174,6 @@ def writing(path: Path, purpose: str, *, code: str = "file_unwritable") -> Itera
 
 
 def unwritable_error(path: Path, purpose: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
-    """Return the error for a file of gpushare that cannot be written."""
     message = f"{path}, {purpose}, cannot be written: {error.strerror or error}"
     words = ["ls", "-ld", str(path.parent), str(path)]
     if error.errno in _FORBIDDEN:

@@ -20,11 +20,8 @@ from gpushare.host.program import Completed, Pending, Programs
 PROGRAM: Final = "nvidia-smi"
 # 14 (infoROM corrupt) comes with good output.
 _GOOD_EXIT: Final = frozenset({0, 14})
-
-
-def list_argv() -> list[str]:
-    """Return the command that lists the time-slice of every GPU; it has no CSV or JSON output."""
-    return [PROGRAM, "compute-policy", "-l"]
+# Lists the time-slice of every GPU; it has no CSV or JSON output.
+LIST_ARGV: Final = (PROGRAM, "compute-policy", "-l")
 
 
 def set_argv(uuid: str, level: TimeSlice) -> list[str]:
@@ -84,10 +81,10 @@ class ComputePolicy:
 
     def start(self, timeout: float = 5.0) -> Pending:
         """Start listing; the child runs during the NVML sweep. Errors as `Programs.start`."""
-        return self._programs.start(list_argv(), timeout=timeout)
+        return self._programs.start(LIST_ARGV, timeout=timeout)
 
     def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
-        return policies_of(self._programs.run(list_argv(), timeout=timeout))
+        return policies_of(self._programs.run(LIST_ARGV, timeout=timeout))
 
     def set(self, uuid: str, level: TimeSlice) -> Completed:
         """Set the time-slice of one GPU by UUID. Read it back: the exit code proves nothing."""

@@ -25,8 +25,8 @@ _MOST_LINKS: Final = 40
 def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> Iterator[int]:
     """Yield the descriptor of a directory, so that all files go into the same one; ``make`` creates it if needed.
 
-    ``strangers``: even for root it may belong to another user, who may then change what is written there; no link of
-    that user is followed.
+    ``strangers``: even root may use another user's directory, and that user may change what is written there; then no
+    link of that user is followed.
 
     Raises:
         OSError: it cannot be created or opened, or another user controls what is in it, or where it is.
@@ -45,11 +45,11 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
 
 
 def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
-    """Return the descriptor of a directory; each component from the root is checked, then opened or created.
+    """Return the descriptor of a directory: each directory on the way is checked (`_check_directory`), then the next opened.
 
-    A link is followed by hand: its target's components are checked in the same way.
+    Options as of `directory_of`. A link is followed by hand: what is on its way is checked, too.
     """
-    # The next one is the last.
+    # In reverse: `pop` takes the next one.
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
     directory = os.open("/", _STEP)
@@ -67,6 +67,7 @@ def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
                     os.mkdir(part, 0o755, dir_fd=directory)
                 below = os.open(part, _STEP, dir_fd=directory)
             except NotADirectoryError:
+                # Perhaps a link.
                 target = _link_target(reached / part, part, directory, strangers=strangers)
                 links += 1
                 if links > _MOST_LINKS:
@@ -136,7 +137,7 @@ def create_file(path: str | Path, data: bytes, *, directory: int | None = None, 
 
 
 def open_over(path: Path, *, directory: int | None = None) -> int:
-    """Return the descriptor of an empty file for reading and writing: new, or this user's own, truncated.
+    """Return the descriptor of an empty file for reading and writing: a new one, or this user's own, truncated.
 
     ``directory``: open the file name in this directory.
 
@@ -147,37 +148,13 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
     try:
         return os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
     except FileExistsError:
-        pass
-    try:
-        descriptor = os.open(target, os.O_RDWR | _SAFE, dir_fd=directory)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise _in_the_way_error(path, "a symbolic link") from None
-        if error.errno == errno.ENXIO:
-            raise _in_the_way_error(path, "not a regular file") from None
-        raise
-    _check_own(path, descriptor)
+        descriptor = _open_own(path, os.O_RDWR, directory)
     try:
         os.ftruncate(descriptor, 0)
     except OSError:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _check_own(path: Path, descriptor: int) -> None:
-    """Raise, and close an open file, unless it is a regular file of this user alone."""
-    stated = os.fstat(descriptor)
-    obstacle = None
-    if not stat.S_ISREG(stated.st_mode):
-        obstacle = "not a regular file"
-    elif stated.st_uid != os.geteuid():
-        obstacle = f"a file of user {stated.st_uid}"
-    elif stated.st_nlink > 1:
-        obstacle = "a file with several hard links"
-    if obstacle is not None:
-        os.close(descriptor)
-        raise _in_the_way_error(path, obstacle)
 
 
 def open_new(path: Path) -> int:
@@ -199,18 +176,33 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
     Raises:
         OSError: it cannot be opened, or is not only this user's file.
     """
-    flags = os.O_RDWR | os.O_APPEND | os.O_NOCTTY | _SAFE | (os.O_CREAT if create else 0)
-    with contextlib.ExitStack() as held:
-        if directory is None:
-            directory = held.enter_context(directory_of(path.parent, make=False))
-        try:
-            descriptor = os.open(path.name, flags, 0o644, dir_fd=directory)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise _in_the_way_error(path, "a symbolic link") from None
+    flags = os.O_RDWR | os.O_APPEND | os.O_NOCTTY | (os.O_CREAT if create else 0)
+    if directory is not None:
+        return _open_own(path, flags, directory)
+    with directory_of(path.parent, make=False) as opened:
+        return _open_own(path, flags, opened)
+
+
+def _open_own(path: Path, flags: int, directory: int | None) -> int:
+    """Return the descriptor of a regular file of this user alone. Raises OSError: it is not, or cannot be opened."""
+    try:
+        descriptor = os.open(path if directory is None else path.name, flags | _SAFE, 0o644, dir_fd=directory)
+    except OSError as error:
+        obstacle = {errno.ELOOP: "a symbolic link", errno.ENXIO: "not a regular file"}.get(error.errno or 0)
+        if obstacle is None:
             raise
-    _check_own(path, descriptor)
-    return descriptor
+        raise _in_the_way_error(path, obstacle) from None
+    stated = os.fstat(descriptor)
+    if not stat.S_ISREG(stated.st_mode):
+        obstacle = "not a regular file"
+    elif stated.st_uid != os.geteuid():
+        obstacle = f"a file of user {stated.st_uid}"
+    elif stated.st_nlink > 1:
+        obstacle = "a file with several hard links"
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise _in_the_way_error(path, obstacle)
 
 
 def _is_public(path: Path) -> bool:

@@ -1,6 +1,6 @@
 """The vendor's programs of a simulated host, run in this process: no child, so no start-up cost.
 
-nvidia-smi is here: the two commands that gpushare runs, `host.smi.list_argv` and `host.smi.set_argv`. Any other is refused:
+nvidia-smi is here: the two commands that gpushare runs, `host.smi.LIST_ARGV` and `host.smi.set_argv`. Any other is refused:
 compute modes and MIG are changed by NVML. Texts: an H200 with driver 580.159.04; of a host without a driver only the exit code.
 """
 

@@ -410,7 +410,7 @@ def test_a_program_lets_gpushare_reach_its_channels_where_yama_is_in_force(
     read = process._read_text
     monkeypatch.setattr(process, "_read_text", lambda path: scope if "yama" in path else read(path))
     monkeypatch.setattr("ctypes.CDLL", lambda _name: SimpleNamespace(prctl=prctl))
-    child = process.start_program(["true"], {})
+    child = LOCAL.spawn(["true"], {})
     while child.poll() is None:
         time.sleep(0.01)
     # PR_SET_PTRACER of linux/prctl.h.

@@ -142,7 +142,7 @@ def test_a_corrupt_inforom_comes_with_good_output() -> None:
 
 
 def test_commands() -> None:
-    assert smi.list_argv() == ["nvidia-smi", "compute-policy", "-l"]
+    assert smi.LIST_ARGV == ("nvidia-smi", "compute-policy", "-l")
     assert smi.set_argv("GPU-1", TimeSlice.LONG) == [
         "nvidia-smi",
         "compute-policy",
