@@ -209,6 +209,15 @@ def or_none(read: Callable[[], T]) -> T | None:
         return None
 
 
+def error_of(act: Callable[[], object]) -> GpushareError | None:
+    """Return the error that ``act`` raises, or None."""
+    try:
+        act()
+    except GpushareError as error:
+        return error
+    return None
+
+
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})

@@ -24,7 +24,7 @@ from dataclasses import field, replace
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, error_of
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
@@ -604,16 +604,12 @@ class Farm:
 
     def _leave_out_unusable(self, program: str) -> None:
         """Leave out the devices on which a copy cannot run; raise if none is left."""
-        refused: dict[str, GpushareError] = {}
-        for uuid in self._devices:
-            try:
-                self._gpu(uuid).share.check(program)
-            except GpushareError as error:
-                refused[uuid] = error
-        if len(refused) == len(self._devices):
-            raise next(iter(refused.values()))
-        for uuid, reason in refused.items():
-            self._leave_out(uuid, reason)
+        errors = {uuid: error_of(functools.partial(self._gpu(uuid).share.check, program)) for uuid in self._devices}
+        refusals = {uuid: error for uuid, error in errors.items() if error is not None}
+        if len(refusals) == len(errors):
+            raise next(iter(refusals.values()))
+        for uuid, refusal in refusals.items():
+            self._leave_out(uuid, refusal)
 
     @property
     def _own_limit_bytes(self) -> int | None:
@@ -1279,12 +1275,9 @@ class Farm:
     def _end_left_behind(self, group: Group, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return why that failed for a copy, by its number."""
         pids_by_program = group.left_behind([running.program for running in ended])
-        failure: GpushareError | None = None
+        failure = None
         if pids_by_program:
-            try:
-                group.end_left_behind(pids_by_program, hurry=self._signals.came)
-            except GpushareError as error:
-                failure = error
+            failure = error_of(lambda: group.end_left_behind(pids_by_program, hurry=self._signals.came))
         errors = {}
         for running in ended:
             copy = running.copy

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.base import values
-from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut, error_of
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import forbidding_yama_scope
@@ -74,16 +74,6 @@ class Member(Kept):
 MEMBERS: Final = RecordStore(Member, "group", "the record of an opportunistic program")
 
 
-def write_member(host: Host, member: Member) -> None:
-    """Write the record of a member.
-
-    Raises:
-        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
-    """
-    MEMBERS.sweep(host)
-    MEMBERS.write(replace(member, path=MEMBERS.path(host, member.pid)))
-
-
 def members(host: Host, device: Device) -> tuple[Member, ...]:
     """Return this user's living members on a device, by PID."""
     records = MEMBERS.all(host, shared=False)
@@ -93,15 +83,14 @@ def members(host: Host, device: Device) -> tuple[Member, ...]:
 
 def why_not_settable(host: Host, device: Device) -> GpushareError | None:
     """Return why the slices of a group cannot be set on this host; None: as far as can be told before, they can."""
+    own = home = own_home(host, device.uuid)
+    # Without a daemon the job will start one of its own.
     try:
-        home, _ = own_daemon(host, device)
-        is_foreign = home.directory != own_home(host, device.uuid).directory
-    except NotFound:
-        # The job will start a daemon of its own.
-        is_foreign = False
+        with contextlib.suppress(NotFound):
+            home, _ = own_daemon(host, device)
     except GpushareError as error:
         return error
-    if is_foreign:
+    if home.directory != own.directory:
         return NotSupported(
             f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
             " of its server",
@@ -115,11 +104,7 @@ def why_not_settable(host: Host, device: Device) -> GpushareError | None:
             "run as root; with 3 even root may not",
             code="ptrace_scope",
         )
-    try:
-        check_settable(host)
-    except GpushareError as error:
-        return error
-    return None
+    return error_of(lambda: check_settable(host))
 
 
 def check_production_outside(host: Host, device: Device) -> None:
@@ -174,28 +159,36 @@ class GroupSlice(Part):
 
     def started(self, watch: Watch) -> None:
         """Become a member of the group."""
-        # Its share is one under MPS.
+        # A job with this part is always in a share under MPS.
         self._watch = cast("Attachment", watch)
         pid = watch.program_pid
+        # A program that has ended already is no living member: none starts at boot.
         process = self.host.processes.identity(pid) or Identity(pid, 0)
-        first = self.slice_us if self.keep is None else LEAST_US
-        self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first)
+        first_us = self.slice_us if self.keep is None else LEAST_US
+        self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first_us)
         self._write_record()
 
     def poll(self) -> bool:
-        """Set the slice of the program's server, if the server is new or has another one."""
+        """Set the slice of the program's server, if the server is new or has another one; return whether the job is to end."""
         watch = self._watch
         if not self.gave_up:
             if self._has_new_process(watch):
                 watch.poll()
             self._apply_slice(watch)
         if self.gave_up:
-            ends = self.instead is not None and self.instead.poll()
-            self.due = math.inf if self.instead is None else self.instead.due
-            return ends
-        soon = watch.attached and not self._slices.proved
-        self.due = time.monotonic() + min(watch.poll_interval(), _FIRST_SECONDS if soon else LOOK_SECONDS)
+            return self._poll_instead()
+        is_unproved = watch.attached and not self._slices.proved
+        self.due = time.monotonic() + min(watch.poll_interval(), _FIRST_SECONDS if is_unproved else LOOK_SECONDS)
         return False
+
+    def _poll_instead(self) -> bool:
+        """Poll what pauses the program in place of the slice, if that is possible; return whether the job is to end."""
+        if self.instead is None:
+            self.due = math.inf
+            return False
+        is_to_end = self.instead.poll()
+        self.due = self.instead.due
+        return is_to_end
 
     def _has_new_process(self, watch: Attachment) -> bool:
         """Return whether NVML lists a process of the program that the daemon was not asked about."""
@@ -212,7 +205,8 @@ class GroupSlice(Part):
     def _write_record(self) -> None:
         """Write the record of this member; without it the others do not know what it wants."""
         with contextlib.suppress(GpushareError, OSError):
-            write_member(self.host, self._member)
+            MEMBERS.sweep(self.host)
+            MEMBERS.write(replace(self._member, path=MEMBERS.path(self.host, self._member.pid)))
 
     def _other_members(self) -> list[Member]:
         """Return the other opportunistic jobs in the group."""
@@ -229,7 +223,8 @@ class GroupSlice(Part):
         except GpushareError as error:
             self._tries += 1
             most_tries = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
-            if error.code not in PASSING and (is_final(error) or self._tries >= most_tries):
+            is_hopeless = is_final(error) or self._tries >= most_tries
+            if is_hopeless and error.code not in PASSING:
                 self._give_up(watch, error)
             return
         self._tries = 0
@@ -256,25 +251,22 @@ class GroupSlice(Part):
         """Give a server that goes on without members the slice that it had before; tell the user if that fails."""
         if self._other_members():
             return
+        reason = ""
         for tries_left in reversed(range(_RESTORE_TRIES)):
-            try:
-                self._slices.restore()
-            except GpushareError as error:
-                if error.code in PASSING:
-                    # The server has ended.
-                    return
-                if tries_left:
-                    time.sleep(_FIRST_SECONDS)
-                    continue
-                servers = " ".join(sorted({str(pid) for pid in watch.attached.values() if pid is not None}))
-                watch.troubles.append(
-                    f"the time-slice of the MPS server cannot be restored: {error.message}; gpushare timeslice reset {servers}"
-                )
-            else:
+            error = error_of(self._slices.restore)
+            # With such a code the server has ended.
+            if error is None or error.code in PASSING:
                 return
+            reason = error.message
+            if tries_left:
+                time.sleep(_FIRST_SECONDS)
+        servers = " ".join(sorted({str(pid) for pid in watch.attached.values() if pid is not None}))
+        watch.troubles.append(
+            f"the time-slice of the MPS server cannot be restored: {reason}; gpushare timeslice reset {servers}"
+        )
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good: it is about to end. Nothing else is to end with it."""
+        """Let the program continue for good, as it is about to end. It has no strays."""
         if self.gave_up and self.instead is not None:
             self.instead.release()
         return {}
@@ -360,7 +352,7 @@ class AdaptedSlice(Part):
             return
         setting = self._controller.step(at, self._seen)
         self._seen = []
-        # Before it is on the GPU, it costs production nothing there.
+        # A program that is not on the GPU yet costs production nothing there.
         self._set_held(held=setting.held and bool(self._watch.attached))
         self.group.set_wanted(LEAST_US if setting.held else setting.slice_us)
         if self._controller.out_of_reach:
@@ -383,6 +375,7 @@ class AdaptedSlice(Part):
                 "source", f"{self.production.title} was started again without --metric: the slice is the least"
             )
             return
+        # Whose file its log may be: root's, ours, or its own user's.
         owners = {0, os.geteuid()}
         info = self.group.host.processes.describe(self.production.pid)
         if info is not None and info.uid is not None:
@@ -397,6 +390,7 @@ class AdaptedSlice(Part):
             ("while this job was stopped", controller.baseline),
             ("at best", controller.best),
         ]
+        # Production may print the time of a step, of which the controller has the inverse.
         prints_speeds = self._progress is None or self._progress.higher_is_better
         return ", ".join(f"{speed if prints_speeds else 1 / speed:.4g} {when}" for when, speed in speeds if speed)
 
@@ -424,14 +418,14 @@ class AdaptedSlice(Part):
             self._watch.troubles.append(text)
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good: it is about to end, and must be able to. Nothing else is to end with it."""
+        """Let the program continue for good, as it is about to end. It has no strays."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()
         return {}
 
     def settle(self) -> None:
-        """Continue what the program left behind, and say what production kept."""
+        """Let continue what the program has left behind, and say how much of its speed production kept."""
         self.release()
         if self._controller is not None and self._controller.kept is not None:
             percent = min(100.0, round(100 * self._controller.kept, 1))

@@ -329,13 +329,14 @@ class Run:
     share: Share
     parts: Sequence[Part]
     command: Sequence[str]
+    # The command as the user gave it.
+    typed: Sequence[str]
     options: RunOptions
     reporter: RunReport
     # 128 + N when signal N ended the program.
     exit_code: int = 0
-    # What runs it, and the command as the user gave it.
+    # What runs it.
     container: Container | None = None
-    typed: Sequence[str] | None = None
     # The last try has failed after its MPS server had died.
     mps_fault: bool = False
     _peak: int | None = None
@@ -381,10 +382,9 @@ class Run:
         for part in self.parts:
             part.raise_end()
         if self._peak is not None and not self.options.parts and self.exit_code in {0, *ENDED_BY_USER}:
-            # What a later `run --wait` of this command reserves.
+            # What a later `run --wait` of this command reserves. A job of the ledger (it has parts) keeps its own peak.
             with contextlib.suppress(GpushareError):
-                command = self.command if self.typed is None else self.typed
-                keep_profile(self.host, self.share.device, command, Profile(memory_bytes=self._peak))
+                keep_profile(self.host, self.share.device, self.typed, Profile(memory_bytes=self._peak))
         return self.exit_code
 
     def _run_program(self) -> None:
@@ -403,7 +403,7 @@ class Run:
 
 
 def _give_back(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
-    """Give back what a job has, the share last; return whether others go on using it."""
+    """Give back what a job has, the share last; return whether others go on using its MPS daemon."""
     for part in reversed(parts):
         part.close(program_lives=program_lives)
     return share.close(program_lives=program_lives)
@@ -426,7 +426,7 @@ class Session:
         self.mps_fault = False
 
     def close(self) -> bool:
-        """Give back what the job has; return whether others go on using the share."""
+        """Give back what the job has; return whether others go on using its MPS daemon."""
         lives = self._child is not None and self._child.poll() is None
         return _give_back(self._share, self._parts, program_lives=lives)
 
@@ -451,7 +451,7 @@ class Session:
 
         with self._opened_streams() as streams:
             child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
-        # Also told of each worker in a session of its own that a part stops.
+        # A part also tells the guard of each worker in a session of its own that it stops.
         self._tell = guard.started
         self._tell(child.pid, start_of(self._host.processes.identity(child.pid)))
         if self._container is None:
@@ -508,18 +508,17 @@ class Session:
         relay = None if is_our_stdout(log) else Relay(log)
         try:
             yield Streams(0, descriptor, descriptor if stderr is None else stderr)
-        except BaseException:
-            if relay is not None:
-                relay.close()
-            raise
+            # The program has started: `_settle` closes it.
+            self._relay, relay = relay, None
         finally:
             os.close(descriptor)
-        self._relay = relay
+            if relay is not None:
+                relay.close()
 
     def _run_until_end(self, child: Child, wakeups: Wakeups, terminal: Terminal) -> int:
         """Serve the program until it ends: signals, the terminal, its parts; return its status (negative: a signal)."""
         while (status := child.poll()) is None:
-            # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
+            # A look is due by the clock alone: a SIGCHLD may come from the child by which the last look talked to the daemon.
             seconds = min(
                 self._watch.seconds_to_poll, *(part.seconds_to_poll for part in self._running), _LONGEST_SECONDS
             )
@@ -540,7 +539,8 @@ class Session:
     def _poll_parts(self, child: Child, wakeups: Wakeups) -> None:
         """Poll the watch and the parts that are due; end the program if one of them wants that."""
         if self._watch.seconds_to_poll <= 0:
-            if self._container is not None and not self._running:
+            has_begun = bool(self._running)
+            if self._container is not None and not has_begun:
                 self._begin_in_container(self._container, child.pid)
             self._watch.poll()
         device = self._watch.device
@@ -559,12 +559,13 @@ class Session:
             part.asked()
 
     def _would_kill_a_client(self, number: int) -> bool:
-        """Return whether passing a signal on would end an MPS client with its queue in flight."""
+        """Return whether passing a signal on would end an MPS client, which has no handler for it, with its queue in flight."""
+        processes = self._host.processes
         clients = self._watch.clients()
-        return any(
-            (clients is None or member in clients) and self._host.processes.catches(member, number) is False
-            for member in self._host.processes.descendants(self._watch.signalled_pid)
-        )
+        members = processes.descendants(self._watch.signalled_pid)
+        # Any of them may be a client if the daemon does not answer (None).
+        may_be_clients = members if clients is None else clients.intersection(members)
+        return any(processes.catches(pid, number) is False for pid in may_be_clients)
 
     def _say(self, report: Callable[..., None], *facts: object) -> None:
         """Report something; a failure to do so must not end the program."""
@@ -630,11 +631,11 @@ class Session:
 
     @contextlib.contextmanager
     def _guarded_run(self) -> Iterator[Guard]:
-        """Yield the guard. If something fails here, it ends what is left of the program."""
+        """Yield the guard, and give the share back; if anything fails meanwhile, the guard ends what is left of the program."""
         guard = guard_of(self._host, self._share)
         try:
             yield guard
-            # First the daemon, then the word: if gpushare is killed in between, the guard still stops the daemon.
+            # Before the guard is dismissed: if gpushare is killed in between, the guard still stops the daemon.
             lingers = self.close()
         except BaseException:
             guard.leave()
@@ -647,7 +648,7 @@ LINGER: Final = "linger"
 
 
 def guard_of(host: Host, share: Held) -> Guard:
-    """Start what ends programs in a share the safe way if gpushare dies (`orphans.after_death`).
+    """Start the guard of a share, which ends its programs the safe way if gpushare dies (`orphans.after_death`).
 
     Raises:
         OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
@@ -674,7 +675,7 @@ def guard_of(host: Host, share: Held) -> Guard:
 
 
 def dismiss(guard: Guard, *, lingers: bool) -> None:
-    """Dismiss the guard of a share that was given back; ``lingers``: it waits for the daemon's last user."""
+    """Let the guard end, as its share was given back; with ``lingers`` it first waits for the last user of the daemon."""
     guard.leave(LINGER if lingers else DONE)
     if not lingers:
         guard.wait()

@@ -21,10 +21,10 @@ from gpushare.base.errors import (
     BadUsage,
     GpushareError,
     InUse,
-    NoPermission,
     NotFound,
     NotSupported,
     OperationFailed,
+    error_of,
     gpu_not_named_error,
 )
 from gpushare.base.model import ComputeMode, Gpu, Way
@@ -189,7 +189,7 @@ class JobStart:
             report = InstanceReport(self.host, share.device, sys.stderr, quiet=self.quiet)
         if len(share.devices) > 1:
             report.title = titles(share.devices)
-        run = Run(self.host, share, all_parts, command, options, report, container=container, typed=self.command)
+        run = Run(self.host, share, all_parts, command, self.command, options, report, container=container)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
@@ -254,30 +254,17 @@ class JobStart:
         )
 
     def _without_granted_to_others(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that are not instances granted to other users only. Raises NoPermission: all of them are."""
+        """Return the devices, but no instance that is granted to other users only. Raises NoPermission: all of them are."""
         if not any(device.mig is not None and device.mig.name for device in devices):
             return tuple(devices)
         from gpushare.mig.places import check_granted
 
-        granted = []
-        first_error = None
-        for device in devices:
-            try:
-                check_granted(self.host, "" if device.mig is None else device.mig.name or "")
-                granted.append(device)
-            except NoPermission as error:
-                first_error = first_error or error
-        if first_error is not None and not granted:
-            raise first_error
-        return tuple(granted)
+        names = ["" if device.mig is None else device.mig.name or "" for device in devices]
+        return _without_refused(devices, [error_of(partial(check_granted, self.host, name)) for name in names])
 
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that no other user has reserved. Raises InUse: all of them are (``reserved``)."""
-        errors = [self._lease_error(device) for device in devices]
-        free = tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
-        if errors and errors[0] is not None and not free:
-            raise errors[0]
-        return free
+        return _without_refused(devices, [self._lease_error(device) for device in devices])
 
     def _run_on(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program by its role and its slice; on several GPUs outside MPS, as each of its daemons has one GPU."""
@@ -802,6 +789,15 @@ def _with_room(planned: Any, room: RoomAnswer) -> Any:
 def _asks_for_mps(options: RunOptions) -> bool:
     """Return whether options are given that only MPS has."""
     return options.limits.threads_percent is not None or options.limits.priority is not None
+
+
+def _without_refused(devices: Sequence[Device], errors: Sequence[GpushareError | None]) -> tuple[Device, ...]:
+    """Return the devices that have no error; if all have one, raise the first."""
+    usable_devices = tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
+    first_error = next(iter(errors), None)
+    if first_error is not None and not usable_devices:
+        raise first_error
+    return usable_devices
 
 
 def check_enough(devices: Sequence[Device], count: int, more: str = "") -> None:

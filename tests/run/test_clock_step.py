@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
-from gpushare.run.group import Member, members, write_member
+from gpushare.run.group import MEMBERS, Member, members
 from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from tests.cli.drive import record_of
@@ -32,7 +33,7 @@ def test_a_named_job_runs_on(host: Host, device: Device, monkeypatch: pytest.Mon
 
 def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     member = Member(pid=OWN, started=start_of(host.processes.identity(OWN)), device_uuid=device.uuid, slice_us=30)
-    write_member(host, member)
+    MEMBERS.write(replace(member, path=MEMBERS.path(host, OWN)))
     step_the_clock(monkeypatch, -60.0)
     assert members(host, device) == (member,)
 

@@ -197,7 +197,7 @@ def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, d
 def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
     pid = admin.add_process(SPEC)
     member = group.Member(pid=pid, started=1, device_uuid=device.uuid, slice_us=30)
-    group.write_member(host, member)
+    group.MEMBERS.write(replace(member, path=group.MEMBERS.path(host, pid)))
     assert members(host, device) == ()
     (host.run_directory / "group" / "7.json").write_text('{"pid": "x"}')
     (host.run_directory / "group").chmod(0o777)
