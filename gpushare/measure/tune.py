@@ -55,7 +55,7 @@ from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US as FIRST_SERVER_US
 from gpushare.run.group import check_production_outside, members, why_not_settable
 from gpushare.run.plain import check_outside_mps
-from gpushare.run.several import peak_memory
+from gpushare.run.several import memory_now
 from gpushare.run.share import check_program
 
 # How long a search takes at most, unless the user says: of both ways, and of slices alone, which need no starts.
@@ -925,7 +925,7 @@ class Stage:
         self._together_seconds = max(self._together_seconds, self._others_seconds)
 
     def _peak_memory(self, job: Running) -> int | None:
-        return peak_memory(self._tuner.host, self._tuner.device, job.program)
+        return memory_now(self._tuner.host, self._tuner.device, job.program)
 
     def _fewest_outputs(self, start: float) -> int:
         """Return how many outputs the opportunistic job that printed the least has printed since then."""

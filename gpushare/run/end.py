@@ -50,17 +50,17 @@ def _handles_an_end(host: Host, pid: int, number: int) -> bool:
 
 
 def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int | None:
-    """Return the signal with which to ask a process to end; None: a client that handles none gets none."""
-    shell = _is_shell(host, pid)
-    for candidate in (number, signal.SIGTERM) if shell else (number, signal.SIGINT, signal.SIGTERM):
+    """Return the signal with which to ask a process to end, as `ask_to_end` says; None: a client that handles none."""
+    is_shell = _is_shell(host, pid)
+    for candidate in (number, signal.SIGTERM) if is_shell else (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
     # A shell has no work on the GPU.
-    if client and not shell:
+    if client and not is_shell:
         return None
     # A process started with SIGINT ignored, such as a script's background job, ignores it forever.
-    ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
-    return signal.SIGTERM if ignored else number
+    is_ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
+    return signal.SIGTERM if is_ignored else number
 
 
 def _is_shell(host: Host, pid: int) -> bool:
@@ -131,13 +131,10 @@ def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:
     """Return the living ones of some processes (PIDs with start times) and of their descendants, with start times."""
     alive = [pid for pid, started in starts.items() if host.processes.alive(pid, started)]
     tree = dict.fromkeys(member for pid in alive for member in host.processes.descendants(pid))
-    # The start times that we have, not those of processes that may have taken their PIDs meanwhile.
-    starts_in_tree = {**starts_of(host.processes, [pid for pid in tree if pid not in starts]), **starts}
-    return {
-        pid: starts_in_tree[pid]
-        for pid in tree
-        if pid in starts_in_tree and host.processes.alive(pid, starts_in_tree[pid])
-    }
+    # Start times that are given are not looked up: other processes may have taken these PIDs meanwhile.
+    new = starts_of(host.processes, [pid for pid in tree if pid not in starts])
+    known = {**new, **starts}
+    return {pid: known[pid] for pid in tree if pid in known and host.processes.alive(pid, known[pid])}
 
 
 def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:

@@ -79,28 +79,36 @@ class _Present:
         self._clients: dict[int, MpsClient] = {
             client.pid: client for daemon in snapshot.daemons for client in daemon.clients
         }
-        self._paused: dict[int, PausedJob] = {}
-        self._swaps: dict[int, Swap] = {}
+        # Each by the first process of its job. The reader of a kind of record is imported only if there are such records.
+        self._paused = self._read_pauses() if has_records(host, "pause") else {}
+        self._swaps = self._read_swaps() if has_records(host, "swap") else {}
         self._slices: dict[int, int] = {}
-        # Import the reader of a kind of record only if there are such records: most hosts have none.
-        if has_records(host, "pause"):
-            from gpushare.pause.record import paused_jobs
-
-            for job in paused_jobs(host):
-                if job.is_paused(host):
-                    self._paused.setdefault(self._root_of(job.pid) or job.pid, job)
-        if has_records(host, "swap"):
-            from gpushare.memory.swapped import BACK, swaps
-
-            for swap in swaps(host):
-                if swap.state != BACK:
-                    # Its first process may have ended.
-                    roots = (self._root_of(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
-                    self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
         if has_records(host, "group"):
             from gpushare.run.group import MEMBERS
 
             self._slices = {member.pid: member.slice_us for member in MEMBERS.all(host)}
+
+    def _read_pauses(self) -> dict[int, PausedJob]:
+        """Return the jobs that are paused."""
+        from gpushare.pause.record import paused_jobs
+
+        paused: dict[int, PausedJob] = {}
+        for job in paused_jobs(self._host):
+            if job.is_paused(self._host):
+                paused.setdefault(self._root_of(job.pid) or job.pid, job)
+        return paused
+
+    def _read_swaps(self) -> dict[int, Swap]:
+        """Return the jobs that are swapped out, or on their way."""
+        from gpushare.memory.swapped import BACK, swaps
+
+        absent: dict[int, Swap] = {}
+        for swap in swaps(self._host):
+            if swap.state != BACK:
+                # The process that the record names may have ended.
+                roots = (self._root_of(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
+                absent.setdefault(next(filter(None, roots), swap.pid), swap)
+        return absent
 
     def _root_of(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
@@ -109,17 +117,18 @@ class _Present:
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by name; then those without a record that are paused or swapped out; then, if wanted, all else on GPUs."""
-        by_root: dict[int, list[_OnGpu]] = {}
+        # A process of no job is its own root. Each is taken out with its job.
+        left_by_root: dict[int, list[_OnGpu]] = {}
         if self.records or self._paused or everything:
             for entry in self._on_gpu:
-                by_root.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
+                left_by_root.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
         for root, record in sorted(self.records.items(), key=lambda entry: natural_key(entry[1].name)):
-            yield self._recorded_job(root, record, by_root.pop(root, []))
+            yield self._recorded_job(root, record, left_by_root.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
             members = self._pids_off_gpu(pid)
-            yield self._unrecorded_job(pid, [entry for member in members for entry in by_root.pop(member, [])])
+            yield self._unrecorded_job(pid, [entry for member in members for entry in left_by_root.pop(member, [])])
         if everything:
-            for pid, processes in by_root.items():
+            for pid, processes in left_by_root.items():
                 yield self._unrecorded_job(pid, processes)
 
     def _pids_off_gpu(self, pid: int) -> set[int]:
@@ -136,12 +145,13 @@ class _Present:
         info = self._info(pid, processes)
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         device_uuids = record.devices
-        if processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices):
-            # It was moved. Its place follows only if its gpushare swaps it: until then it also has the GPU of its record.
-            places = [place for place in self._places(record) if time.time() - place.claim.touched_at <= LAPSE_SECONDS]
-            held = {uuid for place in places for uuid in place.held}
+        was_moved = processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices)
+        if was_moved:
             present = {entry.device.uuid: entry.device for entry in processes}
             device_uuids = tuple(present)
+            # Its place follows only if its gpushare swaps it: until then it also has the GPU of its record.
+            places = [place for place in self._places(record) if time.time() - place.claim.touched_at <= LAPSE_SECONDS]
+            held = {uuid for place in places for uuid in place.held}
             devices = [*(device for device in devices if device.uuid in held), *present.values()]
         job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
         waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
@@ -161,7 +171,7 @@ class _Present:
             slice_us=job.slice_us if processes else self._slices.get(pid, record.slice_us),
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             memory_limit_bytes=self._memory_limit(record),
-            command=record.command or _program_of(info),
+            command=record.command or _program_text(info),
             container=next(filter(None, containers), None),
         )
 
@@ -233,14 +243,15 @@ class _Present:
 
     def _memory_limit(self, record: JobRecord) -> int | None:
         """Return the memory limit of a job on each of its GPUs: as recorded, or as its places in the ledger have it."""
-        places = [(job.limit_bytes, len(job.held)) for job in self._places(record) if job.limit_bytes is not None]
-        if record.memory_bytes is not None or not places:
+        if record.memory_bytes is not None:
             return record.memory_bytes
+        limits = [
+            (place.limit_bytes, len(place.held)) for place in self._places(record) if place.limit_bytes is not None
+        ]
+        if len(limits) < 2:
+            return limits[0][0] if limits else None
         # Each copy of a farm has a place, on GPUs that its record does not name: their sum, shared out to those that it names.
-        if len(places) > 1:
-            return sum(limit * count for limit, count in places) // max(1, len(record.devices))
-        limit, _ = places[0]
-        return limit
+        return sum(limit * gpus for limit, gpus in limits) // max(1, len(record.devices))
 
     def _state(self, pid: int, running_seconds: float | None) -> tuple[str, float | None]:
         """Return the state of a job, and for how many seconds it has been in it."""
@@ -315,9 +326,9 @@ def _sm_percent(processes: Sequence[_OnGpu]) -> int | None:
     return min(100, max(sums.values())) if sums else None
 
 
-def _program_of(info: ProcessInfo | GpuProcess | None) -> str | None:
-    """Return the program in the command line of a `gpushare run ... -- PROGRAM`, or all of the line."""
-    words = (None if info is None else info.command_line) or ()
+def _program_text(info: ProcessInfo | GpuProcess | None) -> str | None:
+    """Return what a job runs, by a process of it: after the ``--`` of `gpushare run`, or its whole command line."""
+    words = () if info is None else info.command_line or ()
     return _command_text(words[words.index("--") + 1 :] if "--" in words else words)
 
 
@@ -353,7 +364,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
             gpu_indexes=job.gpu_indexes,
             memory_limit_bytes=None if reservation is None else reservation.limit_bytes,
             since_seconds=None if job.waiting_since is None else max(0.0, now - job.waiting_since),
-            command=_program_of(host.processes.describe(job.pid)),
+            command=_program_text(host.processes.describe(job.pid)),
             line=LinePlace(
                 place=job.place,
                 memory_bytes=job.memory_bytes,
@@ -374,7 +385,7 @@ def _name_or_pid(job: WaitingJob | Reservation) -> str:
 
 
 def _name(text: str | None) -> str | None:
-    """Return the name of a job if it can be one, else None: another user may have written it, and shells complete names."""
+    """Return the name of a job, or None if it is no valid one: another user may have written it, and shells complete names."""
     return text if text is not None and is_job_name(text) else None
 
 

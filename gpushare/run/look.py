@@ -57,13 +57,12 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         # None: they are unknown.
         processes = None if gpu.processes is None else tuple(map(with_job, gpu.processes))
         gpus.append(replace(gpu, processes=processes))
-    limited_jobs = []
-    for limited in snapshot.limited_jobs:
-        # The ledger has no name of a job that was given none.
-        if limited.name is None and limited.pid in jobs:
-            limited = replace(limited, name=jobs[limited.pid].name)
-        limited_jobs.append(limited)
-    return replace(snapshot, gpus=tuple(gpus), limited_jobs=tuple(limited_jobs))
+    # The ledger has no name of a job that was given none; its record has.
+    limited_jobs = tuple(
+        replace(each, name=jobs[each.pid].name) if each.name is None and each.pid in jobs else each
+        for each in snapshot.limited_jobs
+    )
+    return replace(snapshot, gpus=tuple(gpus), limited_jobs=limited_jobs)
 
 
 # As `memory.ledger.PREFIX`, which most hosts need not load.
@@ -126,9 +125,10 @@ def only_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
 
 
 def _only_instances(gpu: Gpu, uuids: set[str]) -> Gpu:
-    """Return a GPU with only these MIG instances and their processes; whole if none is its own: it was named itself."""
+    """Return a GPU with only these MIG instances and their processes."""
     instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
     if not instances:
+        # The GPU was named as a whole, and the instances are those of others.
         return gpu
     processes = None
     if gpu.processes is not None:

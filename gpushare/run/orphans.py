@@ -27,16 +27,23 @@ _LOCK_SECONDS: Final = 10.0
 
 
 def after_death(
-    host: Host, programs: dict[int, int | None], word: str, uuid: str, index: str, kind: str, *held: str
+    host: Host,
+    programs: dict[int, int | None],
+    word: str,
+    uuid: str,
+    index: str,
+    kind: str,
+    lease_path: str,
+    lease_descriptor: str,
+    *claim_paths: str,
 ) -> None:
     """End orphaned programs, give their MIG instances back, and stop gpushare's MPS daemon with its last user.
 
     ``programs`` are PIDs with their start times; ``word`` is what gpushare said last. After `LINGER` they have ended and their
-    instances were given back; another job may use them since. ``kind`` and ``held`` are what `Held.guarded` returns: the
-    lease and the claims of the dead gpushare, which the guard still holds.
+    instances were given back; another job may use them since. ``uuid`` is that of the device, ``index`` that of its GPU. From
+    ``kind`` on as `guard_words`: the lease and the claims of the dead gpushare, which the guard still holds.
     """
     mps = kind == MPS
-    lease_path, descriptor, *claim_paths = held
     claims: list[HeldClaim] = []
     if word == LINGER:
         programs = {}
@@ -48,7 +55,7 @@ def after_death(
         _end_programs(host, home, uuid, int(index), programs, mps=mps)
     # Only now: while the programs lived, the daemon was in use.
     if lease_path:
-        Lease(Path(lease_path), int(descriptor)).release()
+        Lease(Path(lease_path), int(lease_descriptor)).release()
     others_use_it = mps and or_none(lambda: stop_if_last(host, home))
     if claims:
         # A program that hangs in the driver still uses its instance.

@@ -242,8 +242,8 @@ class Group:
         if self.guard is not None:
             dismiss(self.guard, lingers=others_use_it)
 
-    def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
-        """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
+    def pause(self, *programs: Program) -> Drain:
+        """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, or for `DRAIN_BOUND_SECONDS`."""
         device = self._held.device
         # Not `self.meter`: outside MPS there is none.
         gpu_instance = None if device.mig is None else device.mig.gpu_instance_id
@@ -251,7 +251,7 @@ class Group:
         running_reading = meter.read()
         for program in programs:
             self.stop(program)
-        return wait_for_drain(meter, running_reading, bound_seconds)
+        return wait_for_drain(meter, running_reading, DRAIN_BOUND_SECONDS)
 
     def stop(self, program: Program) -> None:
         """Stop a program (SIGSTOP); the GPU still works on its queue."""
@@ -262,7 +262,7 @@ class Group:
         self._signal_tree(program, signal.SIGCONT)
 
     def _signal_tree(self, program: Program, number: int) -> None:
-        """Send a signal to a program, which is the first of its `descendants`, and to all below it."""
+        """Send a signal to a program and to all its descendants."""
         # Once it has ended, its PID may be reused.
         if program.runs:
             family = self.host.processes.descendants(program.pid)
@@ -285,6 +285,7 @@ class Group:
         """
         file = open_output(log)
         try:
+            # Opened anew to append: after the file was emptied, the program goes on at its new end.
             appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             started = time.monotonic()
@@ -363,7 +364,7 @@ class Group:
         """
         pids = [pid for group in stays.values() for pid in group]
         for pid in pids:
-            # If gpushare dies now, it must not stay stopped.
+            # If gpushare dies now, the guard ends them.
             self._tell_guard(pid)
         end_programs(
             self.host,
@@ -412,7 +413,7 @@ def _members(program: Program) -> list[int]:
     return [program.pid, *group_members(program.pid)] if program.runs else []
 
 
-def peak_memory(host: Host, device: Device, program: Program) -> int | None:
+def memory_now(host: Host, device: Device, program: Program) -> int | None:
     """Return the device memory that a program's processes hold now (NVML's process list); None when it is not known."""
     tree = set(host.processes.descendants(program.pid))
     return memory_held(process for process in processes_on(host, device.gpu.index) or () if process.pid in tree)

@@ -214,13 +214,12 @@ class Stop:
 
     @property
     def _bound_seconds(self) -> float:
-        """Return how long to wait for the job's gpushare: the grace, as given or of its own, and the time to drain."""
+        """Return how long to wait for the job's gpushare: for the grace (the given one, else the job's own), then for the end."""
         if self._grace is not None:
             return self._grace + HURRY_SECONDS
         record = self.target.record
-        if record is None or record.grace_seconds is None:
-            return BOUND_SECONDS
-        return max(BOUND_SECONDS, record.grace_seconds + HURRY_SECONDS)
+        own_grace = 0.0 if record is None else record.grace_seconds or 0.0
+        return max(BOUND_SECONDS, own_grace + HURRY_SECONDS)
 
     def _ask(self, supervisor: Identity) -> None:
         """Ask the job's gpushare to end it (SIGTERM)."""
@@ -278,7 +277,7 @@ class Stop:
                 f"{ending_hint(host, job.pid)}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )
-        consent = self._consent(tree)
+        losses = self._losses(tree)
         container = None if info is None else info.container
         # Its engine does not drain the queue of an MPS client.
         engine = None if container is None or under_mps else engine_of(container)
@@ -291,19 +290,17 @@ class Stop:
         else:
             way = "signal"
             steps = (self._signal_step(tree),)
-        return way, Plan(title=f"stop {job.title}", steps=steps, consent=consent)
+        return way, Plan(title=f"stop {job.title}", steps=steps, consent=losses)
 
-    def _consent(self, tree: Sequence[int]) -> tuple[Loss, ...]:
-        """Return what to ask before a program ends that no gpushare runs: always, unless a record of this user names it."""
+    def _losses(self, tree: Sequence[int]) -> tuple[Loss, ...]:
+        """Return what to ask about before a program ends that no gpushare runs; nothing if a record of this user names it."""
         job = self._job
         # Of another user's job all processes are lost, whosever they are.
-        consent = consent_to(self._host, job, "ends", tree if job.uid == self._host.uid else ())
+        losses = consent_to(self._host, job, "ends", tree if job.uid == self._host.uid else ())
         record = self.target.record
         # To root, the record of another user may name any process.
         is_recorded_here = record is not None and record.keeper_uid is None
-        if consent or is_recorded_here:
-            return consent
-        return (self._loss_of_job(),)
+        return losses if losses or is_recorded_here else (self._loss_of_job(),)
 
     def _may_be_off_gpu(self, tree: Sequence[int]) -> bool:
         """Return whether a program is paused or swapped out, or cannot be seen on the GPU from this PID namespace."""
@@ -312,9 +309,8 @@ class Stop:
             return True
         if has_records(host, "swap") and any(image.pid in tree for swap in swaps(host) for image in swap.images):
             return True
-        if host.processes.namespace_is_host() is False:
-            return any(host.processes.uses_driver(pid) for pid in tree)
-        return False
+        is_blind = host.processes.namespace_is_host() is False
+        return is_blind and any(host.processes.uses_driver(pid) for pid in tree)
 
     def _loss_of_job(self) -> Loss:
         """Return the question to ask before a process is ended that no record of this user's own names as a job."""
@@ -364,6 +360,7 @@ class Stop:
         grace = GRACE_SECONDS if self._grace is None else self._grace
 
         def stop() -> None:
+            """Let the engine stop the container, and check that its program has ended."""
             self._container = container
             stop_container(engine, container, grace)
             if wait_gone(self._host.processes, {self._job.pid: self._job.started}, _GONE_SECONDS):

@@ -193,4 +193,4 @@ def tell(monkeypatch: pytest.MonkeyPatch, kind: type[ToldExperiment] = ToldExper
     """Let `tune` measure told jobs instead of processes."""
     monkeypatch.setattr("gpushare.measure.tune.Experiment", kind)
     monkeypatch.setattr("gpushare.measure.tune.utilization", lambda *_: 100.0)
-    monkeypatch.setattr("gpushare.measure.tune.peak_memory", lambda *_: 2 * GIB)
+    monkeypatch.setattr("gpushare.measure.tune.memory_now", lambda *_: 2 * GIB)
