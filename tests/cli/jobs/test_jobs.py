@@ -65,6 +65,8 @@ def test_a_job_that_runs(
         world.run("mig", "enable", "-g", "0").ok()
         world.run("mig", "create", "1g.18gb", "-g", "0", "--name", "tiny").ok()
     started = runs(real, world, *options)
+    # A time-slice is set only once the program is on the GPU.
+    until(lambda: listed(cli)[0]["slice_us"] == expected.get("slice_us"), "its time-slice is set")
     (job,) = listed(cli)
     assert {key: job[key] for key in expected} == expected
     # The status says the same of its process.
