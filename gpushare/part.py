@@ -30,10 +30,6 @@ def memory_held(processes: Iterable[GpuProcess]) -> int | None:
     return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
 
 
-def _nobody(_pid: int, _started: int | None) -> None:
-    """Tell nobody: there is no guard."""
-
-
 @dataclass
 class Watch(abc.ABC):
     """Where a program's processes are, as far as known; `poll` updates it."""
@@ -55,8 +51,8 @@ class Watch(abc.ABC):
     # The most memory that its processes held together at a look (bytes), and how many looks saw some.
     peak_bytes: int | None = None
     peak_looks: int = 0
-    # Called with a process and its start before it is stopped.
-    tell: Callable[[int, int | None], None] = _nobody
+    # Called with a process and its start before it is stopped; without a guard nobody is told.
+    tell: Callable[[int, int | None], None] = lambda *_: None
     # What is signalled instead of the program, and passes signals on: the client of a container engine.
     client_pid: int | None = None
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.

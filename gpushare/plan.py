@@ -193,9 +193,7 @@ def deferred_step(what: str, command: str, make: Callable[[], Sequence[Step]], *
 def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None:
     """Do the steps in order. If one fails, undo it and those before it, last first, and raise its error.
 
-    Raises:
-        GpushareError: the error of the failed step.
-        NotUndone: the same code and exit code, but some steps could not be undone.
+    The error is a NotUndone with the same code if some steps could not be undone.
     """
     done: list[Step] = []
     try:

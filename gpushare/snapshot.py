@@ -144,12 +144,7 @@ class HostState:
         return self._once("claims", lambda: claimed_instances(self.host))
 
     def layout(self, gpu: Gpu) -> Layout:
-        """Return the MIG layout of a GPU as NVML tells it.
-
-        Raises:
-            NoPermission: the driver hides the instances.
-            GpushareError: NVML does not answer.
-        """
+        """Return the MIG layout of a GPU as NVML tells it. Raises NoPermission if the driver hides the instances."""
         from gpushare.mig.driver import MigReader
 
         return self._once(("layout", gpu.index), lambda: MigReader(self.host.nvml).layout(gpu))

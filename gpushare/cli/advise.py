@@ -587,7 +587,8 @@ def ask_numbers(situation: Situation) -> Situation:
         name = workload.name or role
         of_name = f" of {name}" if name else ""
         if workload.processes is None and single:
-            count = _ask_until_valid("How many processes are to share the GPU?", "4", _count_typed)
+            question = "How many processes are to share the GPU?"
+            count = _ask_until_valid(question, "4", lambda line: workload_of({"processes": line}).processes)
             workload = replace(workload, processes=count)
         if workload.memory is not None:
             workloads.append(workload)
@@ -607,10 +608,6 @@ def _ask_until_valid(text: str, example: str, read: Callable[[str], T]) -> T | N
         except BadUsage as error:
             sys.stderr.write(f"  {error.message}; {error.hint}\n")
     return None
-
-
-def _count_typed(line: str) -> int | None:
-    return workload_of({"processes": line}).processes
 
 
 def _with_memory_typed(workload: Workload, line: str, *, may_differ: bool) -> Sequence[Workload]:

@@ -38,7 +38,7 @@ from gpushare.cli.options import (
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.records import read_trusted_tail
 from gpushare.mps.control import without_questions
-from gpushare.mps.daemons import FoundDaemon, own_daemon
+from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import client_environment, home_of, own_home
 from gpushare.mps.limits import LimitOptions, Limits, check_memory
 from gpushare.mps.set import plan_limits
@@ -215,14 +215,15 @@ class MpsStopAnswer(PlanAnswer):
     stopped: tuple[StoppedDaemon, ...]
 
 
-def stopped_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> StoppedDaemon:
+def stopped_row(stop: Stop, done: Stopped | None = None) -> StoppedDaemon:
     """Return the row of a daemon that is stopped; without ``done``, that of a dry run."""
+    daemon, record = stop.found.daemon, stop.found.record
     row = StoppedDaemon(
-        pid=found.daemon.pid,
-        gpu=found.daemon.gpu_index,
-        pipe_directory=found.daemon.pipe_directory,
-        command=work.command,
-        compute_mode=None if found.record is None else found.record.previous_compute_mode,
+        pid=daemon.pid,
+        gpu=daemon.gpu_index,
+        pipe_directory=daemon.pipe_directory,
+        command=stop.command,
+        compute_mode=None if record is None else record.previous_compute_mode,
     )
     if done is None:
         return row
@@ -366,21 +367,20 @@ def stop(
         # The question names jobs by their PIDs: that of one that has ended may be another program's.
         forget_ended(host)
     forces = force or drain is not None
-    works = [
-        (Stop(host, found, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter()), found)
+    stops = [
+        Stop(host, found, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter())
         for found, device in daemons_to_stop(host, gpus_of(host), gpu, pipe_directory)
     ]
     # To find them takes time, and with -y nobody is asked.
-    losses = [] if settings.yes else [loss for work, _ in works for loss in work.losses(partial(job_names, host))]
+    losses = [] if settings.yes else [loss for each in stops for loss in each.losses(partial(job_names, host))]
     plan = Plan(
         title="MPS daemons are stopped",
-        steps=tuple(step for work, _ in works for step in work.steps),
-        undo="; ".join(work.undo for work, _ in works if work.undo is not None) or None,
+        steps=tuple(step for each in stops for step in each.steps),
+        undo="; ".join(each.undo for each in stops if each.undo is not None) or None,
         consent=tuple(losses),
     )
     if settings.dry_run:
-        planned = plan_result(plan, dry_run=True)
-        return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, found) for work, found in works))
+        return with_answer(plan_result(plan, dry_run=True), MpsStopAnswer, stopped=tuple(map(stopped_row, stops)))
     consented(plan)
 
     rows: list[StoppedDaemon] = []
@@ -388,11 +388,12 @@ def stop(
     done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + drain_seconds
-    for work, found in works:
-        work.drain_seconds = max(0.0, deadline - time.monotonic())
+    for each in stops:
+        each.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
-            rows.append(stopped_row(work, found, work.run()))
-            done.append((stopped_sentence(rows[-1]), work.undo))
+            row = stopped_row(each, each.run())
+            rows.append(row)
+            done.append((stopped_sentence(row), each.undo))
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)

@@ -191,7 +191,7 @@ class Stop:
         force: bool,
         on_wait: Callable[[list[int], float], None] | None = None,
     ) -> None:
-        self._host, self._found, self._device = host, found, device
+        self._host, self.found, self._device = host, found, device
         self.drain_seconds, self._force, self._on_wait = drain_seconds, force, on_wait
         self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
         self._restored: ComputeMode | None = None
@@ -204,7 +204,7 @@ class Stop:
         The clients are noted: if another one comes until then, the stop fails. ``job_names`` returns the names of the jobs
         that processes belong to.
         """
-        item = self._found
+        item = self.found
         daemon = item.daemon
         # What may not be stopped is refused without a question.
         try:
@@ -235,7 +235,7 @@ class Stop:
         self, clients: Sequence[int], job_names: Callable[[Sequence[int]], Mapping[int, str]]
     ) -> str | None:
         """Return the programs that lose the daemon, in words: clients, and programs that are no client yet; None: none."""
-        home = self._found.home
+        home = self.found.home
         leases = None if home is None else or_none(home.live_leases)
         # A lease is of a `gpushare run`; what is lost is its program, even before its first context.
         families = [
@@ -255,8 +255,8 @@ class Stop:
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""
         try:
-            _check_listener(self._host, self._found)
-            control = self._found.control(self._host)
+            _check_listener(self._host, self.found)
+            control = self.found.control(self._host)
             control.answers(timeout=_PROBE_SECONDS)
             return clients_of(control)
         except GpushareError:
@@ -265,7 +265,7 @@ class Stop:
     @property
     def command(self) -> str | None:
         """Return the equivalent plain command, or None where a dead daemon left only files."""
-        daemon = self._found.daemon
+        daemon = self.found.daemon
         if daemon.pid is None:
             return None
         return control_command(daemon.pipe_directory or "", "quit")
@@ -273,14 +273,14 @@ class Stop:
     @functools.cached_property
     def undo(self) -> str | None:
         """Return the command that starts the same daemon again; its clients do not come back."""
-        record = self._found.record
-        if record is None or record.transient or record.interrupted or self._found.daemon.pid is None:
+        record = self.found.record
+        if record is None or record.transient or record.interrupted or self.found.daemon.pid is None:
             return None
         # Its limits now, which others may have changed since the start, unless it does not answer (None).
-        (now,) = with_answers(self._host, [self._found], strangers=False)
+        (now,) = with_answers(self._host, [self.found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
         mode_before = record.previous_compute_mode
-        gpu = self._found.daemon.gpu_index
+        gpu = self.found.daemon.gpu_index
         if gpu is not None and self._host.nvml.compute_mode(gpu) not in {None, ComputeMode.EXCLUSIVE_PROCESS}:
             # `timeslice set --beside-mps` has changed it since the start.
             mode_before = None
@@ -293,12 +293,12 @@ class Stop:
 
     def _place_text(self) -> str:
         """Return where the daemon is, to follow its title: `` of GPU 0``."""
-        daemon = self._found.daemon
+        daemon = self.found.daemon
         return f" of GPU {daemon.gpu_index}" if daemon.gpu_index is not None else f" at {daemon.pipe_directory}"
 
     def _waiting_steps(self) -> list[Step]:
         """Return the step that waits for the clients; none for a dead daemon."""
-        daemon = self._found.daemon
+        daemon = self.found.daemon
         if daemon.pid is None:
             return []
         what = f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}"
@@ -308,9 +308,9 @@ class Stop:
 
     def _ending_steps(self) -> list[Step]:
         """Return the steps that end the daemon, restore the compute mode, and remove its files."""
-        daemon = self._found.daemon
-        record = self._found.record
-        home = self._found.home
+        daemon = self.found.daemon
+        record = self.found.record
+        home = self.found.home
         dead = daemon.pid is None
         where = self._place_text()
         what = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
@@ -347,7 +347,7 @@ class Stop:
             OperationFailed: its process does not end.
         """
         host = self._host
-        item = self._found
+        item = self.found
         title = f"stop the MPS daemon{self._place_text()}"
         # Before the lock: another user's home cannot be locked.
         _check_permission(host, item)
@@ -369,8 +369,8 @@ class Stop:
     def _wait_for_clients(self, seconds: float) -> list[int]:
         """Wait for the clients to end; return those left. Raises InUse: some are left and ``force`` is False."""
         started = time.monotonic()
-        daemon = self._found.daemon
-        control = self._found.control(self._host)
+        daemon = self.found.daemon
+        control = self.found.control(self._host)
         if self._force:
             try:
                 control.answers(timeout=_PROBE_SECONDS)
@@ -389,7 +389,7 @@ class Stop:
             raise InUse(
                 f"the MPS daemon {daemon.pid} still has {counted(len(clients), 'client')} after {waited:.1f} s: "
                 + first_few(clients),
-                f"wait longer and then force: {self._found.stop_command} --drain 60s; or force now: --force",
+                f"wait longer and then force: {self.found.stop_command} --drain 60s; or force now: --force",
                 gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
                 code="clients_left",
             )
@@ -398,7 +398,7 @@ class Stop:
     def _end(self) -> None:
         """End the daemon. Raises InUse: clients have come while we waited for the lock."""
         host = self._host
-        item = self._found
+        item = self.found
         started = item.started
         if self._pid is None and item.home is not None and item.record is not None:
             # A start that was killed meanwhile may have left a daemon, whose start time is not known.
@@ -417,7 +417,7 @@ class Stop:
         """Raise InUse if one of these clients came after the user agreed to lose those of then."""
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
-            item = self._found
+            item = self.found
             raise InUse(
                 f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: "
                 f"{processes_text(self._host.processes, new)}; it was not stopped",
@@ -427,8 +427,8 @@ class Stop:
             )
 
     def _restore(self) -> None:
-        if self._found.record is not None:
-            self._restored = restore_mode(self._host, self._found.record, self._device)
+        if self.found.record is not None:
+            self._restored = restore_mode(self._host, self.found.record, self._device)
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
