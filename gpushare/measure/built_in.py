@@ -10,11 +10,20 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import gpushare
-from gpushare.base.benchmark import BenchAnswer, BenchSizesAnswer, BuiltInWorkload, Concurrency, Metric, SizeCell
+from gpushare.base.benchmark import (
+    BenchAnswer,
+    BenchCell,
+    BenchSizesAnswer,
+    BuiltInWorkload,
+    Concurrency,
+    Metric,
+    SizeCell,
+)
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_memory_limit, quoted
@@ -170,56 +179,50 @@ def sizes_answer(benchmarks: Sequence[BenchAnswer]) -> BenchSizesAnswer:
 
 def _size_cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
     """Return the time of one multiplication in each cell of the benchmark of one size."""
-    alone = None if benchmark.alone.throughput is None else _seconds_each(1, benchmark.alone.throughput.mean)
-    cells = []
-    for cell in benchmark.cells:
-        rate = cell.throughput if cell.throughput is not None and cell.throughput.mean else None
-        cells.append(
-            SizeCell(
-                size=size,
-                way=cell.way,
-                copies=cell.copies,
-                # The interval is that of the rate, turned round.
-                seconds=None if rate is None else _seconds_each(cell.copies, rate.mean),
-                low=None if rate is None else _seconds_each(cell.copies, rate.high),
-                high=None if rate is None else _seconds_each(cell.copies, rate.low),
-                alone_seconds=alone,
-                gain=None if cell.gain is None else cell.gain.value,
-                failures=cell.failures,
-            )
+    return [
+        SizeCell(
+            size=size,
+            way=cell.way,
+            copies=cell.copies,
+            seconds=_seconds_each(cell, "mean"),
+            # The interval is that of the rate, turned round.
+            low=_seconds_each(cell, "high"),
+            high=_seconds_each(cell, "low"),
+            alone_seconds=_seconds_each(benchmark.alone, "mean"),
+            gain=None if cell.gain is None else cell.gain.value,
+            failures=cell.failures,
         )
-    return cells
+        for cell in benchmark.cells
+    ]
 
 
-def _seconds_each(copies: int, rate: float | None) -> float | None:
-    """Return how long all copies take for one multiplication each, at this rate of all."""
-    return rounded(copies / rate) if rate else None
+def _seconds_each(cell: BenchCell, bound: Literal["mean", "low", "high"]) -> float | None:
+    """Return how long all copies take for one multiplication each, at their mean rate, or a bound of it; None: unknown."""
+    rate = getattr(cell.throughput, bound, None)
+    return rounded(cell.copies / rate) if rate else None
 
 
 def _concurrency(cells: Sequence[SizeCell]) -> list[Concurrency]:
-    """Return up to which size copies run at the same time under each way."""
-    ends = []
+    """Return up to which size the most copies that were measured run at the same time, under each way."""
+    answers = []
     for way in dict.fromkeys(cell.way for cell in cells):
-        gains = {
-            (cell.copies, cell.size): cell.gain
-            for cell in cells
-            if cell.way == way and cell.gain is not None and cell.copies > 1
-        }
+        several = [cell for cell in cells if cell.way == way and cell.gain is not None and cell.copies > 1]
+        most = max((cell.copies for cell in several), default=0)
+        gains = sorted((cell.size, cell.gain or 0.0) for cell in several if cell.copies == most)
         if not gains:
             continue
-        copies = max(number for number, _ in gains)
-        by_size = {size: gain for (number, size), gain in sorted(gains.items()) if number == copies}
         # A larger matrix fills the GPU more, so that the first size without a gain is the end.
-        end = next((size for size, gain in by_size.items() if gain < _CONCURRENT), None)
-        until = max((size for size in by_size if end is None or size < end), default=None)
-        ends.append(
+        together = list(takewhile(lambda size_and_gain: size_and_gain[1] >= _CONCURRENT, gains))
+        until, gain_until = together[-1] if together else (None, None)
+        ends_at, gain_at_end = gains[len(together)] if len(together) < len(gains) else (None, None)
+        answers.append(
             Concurrency(
                 way=way,
-                copies=copies,
+                copies=most,
                 concurrent_until=until,
-                ends_at=end,
-                gain_until=None if until is None else by_size[until],
-                gain_at_end=None if end is None else by_size[end],
+                ends_at=ends_at,
+                gain_until=gain_until,
+                gain_at_end=gain_at_end,
             )
         )
-    return ends
+    return answers

@@ -358,8 +358,7 @@ class Tuner:
         except _LeftOut as without:
             self._refused.append(without.error)
             reason = f"{without.error.message}; {without.error.hint}"
-            if len(self._search.ways) > 1:
-                self.reporter.doing(f"{way.value} are left out: {without.error.message}")
+            self.reporter.doing(f"{way.value} are left out: {without.error.message}")
         if reason is not None:
             self._ways[way] = WayResult(way=way, left_out=reason)
 
@@ -390,10 +389,10 @@ class Tuner:
         try:
             stage.begin()
         except GpushareError as error:
-            # Let the other way do; what a job itself did wrong ends the search.
-            if error.code != "not_attached" or len(self._search.ways) == 1:
+            # What a job itself did wrong ends the search.
+            if error.code != "not_attached":
                 raise
-            raise _LeftOut(error) from None
+            raise self.left_out(error) from None
         if stage.default_us:
             self._search = replace(self._search, default_us=stage.default_us)
         if stage.request_us is not None:
@@ -416,9 +415,11 @@ class Tuner:
                     gpu=str(self.device.gpu.index),
                 )
         except GpushareError as error:
-            if len(self._search.ways) == 1:
-                raise
-            raise _LeftOut(error) from None
+            raise self.left_out(error) from None
+
+    def left_out(self, error: GpushareError) -> Exception:
+        """Return what to raise where a way cannot be used: the search goes on if there is another one."""
+        return error if len(self._search.ways) == 1 else _LeftOut(error)
 
     def _search_way(self, stage: Stage, way: Way) -> None:
         """Measure the settings of a way until there is an answer; `_Over` ends it, and what was measured is kept."""
@@ -628,9 +629,9 @@ class Stage:
             self._set_server(FIRST_SERVER_US)
         except GpushareError as error:
             self.end()
-            if len(self._options.search.ways) == 1 or error.code == "job_ended":
+            if error.code == "job_ended":
                 raise
-            raise _LeftOut(error) from None
+            raise self._tuner.left_out(error) from None
 
     def _first_limits(self) -> Limits:
         """Return the limits of the others at the start: the first cap to measure, once their rate without one is known."""

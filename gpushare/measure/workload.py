@@ -36,7 +36,10 @@ class Unusable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """Which streams there are. ``default``: all work is in the default stream; ``first_high``: the first has priority."""
+    """Which streams there are, and what is copied next to each (a key of `COPIES`; None: nothing).
+
+    ``default``: all work is in the default stream; ``first_high``: the first has priority.
+    """
 
     default: bool = False
     first_high: bool = False
@@ -95,6 +98,19 @@ def _new_streams(kind: Streams, count: int, default: Callable[[], Any], new: Cal
     return [new(priority=_HIGH) if kind.first_high and number == 0 else new() for number in range(count)]
 
 
+def _new_copies(
+    kind: Streams,
+    count: int,
+    new_stream: Callable[[], Any],
+    *,
+    on_gpu: Callable[[], Any],
+    on_host: Callable[[], Any],
+) -> list[list[_Copy]]:
+    """Return the copies next to each of so many streams; ``on_gpu`` and ``on_host`` make a matrix there."""
+    ups = COPIES[kind.copies] if kind.copies else ()
+    return [[_Copy(up, new_stream(), on_gpu(), on_host()) for up in ups] for _ in range(count)]
+
+
 class TorchMultiplier(Multiplier):
     """Through PyTorch: torch.matmul, Tensor.copy_."""
 
@@ -103,19 +119,13 @@ class TorchMultiplier(Multiplier):
         if not torch.cuda.is_available():
             raise Unusable("torch sees no GPU")
         self._streams = _new_streams(kind, streams, torch.cuda.default_stream, torch.cuda.Stream)
-        if kind.copies:
-            self._copies = [
-                [
-                    _Copy(
-                        up=up,
-                        stream=torch.cuda.Stream(),
-                        on_gpu=torch.ones(size, size, device="cuda"),
-                        on_host=torch.ones(size, size, pin_memory=True),
-                    )
-                    for up in COPIES[kind.copies]
-                ]
-                for _ in range(streams)
-            ]
+        self._copies = _new_copies(
+            kind,
+            streams,
+            torch.cuda.Stream,
+            on_gpu=lambda: torch.ones(size, size, device="cuda"),
+            on_host=lambda: torch.ones(size, size, pin_memory=True),
+        )
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
         self._held = torch.empty(_held_bytes(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
@@ -143,20 +153,13 @@ class CupyMultiplier(Multiplier):
         new_stream = functools.partial(cupy.cuda.Stream, non_blocking=True)
         try:
             self._streams = _new_streams(kind, streams, lambda: cupy.cuda.Stream.null, new_stream)
-            if kind.copies:
-                pinned = _library("cupyx").zeros_pinned
-                self._copies = [
-                    [
-                        _Copy(
-                            up=up,
-                            stream=new_stream(),
-                            on_gpu=cupy.zeros((size, size), dtype="float32"),
-                            on_host=pinned((size, size), dtype="float32"),
-                        )
-                        for up in COPIES[kind.copies]
-                    ]
-                    for _ in range(streams)
-                ]
+            self._copies = _new_copies(
+                kind,
+                streams,
+                new_stream,
+                on_gpu=lambda: cupy.zeros((size, size), dtype="float32"),
+                on_host=lambda: _library("cupyx").zeros_pinned((size, size), dtype="float32"),
+            )
             self._matrices = [[cupy.ones((size, size), dtype="float32") for _ in range(3)] for _ in range(streams)]
             self._held = cupy.empty(_held_bytes(size, streams, footprint), dtype="uint8")
             self.synchronize()
