@@ -18,7 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_copies, quoted
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds
-from gpushare.measure.metric import Printed, pattern_is_hopeless, within
+from gpushare.measure.metric import Printed, within
 from gpushare.measure.usage import UsageMeter
 from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Cell, Reasons, one_at_a_time, reasons, sort_out
 from gpushare.mps.control import MpsControl
@@ -94,10 +94,6 @@ class _Copy:
     # Whether its slice was set, or why it could not be.
     sliced: bool = False
     unsliced: str | None = None
-
-    def is_hopeless(self, at: float) -> bool:
-        """Return whether it only prints what is not a number, and will not stop doing so."""
-        return not self.printed.values and pattern_is_hopeless(self.printed.refusals, at - self.program.started)
 
 
 @dataclass
@@ -177,7 +173,8 @@ class Copies:
                 opened = at
                 usage.restart()
             if opened is None:
-                hung = at - first >= self.limit or any(copy.is_hopeless(at) for copy in running)
+                hopeless = any(copy.printed.is_hopeless(at - copy.program.started) for copy in running)
+                hung = hopeless or at - first >= self.limit
             measured = opened is not None and self.window is not None and at - opened >= self.window
             if measured or hung or interrupted:
                 break

@@ -34,11 +34,6 @@ def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency:
     return Metric(pattern=pattern, higher_is_better=higher_is_better, latency=latency)
 
 
-def pattern_is_hopeless(refusals: int, seconds: float) -> bool:
-    """Return whether to give up a pattern whose matches were no number, so many times, ``seconds`` after the program's start."""
-    return refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
-
-
 @dataclass
 class Printed:
     """The numbers that a program has printed, with the time at which they were seen (monotonic seconds)."""
@@ -86,6 +81,10 @@ class Printed:
             value = number(match.group(2))
             if value is not None:
                 self.percentiles[int(match.group(1))].append((at, value))
+
+    def is_hopeless(self, seconds: float) -> bool:
+        """Return whether it has printed so much that is no number, and no number, ``seconds`` after its start."""
+        return not self.values and self.refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
     def between(self, start: float, end: float) -> float | None:
         """Return the mean of the numbers seen after ``start`` up to ``end``, or None."""

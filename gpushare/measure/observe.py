@@ -29,8 +29,7 @@ from gpushare.measure.recording import (
     IDLE_SAMPLES,
     GpuSample,
     Header,
-    InstanceSample,
-    ProcessSample,
+    PartSample,
     RecordedGpu,
     RecordedInstance,
     RecordedProcess,
@@ -95,14 +94,6 @@ def _recorded_gpu(host: Host, gpu: Gpu) -> RecordedGpu:
     )
 
 
-@dataclass
-class _Remembered:
-    """A process that was seen, and whether the present look saw it."""
-
-    process: RecordedProcess
-    present: bool = True
-
-
 # Identifies a process: GPU, PID, GPU instance and compute instance.
 _ProcessKey = tuple[int, int, "int | None", "int | None"]
 
@@ -119,7 +110,9 @@ class Sampler:
     # in the recording: they may hold a secret.
     commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
-    _known: dict[_ProcessKey, _Remembered] = field(default_factory=dict)
+    # The processes that were seen, the last ones at the end, and those of them that the present look saw.
+    _known: dict[_ProcessKey, RecordedProcess] = field(default_factory=dict)
+    _present: set[_ProcessKey] = field(default_factory=set)
     # MIG devices without their use, by which one that has another name is another one.
     _instances: dict[MigInstance, RecordedInstance] = field(default_factory=dict)
     _next_id: int = 0
@@ -149,10 +142,9 @@ class Sampler:
         self._jobs = None
         self._ask_daemons()
         self.first_seen = []
-        for remembered in self._known.values():
-            remembered.present = False
+        self._present = set()
         gpu_samples = []
-        process_samples: list[ProcessSample] = []
+        process_samples: list[PartSample] = []
         for gpu in gpus:
             if gpu.error is not None:
                 gpu_samples.append(GpuSample(index=gpu.index, error=gpu.error))
@@ -207,7 +199,7 @@ class Sampler:
             sm_clock_mhz=sensors.sm_clock_mhz,
             way=None if way is None else way.value,
             instances=tuple(
-                InstanceSample(
+                PartSample(
                     id=self._meet_instance(mig).id,
                     sm_percent=None if mig.gpu_instance_id is None else sm_percents[mig.gpu_instance_id],
                     memory_used_bytes=mig.memory_used_bytes,
@@ -218,7 +210,7 @@ class Sampler:
 
     def _sample_processes(
         self, gpu: Gpu, sm_percents: Mapping[int | None, float | None], since: float
-    ) -> list[ProcessSample]:
+    ) -> list[PartSample]:
         """Return the samples of the processes on a GPU, also of those that worked on it and are gone."""
         utilization_of = self._utilization(gpu.index, since)
         processes = list(gpu.processes or ())
@@ -238,7 +230,7 @@ class Sampler:
                 # Alone under MPS: all work of the server is its work.
                 utilization = gpu.utilization_percent
             samples.append(
-                ProcessSample(
+                PartSample(
                     id=record.id,
                     utilization_percent=utilization,
                     sm_percent=sm_percents.get(instance) if is_alone else None,
@@ -276,12 +268,12 @@ class Sampler:
     def _meet(self, gpu: Gpu, process: GpuProcess) -> RecordedProcess:
         """Return the record of a process, a new one if it is seen for the first time."""
         key = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
+        self._present.add(key)
         info = self.host.processes.describe(process.pid)
-        remembered = self._known.get(key)
+        known = self._known.get(key)
         # Nothing can be read of a process that has just ended.
-        if remembered is not None and (info is None or remembered.process.started in {None, info.started}):
-            remembered.present = True
-            return remembered.process
+        if known is not None and (info is None or known.started in {None, info.started}):
+            return known
         record = self._new_record(gpu, process, info)
         self.first_seen.append(record)
         own = info is not None and info.uid == self.host.uid and record.container is None and record.mig is None
@@ -289,7 +281,7 @@ class Sampler:
             self.commands[record.id] = info.command_line
         # Moved to the end, so that the oldest are forgotten first.
         self._known.pop(key, None)
-        self._known[key] = _Remembered(record)
+        self._known[key] = record
         return record
 
     def _new_record(self, gpu: Gpu, process: GpuProcess, info: ProcessInfo | None) -> RecordedProcess:
@@ -319,7 +311,7 @@ class Sampler:
 
     def _forget(self) -> None:
         """Forget the oldest of the processes that are gone, if there are many."""
-        ended = [key for key, process in self._known.items() if not process.present]
+        ended = [key for key in self._known if key not in self._present]
         for key in ended[: max(0, len(ended) - _REMEMBERED)]:
             del self._known[key]
 

@@ -39,8 +39,8 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InstanceSample(Figures):
-    """One MIG device at one moment; ``id`` is that of its `RecordedInstance`."""
+class PartSample(Figures):
+    """One MIG device, or one process on a GPU, at one moment; ``id`` is that of its record."""
 
     id: int
 
@@ -54,15 +54,8 @@ class GpuSample(Figures):
     temperature_celsius: int | None = None
     sm_clock_mhz: int | None = None
     way: str | None = None
-    instances: tuple[InstanceSample, ...] = ()
+    instances: tuple[PartSample, ...] = ()
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessSample(Figures):
-    """One process on one GPU at one moment; ``id`` is that of its `RecordedProcess`."""
-
-    id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +64,7 @@ class Sample:
 
     at: float
     gpus: tuple[GpuSample, ...]
-    processes: tuple[ProcessSample, ...] = ()
+    processes: tuple[PartSample, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +130,7 @@ def sample_line(sample: Sample) -> str:
     return _line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
 
 
-def _row(sample: InstanceSample | ProcessSample) -> list[Any]:
+def _row(sample: PartSample) -> list[Any]:
     return [sample.id, sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes]
 
 
@@ -164,7 +157,7 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
     return Sample(
         at=float(raw["t"]),
         gpus=tuple(_gpu_sample(*row) for row in raw["gpus"]),
-        processes=tuple(ProcessSample(id=int(number), **_values(*row)) for number, *row in raw["processes"]),
+        processes=tuple(PartSample(id=int(number), **_values(*row)) for number, *row in raw["processes"]),
     )
 
 
@@ -180,7 +173,7 @@ def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
         temperature_celsius=None if temperature is None else int(temperature),
         sm_clock_mhz=None if clock is None else int(clock),
         way=None if way is None else str(way),
-        instances=tuple(InstanceSample(id=int(number), **_values(*row)) for number, *row in instances),
+        instances=tuple(PartSample(id=int(number), **_values(*row)) for number, *row in instances),
     )
 
 
@@ -325,7 +318,7 @@ class _Sums:
     unanswered: int = 0
     error: str | None = None
 
-    def add(self, at: float, sample: GpuSample | ProcessSample, others: float = 0.0) -> None:
+    def add(self, at: float, sample: GpuSample | PartSample, others: float = 0.0) -> None:
         """Add a sample; ``others`` is the utilization in percent of the other processes on the GPU."""
         if not self.samples:
             self.seen_from_seconds = at

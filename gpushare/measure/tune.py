@@ -26,7 +26,7 @@ from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds, Running
-from gpushare.measure.metric import Window, dispersion, latencies_of, p99, p99_factor_interval, pattern_is_hopeless
+from gpushare.measure.metric import Window, dispersion, latencies_of, p99, p99_factor_interval
 from gpushare.measure.search import DEFAULT_US as DEFAULT_SERVER_US
 from gpushare.measure.search import (
     FIRST_SECONDS,
@@ -682,7 +682,7 @@ class Stage:
             waited = self.experiment.now() - started
             for job in silent:
                 title = job.program.title
-                if pattern_is_hopeless(job.printed.refusals, waited):
+                if job.printed.is_hopeless(waited):
                     raise OperationFailed(
                         f"the {title} job printed {quoted(job.printed.refused or '')} where --metric matches, which is not a rate or time",
                         "put the brackets around the number: --metric 'rate=([0-9.]+)'",

@@ -175,9 +175,9 @@ def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reason
     served = _is_served(host, device)
     capability = host.nvml.compute_capability(device.gpu.index)
     timeslice = None
-    if one_at_a_time(device):
-        mode = f"compute mode {_mode_title(device)}: one process at a time"
-        timeslice = f"{device.title} is in {mode}; {_default_mode_hint(device)}"
+    mode = device.gpu.compute_mode
+    if mode is not None and one_at_a_time(device):
+        timeslice = _why_not_in_mode(device, mode, effect=": one process at a time")
     caps = None
     if capability is not None and capability < VOLTA:
         caps = "thread caps need a GPU of the Volta architecture or later"
@@ -211,13 +211,9 @@ def _is_served(host: Host, device: Device) -> bool:
     return any(device.gpu.index in row.daemon.gpu_indexes and row.daemon.error is None for row in daemons)
 
 
-def _mode_title(device: Device) -> str:
-    mode = device.gpu.compute_mode
-    return "unknown" if mode is None else mode.title
-
-
-def _default_mode_hint(device: Device) -> str:
-    return f"allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
+def _why_not_in_mode(device: Device, mode: ComputeMode, effect: str = "") -> str:
+    """Return that the compute mode of a GPU is why, what it does, and the command that changes it."""
+    return f"{device.title} is in compute mode {mode.title}{effect}; allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
 
 
 def one_at_a_time(device: Device) -> bool:
@@ -230,19 +226,18 @@ def _why_not_outside_mps(device: Device, *, served: bool) -> str | None:
     gpu = device.gpu
     if device.mig is None and gpu.mig_enabled:
         return f"{device.title} is in MIG mode: no program can use all of it; gpushare mig disable -g {gpu.index}"
-    if device.mig is not None or gpu.compute_mode in {None, ComputeMode.DEFAULT}:
+    mode = gpu.compute_mode
+    if device.mig is not None or mode is None or mode is ComputeMode.DEFAULT:
         return None
-    if gpu.compute_mode is ComputeMode.PROHIBITED:
-        return f"{device.title} is in compute mode {_mode_title(device)}; {_default_mode_hint(device)}"
-    if served:
-        return f"{device.title} is in compute mode {_mode_title(device)}, and its MPS daemon uses it"
-    return None
+    if mode is ComputeMode.PROHIBITED:
+        return _why_not_in_mode(device, mode)
+    return f"{device.title} is in compute mode {mode.title}, and its MPS daemon uses it" if served else None
 
 
 def _why_not_mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
     """Return why no copy can run under MPS here, or None."""
     if device.gpu.compute_mode is ComputeMode.PROHIBITED and not served:
-        return f"{device.title} is in compute mode {_mode_title(device)}; {_default_mode_hint(device)}"
+        return _why_not_in_mode(device, ComputeMode.PROHIBITED)
     try:
         share = MpsShare(host, device, Limits())
         share.check(program)

@@ -22,7 +22,7 @@ from gpushare.top.history import SECONDS
 
 if TYPE_CHECKING:
     from gpushare.base.model import JobWay, WayInForce
-    from gpushare.measure.recording import ProcessSample, RecordedInstance, RecordedProcess, Sample, Samples
+    from gpushare.measure.recording import PartSample, RecordedInstance, RecordedProcess, Sample, Samples
 
 # Frames of the past that are drawn at once, after the time was moved.
 _MOST_PAST: Final = 600
@@ -145,7 +145,7 @@ class Replay:
 _WAYS: Final = {way.value: cast("WayInForce", way) for way in Way}
 
 
-def _gpu_process(process: RecordedProcess, use: ProcessSample, places: dict[str, RecordedInstance]) -> GpuProcess:
+def _gpu_process(process: RecordedProcess, use: PartSample, places: dict[str, RecordedInstance]) -> GpuProcess:
     """Return a recorded process as NVML lists it; ``places`` are the MIG devices by UUID."""
     place = places.get(process.mig or "")
     return GpuProcess(
@@ -161,7 +161,7 @@ def _gpu_process(process: RecordedProcess, use: ProcessSample, places: dict[str,
     )
 
 
-def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
+def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, PartSample]]) -> MpsDaemon:
     """Return the MPS daemon of a GPU: of itself and its servers, only the clients were recorded."""
     clients = tuple(
         MpsClient(
@@ -184,7 +184,7 @@ def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]
     )
 
 
-def _listed_job(process: RecordedProcess, sample: ProcessSample, places: dict[str, RecordedInstance]) -> ListedJob:
+def _listed_job(process: RecordedProcess, sample: PartSample, places: dict[str, RecordedInstance]) -> ListedJob:
     """Return a recorded process as a job; ``places`` are the MIG devices by UUID."""
     place = places.get(process.mig or "")
     way: JobWay

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import BadUsage
-from gpushare.measure.metric import Printed, amount, number, parse_metric, pattern_is_hopeless
+from gpushare.measure.metric import Printed, amount, number, parse_metric
 from tests.errors import fails
 
 RATE = parse_metric(r"rate=(\S+)")
@@ -75,7 +75,7 @@ def test_a_rate_can_be_added_up(text: str, value: float | None) -> None:
 
 @pytest.mark.parametrize(("times", "seconds", "is_so"), [(3, 30.0, True), (2, 300.0, False), (1000, 29.0, False)])
 def test_what_is_never_a_number_is_not_waited_for(times: int, seconds: float, is_so: bool) -> None:
-    assert pattern_is_hopeless(times, seconds) is is_so
+    assert Printed(RATE, refusals=times).is_hopeless(seconds) is is_so
 
 
 def test_only_the_numbers_of_the_window_count() -> None:

@@ -20,7 +20,7 @@ from gpushare.measure import recording as tallies
 from gpushare.measure.recording import (
     GpuSample,
     Header,
-    ProcessSample,
+    PartSample,
     ProcessUse,
     RecordedGpu,
     RecordedProcess,
@@ -69,7 +69,7 @@ def written(path: Path, loads: list[float], *, end: str | None = "finished") -> 
                 GpuSample(index=0, utilization_percent=100, sm_percent=load, memory_used_bytes=second * GIB),
                 GpuSample(index=1, error="the GPU is lost"),
             ),
-            processes=(ProcessSample(id=0, utilization_percent=50.0, sm_percent=load, memory_used_bytes=GIB),),
+            processes=(PartSample(id=0, utilization_percent=50.0, sm_percent=load, memory_used_bytes=GIB),),
         )
         file.sample(sample)
         tally.add(sample)
@@ -275,7 +275,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
     ),
     processes=st.lists(
         st.builds(
-            ProcessSample,
+            PartSample,
             id=st.integers(0, 2**31),
             utilization_percent=st.none() | PERCENT,
             sm_percent=st.none() | PERCENT,
@@ -285,7 +285,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
     ),
     at=st.floats(0, 1e8),
 )
-def test_every_sample_survives_the_file(gpus: list[GpuSample], processes: list[ProcessSample], at: float) -> None:
+def test_every_sample_survives_the_file(gpus: list[GpuSample], processes: list[PartSample], at: float) -> None:
     sample = Sample(at=at, gpus=tuple(gpus), processes=tuple(processes))
     line = sample_line(sample)
     assert line.count("\n") == 1
@@ -320,7 +320,7 @@ def summed(
         tally.meet(process(**named))
     for second, load in enumerate(loads):
         whole = load if gpu_loads is None else gpu_loads[second]
-        rows = () if memory is None else (ProcessSample(id=0, sm_percent=load, memory_used_bytes=memory),)
+        rows = () if memory is None else (PartSample(id=0, sm_percent=load, memory_used_bytes=memory),)
         gpu = GpuSample(index=0, utilization_percent=whole, sm_percent=whole, memory_used_bytes=memory)
         tally.add(Sample(at=float(second), gpus=(gpu,), processes=rows))
     return tally.recording()
@@ -401,7 +401,7 @@ def test_memory_of_the_tally_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     tally.meet(process(0))
     for number in range(1, 200):
         tally.meet(process(number))
-        rows = (ProcessSample(id=0, sm_percent=10.0), ProcessSample(id=number, sm_percent=1.0))
+        rows = (PartSample(id=0, sm_percent=10.0), PartSample(id=number, sm_percent=1.0))
         tally.add(Sample(at=float(number), gpus=(), processes=rows))
         assert len(tally._processes) <= 22
     recording = tally.recording()
@@ -416,7 +416,7 @@ def beside(own: Sequence[float], others: Sequence[float]) -> ProcessUse:
     for number in range(2):
         tally.meet(process(number))
     for second, loads in enumerate(zip(own, others, strict=True)):
-        rows = tuple(ProcessSample(id=number, utilization_percent=load) for number, load in enumerate(loads))
+        rows = tuple(PartSample(id=number, utilization_percent=load) for number, load in enumerate(loads))
         tally.add(Sample(at=float(second), gpus=(), processes=rows))
     return tally.recording().processes[0]
 
