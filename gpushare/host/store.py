@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
@@ -141,6 +142,11 @@ def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
     if process is None or process == (record.pid, record.started):
         return value
     return replace(record, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
+
+
+def digest_of_words(words: Iterable[str]) -> str:
+    """Return a key for words that may hold a secret, such as a command line: a digest of them."""
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 class _UserCheck:

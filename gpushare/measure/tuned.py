@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import field, replace
@@ -14,7 +13,7 @@ from gpushare.base.model import TunedWay
 from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.store import Kept, RecordStore
+from gpushare.host.store import Kept, RecordStore, digest_of_words
 from gpushare.job_command import JobCommand
 from gpushare.measure.search import Figures, Goal
 from gpushare.measure.tune import TuneOptions, TuneResult
@@ -179,4 +178,4 @@ def _record_key(device: Device, options: TuneOptions) -> str:
     metrics = (options.metric.pattern, options.metric.latency, options.opportunistic_metric.pattern)
     parts = (device.gpu.name, options.production, *options.opportunistic, options.copies, *metrics)
     words = [" ".join(map(repr, part)) if isinstance(part, (list, tuple)) else repr(part) for part in parts]
-    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:24]
+    return digest_of_words(words)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from gpushare.base.selection import Device
 from gpushare.base.typed import Percent, Within
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.store import Kept, RecordStore
+from gpushare.host.store import Kept, RecordStore, digest_of_words
 
 # Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000
@@ -108,9 +107,8 @@ def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Pr
 
 
 def digest_of(device: Device, command: Sequence[str]) -> str:
-    """Return the name under which a command is kept. The command line may hold a secret, so only its digest is."""
-    words = "\0".join((device.gpu.name or "", *command)).encode(errors="surrogateescape")
-    return hashlib.sha256(words).hexdigest()[:24]
+    """Return the name under which a command is kept."""
+    return digest_of_words((device.gpu.name or "", *command))
 
 
 def _merge_profiles(before: Profile, new: Profile) -> Profile:

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import hashlib
 import json
 import math
 import os
@@ -30,6 +29,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
+from gpushare.host.store import digest_of_words
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
@@ -224,17 +224,12 @@ _LEFT_POLL_SECONDS: Final = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEnd:
-    """A line of the file: a copy that has ended. ``command`` is a digest, because the words may hold a secret."""
+    """A line of the file: a copy that has ended. ``command`` is the digest of the command as typed, with its ``{}``."""
 
     command: str
     copy: int
     line: str | None
     done: bool
-
-
-def digest_of_command(command: Sequence[str]) -> str:
-    """Return the digest of a command as typed, with its ``{}``."""
-    return hashlib.sha256("\0".join(command).encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
@@ -317,7 +312,7 @@ class FarmResults:
     def __init__(self, host: Host, path: Path, directory: int, command: Sequence[str]) -> None:
         """``directory`` is the open directory of ``path``."""
         self._host, self._path, self._directory = host, path, directory
-        self._command = digest_of_command(command)
+        self._command = digest_of_words(command)
         status = os.fstat(directory)
         # What copies have in their environment to be found by: no path, as the directory may be renamed.
         self.mark = f"{status.st_dev:x}-{status.st_ino:x}"
@@ -682,7 +677,7 @@ class Farm:
             BadUsage: it ran another command, and the logs of its copies would be overwritten (code ``logs_used``).
         """
         options = self._options
-        digest = digest_of_command(self._command)
+        digest = digest_of_words(self._command)
         # The ends of this command only: the file may be large.
         ends_of_command: list[CopyEnd] = []
         is_empty = True

@@ -134,23 +134,23 @@ def is_present(host: Host, name: str) -> bool:
 
 
 def seek_lines(descriptor: int, lines: int) -> bool:
-    """Put the position of a file before its last lines, so many; return whether there are lines before these."""
-    at = end = os.fstat(descriptor).st_size
-    # Count line breaks from the end of the file. The one at its very end begins no line.
-    breaks = lines
+    """Put the position of a file before its last ``lines`` lines; return whether there are lines before these."""
+    position = end = os.fstat(descriptor).st_size
+    # They begin after so many line breaks from the end of the file. The one at its very end begins no line.
+    breaks_left = lines
     if end and os.pread(descriptor, 1, end - 1) == b"\n":
-        breaks += 1
-    while at > 0 and breaks > 0:
-        begin = max(0, at - _BLOCK)
-        block = os.pread(descriptor, at - begin, begin)
-        place = len(block)
-        while breaks > 0 and (place := block.rfind(b"\n", 0, place)) >= 0:
-            breaks -= 1
-        at = begin
-        if not breaks:
-            at = begin + place + 1
-    os.lseek(descriptor, at if lines else end, os.SEEK_SET)
-    return at > 0
+        breaks_left += 1
+    while position > 0 and breaks_left > 0:
+        block_start = max(0, position - _BLOCK)
+        block = os.pread(descriptor, position - block_start, block_start)
+        position = block_start
+        line_break = len(block)
+        while breaks_left > 0 and (line_break := block.rfind(b"\n", 0, line_break)) >= 0:
+            breaks_left -= 1
+        if not breaks_left:
+            position = block_start + line_break + 1
+    os.lseek(descriptor, position if lines else end, os.SEEK_SET)
+    return position > 0
 
 
 def read_blocks(descriptor: int) -> Iterator[bytes]:
@@ -161,12 +161,12 @@ def read_blocks(descriptor: int) -> Iterator[bytes]:
 
 def follow(host: Host, output: Output) -> Iterator[bytes]:
     """Yield what a job prints until it has ended; a file that was cut short is read from its beginning."""
-    gpushare = None
+    supervisor = None
     while True:
-        # Looked up before the reading, so that all that it prints before its end is read. Its record may go before it has
-        # printed its last words, so its gpushare is remembered.
-        gpushare = gpushare_of(host, output.name) or gpushare
-        is_alive = gpushare is not None and host.processes.identity(gpushare.pid) == gpushare
+        # Its record may go before its last words are printed: the job lives as long as the gpushare that was in it.
+        supervisor = gpushare_of(host, output.name) or supervisor
+        # Looked up before the reading, so that all that it prints before its end is read.
+        is_alive = supervisor is not None and host.processes.identity(supervisor.pid) == supervisor
         if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
             os.lseek(output.descriptor, 0, os.SEEK_SET)
         yield from read_blocks(output.descriptor)

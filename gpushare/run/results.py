@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from gpushare.base.selection import Device
 from gpushare.base.typed import Count, JobName, Within
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.store import Kept, RecordStore
+from gpushare.host.store import Kept, RecordStore, digest_of_words
 
 # Above 0 %.
 _Part = Annotated[float, Within(1e-9, 100)]
@@ -118,6 +117,5 @@ def _device_kind(device: Device) -> str:
 
 
 def _record_key(device: Device, command: Sequence[str]) -> str:
-    """Return the name of the record of a command on such a device: a digest, as the words may hold a secret."""
-    text = "\0".join((_device_kind(device), *command))
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:24]
+    """Return the name of the record of a command on such a device."""
+    return digest_of_words((_device_kind(device), *command))

@@ -17,8 +17,9 @@ from hypothesis import strategies as some
 from gpushare.base.errors import BadUsage, InUse
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
+from gpushare.host.store import digest_of_words
 from gpushare.run import farm as farm_results
-from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, digest_of_command, line_of_end, parse_ends
+from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, line_of_end, parse_ends
 from tests.cli.drive import until
 from tests.errors import fails
 from tests.run.farm_command import Heard, farm, plan_farm, shell, sized
@@ -71,7 +72,7 @@ def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_pa
     with FarmResults(host, path, directory, ["job", "{}"]) as results:
         for number in range(2):
             results.add(Copy(copy=number, state="done", exit_code=0))
-        assert copies_done(results.ends(), digest_of_command(["job", "{}"]), 3, None) == {0, 1}
+        assert copies_done(results.ends(), digest_of_words(["job", "{}"]), 3, None) == {0, 1}
     os.close(directory)
     assert len(path.read_bytes().splitlines()) == 3
 
