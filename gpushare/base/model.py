@@ -461,7 +461,7 @@ class ListedJob:
     # Whether the program of a job that has ended was started.
     started: bool | None = None
     ran_seconds: float | None = None
-    # The most that its processes held together; for a farm, the copy that held the most.
+    # The most that its processes held together, on the first of its GPUs; for a farm, the copy that held the most.
     memory_peak_bytes: int | None = None
 
     @property

@@ -701,7 +701,7 @@ def harm_percent(own_use: float | None, others: float | None) -> float:
 def harm_in_words(own_use: float | None, others: float | None) -> str:
     """Return the harm in words: ``it uses 50 %, those there 90 %, and 40 % has to wait``."""
     if others is None:
-        return "how busy it is is not known"
+        return "its load is unknown"
     if not others:
         return "it is idle"
     if own_use is None:

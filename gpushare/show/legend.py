@@ -61,7 +61,7 @@ HEADS: Final = {
     "exit code": "How the job ended; 128 + N: by signal N; - if its gpushare was killed.",
     "ran": "How long it ran.",
     "ended": "How long ago it ended.",
-    "peak memory": "The most device memory that it had at a time; of a farm: that one copy had.",
+    "peak memory": "The most device memory that it had at a time, on the first of its GPUs; of a farm: that one copy had.",
     "server": "The state of the servers of an MPS daemon: ACTIVE, FAULT; none yet: it starts with the first client.",
     "left": "How long the reservation still lasts.",
     "vGPU": "The number of a vGPU on a hypervisor.",

@@ -492,7 +492,7 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
     add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [])
     assert [device.gpu.index for device, _ in ordered] == [second.gpu.index, first.gpu.index]
-    assert "how busy it is is not known" in ordered[1][1]
+    assert "its load is unknown" in ordered[1][1]
     # It is not its own neighbour.
     assert "it is idle" in best_first(host, [first], lambda _: [], own_place=place)[0][1]
 

@@ -44,8 +44,8 @@ def test_too_few_candidates() -> None:
         (50, 130.0, 50, "it uses 50 %, those there 130 %, and 50 % has to wait"),
         (None, 40.0, 40, "it is 40 % busy"),
         # Unknown is never better than any answer could be.
-        (50, None, 50, "how busy it is is not known"),
-        (None, None, 100, "how busy it is is not known"),
+        (50, None, 50, "its load is unknown"),
+        (None, None, 100, "its load is unknown"),
     ],
 )
 def test_what_is_above_all_of_a_gpu_has_to_wait(
