@@ -240,7 +240,7 @@ class BenchCell:
 
     @property
     def measured_as(self) -> CellName:
-        """Return the cell whose runs measure this one."""
+        """Return the cell whose runs measure this one: itself, unless `same_as` names another."""
         return self.same_as or CellName(self.way, self.copies)
 
     @property

@@ -257,7 +257,7 @@ def format_duration(seconds: float) -> str:
 
 
 def pid_of(text: str) -> int | None:
-    """Return the PID that a text is, 0 for a number that can be none; None: it is no number."""
+    """Return the PID that a text is; 0: a number that no process can have; None: no number."""
     if not (text.isascii() and text.isdecimal()):
         return None
     digits = text.lstrip("0")

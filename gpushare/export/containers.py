@@ -51,7 +51,7 @@ class ExportedDevice:
 
     @property
     def traits(self) -> set[str]:
-        """Return the traits of this device that select notes (`document.notes`)."""
+        """Return the words that select notes on this device (`document.notes`): the conditions it meets."""
         mps = self.mps
         conditions = {
             "mps": mps is not None,

@@ -97,7 +97,7 @@ class HostDescription:
 
     @property
     def traits(self) -> set[str]:
-        """Return the traits of this host that select notes (`document.notes`): its ways of sharing, and what else is so."""
+        """Return the words that select notes on this host (`document.notes`): its ways of sharing, and the conditions it meets."""
         instances = [mig for _, mig in self.instances()]
         served = [*(gpu.mps for gpu in self.gpus), *(mig.mps for mig in instances)]
         daemons = [mps for mps in served if mps is not None]

@@ -216,8 +216,9 @@ def _device_lines(gpu: GpuDescription) -> list[str]:
     lines = []
     for mig in gpu.mig:
         if mig.capabilities is None:
+            device = mig.uuid or f"{mig.profile} of GPU {gpu.index}, which does not exist yet,"
             raise NotSupported(
-                f"the capability nodes of {mig.uuid or f'{mig.profile} of GPU {gpu.index}, which does not exist yet,'} are unknown",
+                f"the capability nodes of {device} are unknown",
                 "let slurmd find them: --autodetect nvml" + ("" if mig.uuid else "; or first: gpushare apply -f FILE"),
                 gpu=gpu.index,
                 code="no_capabilities",

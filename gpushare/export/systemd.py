@@ -137,6 +137,7 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         HOST=HOST_UNIT,
         PIPE=pipe,
         DIRECTORY=directory,
+        # If only some users may connect, the template closes what it creates: not the directory above.
         RUNTIME=f"{directory}/pipe" if mps.users else f"{directory} {directory}/pipe",
         MODE="0750" if mps.users else "0755",
         PROGRAM=program,
@@ -145,6 +146,7 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         READY=f"{READY_PATH} {_ready_arguments(mps)}",
         DRAIN=DRAIN_SECONDS,
         AFTER=after,
+        # Longer than the drain, after which gpushare ends the daemon.
         STOP=DRAIN_SECONDS + 30,
     )
 

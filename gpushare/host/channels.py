@@ -754,24 +754,26 @@ def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
     channel the objects that do its work.
     """
     objects = _classes_of_objects(file, client)
-    parents = {handle: file.parent_of(client, handle) for handle, kind in objects.items() if kind >= CLASS_SUBDEVICE}
+    parents: dict[int, int] = {}
+    for handle, kind in objects.items():
+        parent = file.parent_of(client, handle) if kind >= CLASS_SUBDEVICE else None
+        if parent is not None:
+            parents[handle] = parent
     subdevice_of_device: dict[int, int] = {}
     channels_of_group: dict[int, list[int]] = {}
     classes_of_group: dict[int, set[int]] = {}
     for handle, parent in parents.items():
-        if parent is None:
-            continue
         if objects[handle] == CLASS_SUBDEVICE:
             subdevice_of_device.setdefault(parent, handle)
         elif _is_channel(objects[handle]) and objects.get(parent) == CLASS_GROUP:
             channels_of_group.setdefault(parent, []).append(handle)
         elif _is_channel(objects.get(parent, 0)):
-            group_handle = parents.get(parent) or 0
-            classes_of_group.setdefault(group_handle, set()).add(objects[handle])
+            # An object on a channel; 0 is no group.
+            classes_of_group.setdefault(parents.get(parent, 0), set()).add(objects[handle])
     under_mps = CLASS_MPS in objects.values()
     groups = []
     for handle, kind in objects.items():
-        subdevice = subdevice_of_device.get(parents.get(handle) or 0)
+        subdevice = subdevice_of_device.get(parents.get(handle, 0))
         if kind != CLASS_GROUP or subdevice is None:
             continue
         classes = tuple(sorted(classes_of_group.get(handle, ())))

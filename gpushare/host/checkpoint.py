@@ -131,10 +131,9 @@ class Checkpoint:
         code = self._call("cuCheckpointProcessRestore", pid, ctypes.byref(arguments), seconds=seconds)
         state = self.state(pid)
         # Illegal state: it was on the GPU already.
-        if code in {SUCCESS, ILLEGAL_STATE} and state in {LOCKED, RUNNING}:
-            return
-        if code == SUCCESS and state is None:
-            # Probably restored, but the driver does not tell: the caller asks for the state again.
+        is_back = code in {SUCCESS, ILLEGAL_STATE} and state in {LOCKED, RUNNING}
+        # Without a state it is probably back: the caller asks again.
+        if is_back or (code == SUCCESS and state is None):
             return
         if code != _OUT_OF_MEMORY and state == CHECKPOINTED:
             raise OperationFailed(

@@ -60,7 +60,9 @@ def container_of(cgroup: str) -> str | None:
     """
     # Split at the slashes: one regular expression for everything takes cubic time.
     for line in cgroup[:_MOST_CHARACTERS].split("\n"):
-        container = _outermost_container(line.split("/"))
+        # Before the path: the number and the controllers of the hierarchy.
+        _, *directories = line.split("/")
+        container = _outermost_container(directories)
         if container is not None:
             return container
     return None
@@ -68,23 +70,21 @@ def container_of(cgroup: str) -> str | None:
 
 def _outermost_container(names: list[str]) -> str | None:
     """Return the outermost container that the directories of one cgroup name, or None."""
-    last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
-    last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
+    last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=-1)
+    last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=-1)
     for at, name in enumerate(names):
-        # The first is no directory: the number and controllers of the hierarchy.
-        if at > 0:
-            # Docker, Kubernetes and others with cgroupfs: the directory of a container is anywhere below this one.
-            is_parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
-            if is_parent and last_id > at:
-                return names[last_id][:12]
-            if len(name) == 64 and re.fullmatch(_ID, name):
-                return name[:12]
-            lxc = _lxc_container(name, names[at + 1] if at + 1 < len(names) else "")
-            if lxc:
-                return lxc
-            job = re.match(_JOB, names[last_job]) if "slurm" in name and last_job > at else None
-            if job is not None:
-                return job[0]
+        # Docker, Kubernetes and others with cgroupfs: the directory of a container is anywhere below this one.
+        is_parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
+        if is_parent and last_id > at:
+            return names[last_id][:12]
+        if len(name) == 64 and re.fullmatch(_ID, name):
+            return name[:12]
+        lxc = _lxc_container(name, names[at + 1] if at + 1 < len(names) else "")
+        if lxc:
+            return lxc
+        job = re.match(_JOB, names[last_job]) if "slurm" in name and last_job > at else None
+        if job is not None:
+            return job[0]
         scope = re.search(_SCOPE, name)
         if scope is not None:
             return scope[1][:12]

@@ -63,7 +63,7 @@ class Named:
 
     @property
     def selector(self) -> str:
-        """Return what to type for it: its name, if it can be one, as another user may have written it; else its PID."""
+        """Return what to type for it: its name, or its PID if another user has written a name that no job can have."""
         name = self.name
         return name if name is not None and JOB_NAME.fullmatch(name) else str(self.pid)
 
