@@ -41,24 +41,17 @@ def units_export(
     """
     _check_unit_path("--program", program, "/opt/gpushare")
     _check_unit_path("--at-boot", file, "/etc/gpushare.yaml")
-    units = [
-        (unit_name(device.uuid), _mps_unit(device, mps, program))
+    mps_units = [
+        Document(name=unit_name(device.uuid), text=_mps_unit(device, mps, program), kind="unit")
         for device in _devices(host)
         if (mps := device.mps) is not None
     ]
-    documents = [
-        Document(name=HOST_UNIT, text=_host_unit(host, program, file, [name for name, _ in units]), kind="unit")
-    ]
-    documents += [Document(name=name, text=text, kind="unit") for name, text in units]
+    host_text = _host_unit(host, program, file, [unit.name for unit in mps_units])
+    documents = [Document(name=HOST_UNIT, text=host_text, kind="unit"), *mps_units]
     if rules:
-        documents.append(
-            Document(
-                name=KEEP_UNIT,
-                text=rendered("gpushare-timeslice.service", FILE=file, PROGRAM=program, HOST=HOST_UNIT),
-                kind="unit",
-            )
-        )
-    if units:
+        keep_text = rendered("gpushare-timeslice.service", FILE=file, PROGRAM=program, HOST=HOST_UNIT)
+        documents.append(Document(name=KEEP_UNIT, text=keep_text, kind="unit"))
+    if mps_units:
         documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
     traits = host.traits
     first = "sudo gpushare apply -f gpushare.yaml"

@@ -1279,10 +1279,8 @@ class ChannelControl:
         """
         reply = self._ask({"do": "check", "pid": os.getpid()}, CALL_SECONDS)
         if "refused" in reply:
-            text = reply.get("text") or ""
-            raise _error_of_row(
-                reply["refused"], "time-slices cannot be set here: ", text=text, status="", pid=os.getpid()
-            )
+            prefix, text = "time-slices cannot be set here: ", reply.get("text") or ""
+            raise _error_of_row(reply["refused"], prefix, text=text, status="", pid=os.getpid())
 
     def find(
         self, pid: int, started: int | None = None, *, probe: bool = True, seconds: float = FIND_SECONDS

@@ -71,7 +71,7 @@ _CGROUP_1: Final = _MemoryFiles(
 )
 
 
-def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
+def _bytes_left(files: _MemoryFiles, directory: str) -> Iterator[int]:
     """Yield how many bytes are left below each limit of a cgroup; what the kernel can drop does not count as used."""
     used = read_proc(f"{directory}/{files.used}", 64)
     if used is None or not used.strip().isdigit():
@@ -106,7 +106,7 @@ class Machine:
         match = re.search(rb"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
         if match is None:
             return None
-        return min([int(match[1]) << 10, *self._cgroup_rooms(pid)])
+        return min([int(match[1]) << 10, *self._left_by_cgroups(pid)])
 
     def resident_bytes(self, pid: int) -> int | None:
         """Return VmRSS and VmSwap of ``/proc/PID/status``."""
@@ -140,7 +140,7 @@ class Machine:
             cores=os.cpu_count() or 1,
         )
 
-    def _cgroup_rooms(self, pid: int) -> Iterator[int]:
+    def _left_by_cgroups(self, pid: int) -> Iterator[int]:
         """Yield how many bytes each limit of the cgroups that a process is in still leaves.
 
         The kernel drops cached files first (inactive_file of memory.stat): a job that reads much fills its cgroup with them.
@@ -161,7 +161,7 @@ class Machine:
             # Of a cgroup outside this namespace only the topmost is known.
             names = [] if ".." in path else path.strip("/").split("/")
             for depth in range(min(len(names), _MOST_DEPTH), -1, -1):
-                yield from _room_below(files, "/".join([CGROUPS, *files.below, *names[:depth]]))
+                yield from _bytes_left(files, "/".join([CGROUPS, *files.below, *names[:depth]]))
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the soft limit of open files (``/proc/PID/limits``); if unlimited, the kernel's own maximum."""

@@ -273,7 +273,11 @@ class NvmlReader:
 
     def identities(self) -> tuple[Gpu, ...]:
         """Return index, UUID, name, PCI bus id and MIG instances of every GPU."""
-        return tuple(self._gpu_or_error(index, self._read_identity) for index in range(self.count()))
+
+        def read(index: int) -> Gpu:
+            return Gpu(index=index, **self._facts(index), **self._modes(index))
+
+        return tuple(self._gpu_or_error(index, read) for index in range(self.count()))
 
     def sweep(self) -> tuple[Gpu, ...]:
         """Return every GPU with memory, utilization, modes and processes.
@@ -330,10 +334,6 @@ class NvmlReader:
             "mig_pending": None if mig is None else bool(mig[1]),
             **(self._mig_instances(index) if enabled else {}),
         }
-
-    def _read_identity(self, index: int) -> Gpu:
-        """Return a GPU with what does not change and its MIG instances."""
-        return Gpu(index=index, **self._facts(index), **self._modes(index))
 
     def _read_gpu(self, index: int) -> Gpu:
         """Return a GPU with all that `sweep` reads."""
