@@ -117,7 +117,6 @@ def _parse_pid(text: str) -> int | None:
 
 
 def strange_reply_error(what: str) -> OperationFailed:
-    """Return the error for an impossible reply."""
     return OperationFailed(
         f"implausible reply of the MPS daemon: {what}", "see who owns it: gpushare mps status", code="strange_reply"
     )
@@ -201,7 +200,6 @@ def _set_memory_command(size_bytes: int | None, server: int | None = None) -> st
 
 
 def _set_priority_command(priority: Priority) -> str:
-    """Return the command that sets the default client priority."""
     return f"set_default_client_priority {int(priority)}"
 
 
@@ -386,7 +384,6 @@ class MpsControl:
     # -- limits: of a server, or the defaults of servers that start from now on ------------------------
 
     def threads(self, server: int | None = None) -> float | None:
-        """Return the active thread percentage."""
         return parse_percentage(self.ask(_setting_command("get", "active_thread_percentage", server)))
 
     def set_threads(self, percent: float, server: int | None = None) -> None:
@@ -420,7 +417,6 @@ class MpsControl:
         self._check_limit_held("pinned memory limit", held, wanted)
 
     def priority(self) -> Priority | None:
-        """Return the default client priority."""
         return _priority_in(self.ask("get_default_client_priority").strip())
 
     def set_priority(self, priority: Priority) -> None:

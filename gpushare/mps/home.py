@@ -303,7 +303,6 @@ def start_command(selector: str, limits: Limits, *, exclusive: bool, users: Sequ
 
 
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:
-    """Return the home of the daemon of one device."""
     return DaemonHome(run_directory / "mps" / device_key(uuid))
 
 

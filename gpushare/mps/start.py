@@ -113,7 +113,6 @@ class _Start:
         self.previous = None if mode is None else ComputeMode[mode]
 
     def steps(self, *, exclusive: bool) -> list[Step]:
-        """Return the steps in order."""
         home = self._home
         before = self._before
         pipe = shlex.quote(str(home.pipe))

@@ -288,7 +288,6 @@ class Stop:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Return all steps in order."""
         return (*self._waiting_steps(), *self._ending_steps())
 
     def _place_text(self) -> str:

@@ -49,7 +49,6 @@ class Creator:
         self._made: list[OnDemand] = []
 
     def __enter__(self) -> Creator:
-        """Begin."""
         return self
 
     def __exit__(
@@ -96,7 +95,7 @@ class Creator:
         """Make an instance. Raises as `make_instance`."""
         need_rights(self._host)
         self._made.append(make_instance(self._host, self._text, self.gpus))
-        # The driver lists it from now on.
+        # NVML lists a new instance once it is opened again.
         self._host.nvml.restart()
 
     def make_if_room(self) -> bool:

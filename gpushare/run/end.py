@@ -97,34 +97,41 @@ def end_programs(
     pids = _living(host, programs)
     if not pids:
         return None
-    # A handler that waits for the GPU does not end a paused program.
-    if has_records(host, "pause"):
-        from gpushare.pause.change import resume_to_end
-
-        resume_to_end(host, pids)
-    swapped = has_records(host, "swap")
-    if swapped:
-        # The signal itself kills those that do not handle it.
-        checkpoint_before_kill(host, [pid for pid in pids if not _handles_an_end(host, pid, number)])
-
-    # The grace. A process that got a signal has all of it, even if its handlers go: Python removes them while it shuts
-    # down, and nothing would handle a stop in the middle of that.
-    ending = ask_to_end(host, pids, clients(), number)
-    deadline = time.monotonic() + grace_seconds
-    while ending and time.monotonic() < deadline and not hurry():
-        remaining = wait_gone(host.processes, ending, _POLL_SECONDS)
-        ending = {pid: ending[pid] for pid in remaining}
-
+    _let_end(host, pids, number)
+    asked = ask_to_end(host, pids, clients(), number)
+    _wait_for_grace(host, asked, time.monotonic() + grace_seconds, hurry)
     # What is left, with what they have started since, is killed: under MPS after its queue is drained.
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
-    if swapped:
+    if has_records(host, "swap"):
         checkpoint_before_kill(host, list(pids))
     if meter is None:
         kill_all(host, pids)
         return None
     return end_clients(host, pids, meter, bound_seconds=bound_seconds)
+
+
+def _let_end(host: Host, pids: Mapping[int, int], number: int) -> None:
+    """Prepare processes for a signal: continue paused ones, and checkpoint those that the signal kills at once."""
+    if has_records(host, "pause"):
+        from gpushare.pause.change import resume_to_end
+
+        # A handler that waits for the GPU would never end a paused program.
+        resume_to_end(host, pids)
+    if has_records(host, "swap"):
+        checkpoint_before_kill(host, [pid for pid in pids if not _handles_an_end(host, pid, number)])
+
+
+def _wait_for_grace(host: Host, asked: Mapping[int, int], deadline: float, hurry: Callable[[], bool]) -> None:
+    """Wait until the processes that got a signal have ended, or the grace is over.
+
+    Each has all of the grace, even if its handlers go: Python removes them while it shuts down, and nothing would handle a
+    stop in the middle of that.
+    """
+    while asked and time.monotonic() < deadline and not hurry():
+        remaining = wait_gone(host.processes, asked, _POLL_SECONDS)
+        asked = {pid: asked[pid] for pid in remaining}
 
 
 def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:

@@ -105,7 +105,6 @@ class FarmResult:
 
     @property
     def failed(self) -> tuple[Copy, ...]:
-        """Return the copies that failed."""
         return tuple(copy for copy in self.copies if copy.failure is not None)
 
 
@@ -343,13 +342,11 @@ class FarmResults:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Unlock it."""
         os.close(self._file)
 
     def _unwritable_error(
         self, error: OSError, kind: type[NoPermission | OperationFailed]
     ) -> NoPermission | OperationFailed:
-        """Return the error about a file that cannot be written."""
         return kind(
             f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         )
@@ -713,7 +710,6 @@ class Farm:
                 os.close(file)
 
     def _waiting(self) -> list[Copy]:
-        """Return the copies that are still to be started."""
         return [copy for copy in self._copies if copy.state == "waiting"]
 
     # -- what is said before -------------------------------------------------------------------------
@@ -978,7 +974,6 @@ class Farm:
         return place
 
     def _copies_by_gpu(self) -> Counter[str]:
-        """Return how many copies run on each device."""
         return Counter(device.uuid for running in self._running.values() for device in running.gpu.devices)
 
     def _order_of_gpus(self, uuids: Sequence[str], copies: Counter[str] | None = None) -> list[str]:
@@ -1386,7 +1381,7 @@ def _step_of_farm(text: str) -> Step:
 
 
 def _call_at_once(calls: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
-    """Make these calls of `Group.end` in threads, because each waits for its programs. Signals reach this thread only.
+    """Make these calls of `Group.end` in threads, because each waits for its programs; only this one sees signals (``hurry``).
 
     Raises:
         GpushareError: the first that failed.

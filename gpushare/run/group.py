@@ -209,7 +209,6 @@ class GroupSlice(Part):
             MEMBERS.write(replace(self._member, path=MEMBERS.path(self.host, self._member.pid)))
 
     def _other_members(self) -> list[Member]:
-        """Return the other opportunistic jobs in the group."""
         return [member for member in members(self.host, self.device) if member.pid != self._member.pid]
 
     def _apply_slice(self, watch: Attachment) -> None:

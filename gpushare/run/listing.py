@@ -89,7 +89,6 @@ class _Present:
             self._slices = {member.pid: member.slice_us for member in MEMBERS.all(host)}
 
     def _read_pauses(self) -> dict[int, PausedJob]:
-        """Return the jobs that are paused."""
         from gpushare.pause.record import paused_jobs
 
         paused: dict[int, PausedJob] = {}

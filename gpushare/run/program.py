@@ -48,7 +48,6 @@ class Terminal:
         self._lent = False
 
     def __enter__(self) -> Terminal:
-        """Begin."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,7 +89,6 @@ class Terminal:
         signal.signal(signal.SIGTSTP, handler)
 
     def _continue(self) -> None:
-        """Let the program continue."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGCONT)
 
@@ -218,7 +216,6 @@ class TimeLimit(Part):
         self._over = False
 
     def started(self, _watch: Watch) -> None:
-        """Begin to count."""
         self._due = self._clock() + self._limit
 
     @property
@@ -227,7 +224,6 @@ class TimeLimit(Part):
         return self._due - self._clock()
 
     def poll(self) -> bool:
-        """Return whether the time is over."""
         self._over = self._over or self.seconds_to_poll <= 0
         return self._over
 

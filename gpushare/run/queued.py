@@ -505,5 +505,4 @@ class Queued:
         )
 
     def _productions(self, device: Device) -> list[str]:
-        """Return the names of the production jobs on a device."""
         return [job.name for job in living_productions(self.host, device)]

@@ -78,7 +78,6 @@ class Program:
 
     @property
     def pid(self) -> int:
-        """Return its PID."""
         return self.child.pid
 
     @property
@@ -315,7 +314,6 @@ class Group:
                 self.guard.ended(program.pid)
 
     def forget_ended(self) -> None:
-        """Forget the programs that have ended."""
         self.programs = [program for program in self.programs if program.runs]
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:

@@ -153,7 +153,7 @@ class JobStart:
         if self.role.rate is not None and not self.dry_run:
             begin_log(Path(self.role.rate.log))
         if mig is not None:
-            # Any GPU is all of them, as without -g.
+            # Without -g the instance may be on any GPU.
             return self._run_in_instance(mig, None if is_any(gpu) else gpu, options)
         if gpu is None and self.role.target is not None:
             gpu = self._device_of_target(self.role.target)
@@ -162,6 +162,7 @@ class JobStart:
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
         has_choice = gpu is not None and (is_any(gpu) or len(select_for_change(gpu, self.gpus)) != 1)
+        # Only the ledger of memory holds a job to a budget, makes it wait, or chooses among devices.
         if self.budget is not None or self.queue.takes_place or self.count > 1 or has_choice:
             return self._run_queued(gpu, options)
         return self._run_on([select_one(gpu, self.gpus)], options)
@@ -294,7 +295,6 @@ class JobStart:
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
 
     def _plain_share(self, devices: Sequence[Device]) -> PlainShare:
-        """Return a share of these devices outside MPS."""
         return PlainShare(self.host, devices[0], more=tuple(devices[1:]))
 
     def _run_queued(self, gpu: str | None, options: RunOptions) -> Any:
@@ -971,7 +971,6 @@ class YieldToProduction(Part):
         return self._alive and self._production.active()
 
     def poll(self) -> bool:
-        """Return whether the program is to be ended now."""
         self.yielded = self.yielded or self.works()
         return self.yielded
 

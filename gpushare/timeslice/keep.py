@@ -195,7 +195,7 @@ class Keeper:
         # Read at the first look: `recover` needs no NVML.
         self._gpus: dict[int, Gpu] = {}
         self._processes: dict[int, _Process] = {}
-        # The seconds of work that each user's processes took lately, and when they were halved last.
+        # The seconds of work that each user's processes took lately, and when they were halved last, so that old work is forgotten.
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
         # How many looks in a row no GPU has answered.
@@ -326,7 +326,6 @@ class Keeper:
             process.origin = origin
 
     def _lives(self, process: _Process) -> bool:
-        """Return whether a process still runs."""
         return self._host.processes.alive(process.pid, process.origin.started)
 
     def _next_due(self) -> _Process | None:
@@ -386,7 +385,6 @@ class Keeper:
         )
 
     def _user(self, process: _Process) -> str | None:
-        """Return the name of the user of a process."""
         return None if process.origin.uid is None else user_name(process.origin.uid)
 
     def _scan_and_apply(self, process: _Process) -> None:
@@ -644,7 +642,6 @@ class KeepRecord(Kept):
 
     @property
     def runs(self) -> bool:
-        """Return whether the process of the record still runs."""
         return identity_of(self.pid) == (self.pid, self.started)
 
 

@@ -57,7 +57,6 @@ class Role(str, Enum):
 
     @property
     def microseconds(self) -> int:
-        """Return the slice of the role."""
         return 16_000 if self is Role.PRODUCTION else 500
 
 

@@ -185,7 +185,6 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
 
 
 def _under_mps_error(pid: int) -> NotSupported:
-    """Return the error about a client of MPS."""
     return NotSupported(
         f"process {pid} is a client of MPS: all clients of a server share one time-slice",
         "start it again outside MPS: gpushare run --slice TIME -- CMD; or with a lower limit: gpushare run --threads PCT -- CMD",
