@@ -26,16 +26,29 @@ class InstanceKind(NamedTuple):
     start: int | None = None
 
 
+class Placed(NamedTuple):
+    """One instance of an arrangement: the number of its kind among those wished, its profile's number, its start."""
+
+    kind: int
+    profile: int
+    start: int
+
+
 class Arrangement(NamedTuple):
     """One way to place instances on an empty board."""
 
-    # (kind, profile number, start) of each, kinds ascending.
-    places: tuple[tuple[int, int, int], ...]
+    # Kinds ascending.
+    places: tuple[Placed, ...]
     mask: int
     # The profile numbers, sorted.
     members: tuple[int, ...]
     # How many of each kind.
     counts: tuple[int, ...]
+
+    @property
+    def rank(self) -> list[int]:
+        """Return a key: of ways that are as good, that with the smallest has its last kinds, the small ones, at the high end."""
+        return [-place.start for place in self.places]
 
 
 class Board:
@@ -43,18 +56,20 @@ class Board:
 
     def __init__(self, profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> None:
         self.profiles = profiles
+        # The number of memory slices.
         self.axis = axis
         self.compute_slices = compute_slices
         self.number = {profile.name: number for number, profile in enumerate(profiles)}
+        # By the number of a profile: its compute slices, its memory slices, and how many a GPU may have.
         self.slices = tuple(profile.slices for profile in profiles)
         self.sizes = tuple(profile.size or 0 for profile in profiles)
         self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
-        # For each profile those that cannot be on the same GPU (itself: one per GPU).
+        # The profiles that may not be on the same GPU (itself: one per GPU), and its places.
         self.exclusive = tuple(
             frozenset(n for n, other in enumerate(profiles) if _media_exclude(profile, other)) for profile in profiles
         )
         self.places = tuple(_places_by_end(profile) for profile in profiles)
-        # What a plan asks again and again.
+        # A search asks these again and again for the same instances.
         self.rooms = cache(self._rooms)
         self.free = cache(self._free)
         self.lost = cache(self._lost)
@@ -84,14 +99,14 @@ class Board:
         return tuple(min(self._most_placed(n, mask), room) for n, room in enumerate(self.rooms(members)))
 
     def _lost(self, mask: int, members: tuple[int, ...]) -> int:
-        """Return the capacity that these instances take, as `planner.capacity_lost`."""
+        """Return how much less fits next to these instances than on an empty board: `planner.capacity_lost`."""
         rows = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
         return sum(size * (fit_when_empty - fit_now) for size, fit_when_empty, fit_now in rows)
 
     def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
-        """Return the most compute slices, and the most memory slices, that further instances can take.
+        """Return the most compute slices that further instances can take, and the most memory slices that others can.
 
-        Two sets of instances may take them: the search visits every set that the rules allow, or ends with all slices.
+        These may be two sets of instances. The search visits every set that the rules allow, unless it finds all slices.
         """
         visited: set[tuple[int, tuple[int, ...]]] = set()
         used = sum(self.slices[n] for n in members)
@@ -139,34 +154,35 @@ class Board:
         return [way for way in self.arrangements(kinds, counts) if way.counts == counts]
 
     def _enumerate(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
-        """Yield the arrangements that `arrangements` lists, each set of places once."""
+        """Yield every way to place up to ``limits`` of each kind on an empty board, each set of places once."""
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
 
-        def grown(arrangement: Arrangement, kind: int, first: int) -> Iterator[Arrangement]:
-            """Yield an arrangement, and all that add to it: this kind from its place ``first`` on, and later kinds."""
+        def grown(arrangement: Arrangement, kind: int, first_choice: int) -> Iterator[Arrangement]:
+            """Yield an arrangement, and all that add to it instances of this kind, from this choice on, and of later kinds.
+
+            So each set comes once: its kinds and choices only ascend.
+            """
             yield arrangement
             rooms = self.rooms(arrangement.members)
-            # Each set comes once, because kinds and places only ascend.
             for later in range(kind, len(kinds)):
                 profile = kinds[later].profile
                 if arrangement.counts[later] >= limits[later] or not rooms[profile]:
                     continue
-                for number in range(first if later == kind else 0, len(choices[later])):
-                    start, mask = choices[later][number]
+                for choice in range(first_choice if later == kind else 0, len(choices[later])):
+                    start, mask = choices[later][choice]
                     if arrangement.mask & mask:
                         continue
                     counts = list(arrangement.counts)
                     counts[later] += 1
                     larger = Arrangement(
-                        places=(*arrangement.places, (later, profile, start)),
+                        places=(*arrangement.places, Placed(later, profile, start)),
                         mask=arrangement.mask | mask,
                         members=tuple(sorted((*arrangement.members, profile))),
                         counts=tuple(counts),
                     )
-                    yield from grown(larger, later, number + 1)
+                    yield from grown(larger, later, choice + 1)
 
-        empty = Arrangement(places=(), mask=0, members=(), counts=(0,) * len(kinds))
-        yield from grown(empty, 0, 0)
+        yield from grown(Arrangement(places=(), mask=0, members=(), counts=(0,) * len(kinds)), 0, 0)
 
 
 def _places_by_end(profile: Profile) -> tuple[tuple[int, int], ...]:
@@ -188,22 +204,22 @@ def _board_of_profiles(profiles: tuple[Profile, ...], axis: int, compute_slices:
     return Board(profiles, axis, compute_slices)
 
 
-# By the id of a tuple of profiles, that tuple and its board: to compare all profiles takes longer than most plans. The
-# tuple is kept, so that no other one gets its id.
+# By the id of a tuple of profiles, its board; and that tuple, so that no other one gets its id.
 _board_by_id: Final[dict[int, tuple[tuple[Profile, ...], Board]]] = {}
 _MOST_BOARDS: Final = 64
 
 
 def board_of(layout: Layout) -> Board:
-    """Return the board of a GPU; GPUs with equal profiles share it and its cache."""
+    """Return the board of a GPU; GPUs with equal profiles share it and its cache.
+
+    It is looked up by the id of the tuple of profiles: to compare all profiles takes longer than most plans.
+    """
     profiles = layout.profiles
-    entry = _board_by_id.get(id(profiles))
-    if entry is None:
+    if id(profiles) not in _board_by_id:
         if len(_board_by_id) >= _MOST_BOARDS:
             _board_by_id.clear()
-        entry = (profiles, _board_of_profiles(profiles, layout.axis, layout.compute_slices))
-        _board_by_id[id(profiles)] = entry
-    return entry[1]
+        _board_by_id[id(profiles)] = (profiles, _board_of_profiles(profiles, layout.axis, layout.compute_slices))
+    return _board_by_id[id(profiles)][1]
 
 
 def occupied(layout: Layout) -> int:
@@ -272,51 +288,47 @@ def make_room(
     with_others: bool = True,
     with_busy: bool = False,
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return the compute instances to destroy so that these (slices of each) fit; None: there is no way.
+    """Return the compute instances to destroy so that new ones of these slices fit; None: there is no way.
 
-    Of all ways the one that destroys the fewest busy ones (none without ``may_evict``), then the fewest. Others may stay
-    only if ``with_others``, and busy others only if ``with_busy``. In a GPU instance that is held as a whole, nothing is
-    destroyed.
+    As few busy ones as possible (none without ``may_evict``), then as few as possible. Others may stay next to the new ones
+    only ``with_others``, busy others only ``with_busy``. In a GPU instance that is held as a whole, nothing is destroyed.
     """
     if instance.held and not with_busy:
         return None
-    best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
     most_destroyed = len(instance.compute) if may_destroy and not instance.held else 0
-    for number in range(most_destroyed + 1):
-        for destroyed in combinations(instance.compute, number):
-            kept = [part for part in instance.compute if part not in destroyed]
-            busy = sum(part.busy for part in destroyed)
-            if busy and not may_evict:
-                continue
-            if kept and not with_others:
-                continue
-            if any(part.busy for part in kept) and not with_busy:
-                continue
-            cheaper = best is None or (busy, number) < best[0]
-            if cheaper and new_compute(instance.profile, slices_of_each, kept) is not None:
-                best = ((busy, number), destroyed)
-    return None if best is None else best[1]
+    ways = [parts for number in range(most_destroyed + 1) for parts in combinations(instance.compute, number)]
+    for destroyed in sorted(ways, key=lambda parts: (sum(part.busy for part in parts), len(parts))):
+        kept = [part for part in instance.compute if part not in destroyed]
+        if any(part.busy for part in destroyed) and not may_evict:
+            continue
+        if kept and not with_others:
+            continue
+        if any(part.busy for part in kept) and not with_busy:
+            continue
+        if new_compute(instance.profile, slices_of_each, kept) is not None:
+            return destroyed
+    return None
 
 
 def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
     """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
-    It destroys the fewest busy ones (none without ``may_evict``), then the fewest. If a process holds the GPU instance
-    itself, all count as busy.
+    It destroys as few busy ones as possible (none without ``may_evict``), then as few as possible. If a process holds the
+    GPU instance itself, all count as busy.
     """
-    best: tuple[tuple[int, int], ComputeChange] | None = None
     existing = instance.compute
+    ways = []
     for number_kept in range(len(existing), -1, -1):
         for kept in combinations(existing, number_kept):
-            missing = Counter(slices_of_each)
-            missing.subtract(part.profile.slices for part in kept)
-            if any(count < 0 for count in missing.values()):
-                continue
             destroyed = tuple(part for part in existing if part not in kept)
             busy = sum(part.busy or instance.held for part in destroyed)
-            if busy and not may_evict:
-                continue
-            created = new_compute(instance.profile, list(missing.elements()), kept)
-            if created is not None and (best is None or (busy, len(destroyed)) < best[0]):
-                best = ((busy, len(destroyed)), ComputeChange(destroyed, created))
-    return None if best is None else best[1]
+            ways.append((busy, kept, destroyed))
+    for busy, kept, destroyed in sorted(ways, key=lambda way: (way[0], len(way[2]))):
+        missing = Counter(slices_of_each)
+        missing.subtract(part.profile.slices for part in kept)
+        if (busy and not may_evict) or any(count < 0 for count in missing.values()):
+            continue
+        created = new_compute(instance.profile, list(missing.elements()), kept)
+        if created is not None:
+            return ComputeChange(destroyed, created)
+    return None

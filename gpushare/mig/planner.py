@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from itertools import chain, combinations
+from itertools import combinations
 from operator import mul, or_
 from typing import Final, NamedTuple
 
@@ -59,16 +59,12 @@ CREATED: Final = weigh(Cost(created=1))
 
 def cost_of(destroyed: InstanceChange) -> Cost:
     """Return the cost of destroying this."""
-    instance = destroyed.instance
-    if destroyed.whole:
-        devices = instance.devices
-        busy = sum(part.busy for part in destroyed.compute)
-        if instance.held and not busy:
-            # Held as a whole: any of its compute instances may be meant.
-            busy = devices
-    else:
-        devices = len(destroyed.compute)
-        busy = devices if instance.held else sum(part.busy for part in destroyed.compute)
+    instance, parts = destroyed.instance, destroyed.compute
+    devices = instance.devices if destroyed.whole else len(parts)
+    busy = sum(part.busy for part in parts)
+    # What holds a GPU instance itself may use any of its compute instances, unless a busy one tells which.
+    if instance.held and not (destroyed.whole and busy):
+        busy = devices
     named = instance.name is not None
     return Cost(
         busy_destroyed=busy,
@@ -82,8 +78,8 @@ def cost_of(destroyed: InstanceChange) -> Cost:
 class Existing:
     """One existing GPU instance, in numbers; equal ones are interchangeable for the search."""
 
-    # Its number on the board; -1: the driver no longer lists its profile.
-    profile: int
+    # Its number on the board; None: the driver no longer lists its profile.
+    profile: int | None
     start: int
     mask: int
     # Compute instances: slices, placement, busy.
@@ -120,45 +116,36 @@ class Candidate(NamedTuple):
     arrangement: Arrangement
 
 
-def _destroyed_to_fill(
-    instance: GpuInstance,
-    compute: tuple[int, ...],
-    *,
-    placed: bool,
-    with_others: bool,
-    may_destroy: bool,
-    may_evict: bool,
+def _room_to_fill(
+    instance: GpuInstance, request: Request, *, may_destroy: bool, may_evict: bool, with_others: bool
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return what is destroyed in a GPU instance to add these compute instances; None: they cannot be added.
+    """Return the compute instances to destroy so that those of a request fit into a GPU instance; None: it is not filled.
 
-    Only in an instance without a name; next to busy ones only if the wish names the place. A wish for a whole GPU
-    instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
+    A GPU instance with a name is not filled. The new ones get next to busy ones only if the request names the place. If it
+    asks for a whole GPU instance (``compute`` is empty), nothing inside is destroyed.
     """
     if instance.name is not None:
         return None
     return make_room(
         instance,
-        compute or (instance.profile.slices,),
-        may_destroy=may_destroy and bool(compute),
+        request.compute or (instance.profile.slices,),
+        may_destroy=may_destroy and bool(request.compute),
         may_evict=may_evict,
         with_others=with_others,
-        with_busy=placed and bool(compute),
+        with_busy=request.start is not None and bool(request.compute),
     )
 
 
 class Site:
-    """One GPU, and which of its instances may go."""
+    """One GPU, and which of its instances may go.
+
+    To fill an existing GPU instance: it stays, loses some compute instances, and gets those that the wish asks for.
+    """
 
     def __init__(
-        self,
-        layout: Layout,
-        *,
-        may_destroy: bool,
-        may_evict: bool,
-        with_others: bool,
-        requests: Sequence[tuple[tuple[int, ...], bool]],
+        self, layout: Layout, requests: Sequence[Request], *, may_destroy: bool, may_evict: bool, with_others: bool
     ) -> None:
-        """Look at one GPU; ``requests`` are for each wished kind its compute instances, and whether its place is named."""
+        """Look at one GPU; ``requests`` are those that its board can serve, in the order of the kinds."""
         self.layout = layout
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
@@ -167,18 +154,12 @@ class Site:
             for instance in self.instances
         )
         self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
-        # By (number of an existing GPU instance, kind): it can serve as the new instance of this kind at its place. It
-        # stays, loses these compute instances, and is filled with those that the wish asks for.
+        # By (number of an existing GPU instance, kind): the compute instances that it loses if it is filled for this kind.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, old in enumerate(self.instances):
-            for kind, (compute, placed) in enumerate(requests):
-                destroyed = _destroyed_to_fill(
-                    old,
-                    compute,
-                    placed=placed,
-                    with_others=with_others,
-                    may_destroy=may_destroy,
-                    may_evict=may_evict,
+            for kind, request in enumerate(requests):
+                destroyed = _room_to_fill(
+                    old, request, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others
                 )
                 if destroyed is not None:
                     self.fills[number, kind] = destroyed
@@ -191,9 +172,8 @@ class Site:
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
     def _in_numbers(self, instance: GpuInstance, *, may_go: bool) -> Existing:
-        """Return an existing instance in numbers, as the search compares it."""
         return Existing(
-            profile=self.board.number.get(instance.profile.name, -1),
+            profile=self.board.number.get(instance.profile.name),
             start=instance.start,
             mask=instance.placement.mask,
             compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
@@ -210,12 +190,12 @@ class Site:
 
     def _members_without(self, without: int) -> tuple[int, ...]:
         """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
-        kept = (old.profile for n, old in enumerate(self.existing) if old.profile >= 0 and not without >> n & 1)
-        return tuple(sorted(kept))
+        kept = (old.profile for n, old in enumerate(self.existing) if not without >> n & 1)
+        return tuple(sorted(profile for profile in kept if profile is not None))
 
     # -- adding ------------------------------------------------------------------------------------
 
-    def options(self, ways: Iterable[Candidate]) -> dict[int, Placing]:
+    def options(self, candidates: Iterable[Candidate]) -> dict[int, Placing]:
         """Return the cheapest way to place every part of the wish on this GPU, by the code of the part.
 
         Weights are differences to leaving the GPU as it is.
@@ -223,7 +203,7 @@ class Site:
         cheapest: dict[int, int] = {}
         # All ways with the cheapest weight: `_least_lost` chooses among them, as what they lose takes longer to count.
         tied: dict[int, list[tuple[Arrangement, Removal]]] = {}
-        for code, creation_weight, arrangement in ways:
+        for code, creation_weight, arrangement in candidates:
             if arrangement.mask & self._fixed_mask:
                 continue
             removals = self._removals_for(arrangement)
@@ -231,25 +211,24 @@ class Site:
                 continue
             # All removals weigh the same.
             weight = creation_weight + removals[0].weight
-            best = cheapest.get(code)
-            if best is None or weight < best:
+            if code not in cheapest or weight < cheapest[code]:
                 cheapest[code] = weight
-                tied[code] = [(arrangement, removal) for removal in removals]
-            elif weight == best:
+                tied[code] = []
+            if weight == cheapest[code]:
                 tied[code] += [(arrangement, removal) for removal in removals]
         return {code: self._least_lost(cheapest[code], ways) for code, ways in tied.items()}
 
     def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Placing:
-        """Return the way that leaves the most room; of equal ones the one with small instances at the high end."""
+        """Return the way that leaves the most room, by `Arrangement.rank` among equal ones; all ways have this weight."""
+        rows = [(self._lost_after(*way), *way) for way in ways]
+        # One way is the usual case.
+        if len(rows) > 1:
+            rows.sort(key=lambda row: (row[0], row[1].rank, row[2].destroyed))
+        lost, arrangement, removal = rows[0]
+        return Placing(weight + lost - self.lost_now, arrangement, removal)
 
-        def rank(way: tuple[Arrangement, Removal]) -> tuple[int, list[int], int]:
-            return self.lost_after(*way), [-start for _, _, start in way[0].places], way[1].destroyed
-
-        arrangement, removal = min(ways, key=rank) if len(ways) > 1 else ways[0]
-        return Placing(weight + self.lost_after(arrangement, removal) - self.lost_now, arrangement, removal)
-
-    def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
-        """Return `capacity_lost` of the GPU afterwards."""
+    def _lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
+        """Return `capacity_lost` of the GPU once a removal and an arrangement are carried out."""
         removed = removal.destroyed | removal.filled
         if removed not in self._kept:
             masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
@@ -259,21 +238,19 @@ class Site:
         return self.board.lost(kept_mask | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return `_find_removals` for an arrangement, from the cache if nothing can be filled."""
+        """Return `_find_removals`, cached where it depends on mask and members alone: if there is nothing to fill."""
         if self.fills:
             return self._find_removals(arrangement)
         key = (arrangement.mask, arrangement.members)
-        cached = self._removals.get(key)
-        if cached is None:
-            cached = self._removals[key] = self._find_removals(arrangement)
-        return cached
+        if key not in self._removals:
+            self._removals[key] = self._find_removals(arrangement)
+        return self._removals[key]
 
     def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals that make room for an arrangement, all of the same weight.
+        """Return the cheapest removals that make room for an arrangement, all of the same weight; none: there is no way.
 
-        Usually that is one: the removal of what is in the way. If the GPU would still have too many compute slices in use,
-        or too many instances of a profile, it is each cheapest way to remove more. Empty: an instance in the way is pinned,
-        or no removal is enough.
+        What is in the way goes, and usually that is enough. If the GPU would still have too many compute slices in use, or too
+        many instances of a profile, others go with it, in every cheapest way.
         """
         if not arrangement.places:
             return (Removal(weight=0, destroyed=0, filled=0),)
@@ -290,23 +267,23 @@ class Site:
             destroyed=sum(1 << number for number in in_the_way),
             filled=filled_bits,
         )
-        return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
+        return (least,) if self._within_limits(least, arrangement) else self._larger_removals(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
-        """Return the existing ones that are filled for an arrangement, as bits, and what filling them adds to its weight.
+        """Return the existing ones that an arrangement fills, as bits, and the weight that this adds to its own.
 
         Filling is always cheaper than a new GPU instance, so all that can be filled are.
         """
         filled = weight = 0
         if not self.fills:
             return filled, weight
-        kind_at = {(profile, start): kind for kind, profile, start in arrangement.places}
+        kind_at = {(place.profile, place.start): place.kind for place in arrangement.places}
         for number, old in enumerate(self.existing):
-            kind = kind_at.get((old.profile, old.start))
+            kind = None if old.profile is None else kind_at.get((old.profile, old.start))
             if kind is not None and (number, kind) in self.fills:
                 filled |= 1 << number
                 destroyed = inside(self.instances[number], self.fills[number, kind])
-                # The arrangement counts a GPU instance as created that is there already.
+                # The weight of the arrangement has a new GPU instance for each place, and this one exists.
                 weight += weigh(cost_of(destroyed)) - CREATED
         return filled, weight
 
@@ -314,18 +291,19 @@ class Site:
         """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
         if existing.mask & arrangement.mask:
             return True
-        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
+        profile = existing.profile
+        return profile is not None and not self.board.exclusive[profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
-        """Return whether the GPU allows what remains after a removal together with an arrangement: compute slices, and counts."""
+        """Return whether what a removal leaves and an arrangement together have allowed numbers of slices and instances."""
         board = self.board
         members = (*self._members_without(removal.destroyed | removal.filled), *arrangement.members)
         if sum(board.slices[number] for number in members) > board.compute_slices:
             return False
         return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
 
-    def _removing_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals that also keep counts and compute slices within their limits."""
+    def _larger_removals(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return the cheapest removals that contain ``least`` and leave room within the limits."""
         already_used = least.destroyed | least.filled
         others = [
             number for number, old in enumerate(self.existing) if not old.pinned and not already_used >> number & 1
@@ -377,37 +355,32 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
     return InstanceChange(instance=instance, compute=tuple(parts), whole=False)
 
 
-def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
-    """Return the plan for an option of the search; ``compute`` are the compute instances in each kind.
+def plan_for_option(site: Site, option: Placing, requests: Sequence[Request]) -> GpuPlan:
+    """Return the plan for an option of the search; ``requests`` as for `Site`.
 
-    Each place of the option becomes a new instance, or is one that stays and is filled. Sets of existing instances are
-    bits of a number.
+    Each place of the option becomes a new instance, or is one that stays and is filled.
     """
-    destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
-    filled_at = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
-    destroyed = [whole(old) for number, old in enumerate(site.instances) if number in destroyed_numbers]
+    removal = option.removal
+    instances = list(enumerate(site.instances))
+    destroyed = [whole(old) for number, old in instances if removal.destroyed >> number & 1]
+    filled_at = {old.start: number for number, old in instances if removal.filled >> number & 1}
     created = []
     for kind, profile, start in option.arrangement.places:
+        compute = requests[kind].compute
         number = filled_at.get(start)
         if number is None:
-            created.append(creation(site.board.profiles[profile], start, compute[kind]))
+            created.append(creation(site.board.profiles[profile], start, compute))
             continue
         owner = site.instances[number]
         removed = site.fills[number, kind]
         kept = [part for part in owner.compute if part not in removed]
-        # Where nothing is said of compute instances, one has the whole size.
-        wanted = compute[kind] or (owner.profile.slices,)
-        # None, that there is no room, cannot be: the search took only what fits.
-        added = new_compute(owner.profile, wanted, kept) or ()
+        # There is room: the search took only what fits.
+        added = new_compute(owner.profile, compute or (owner.profile.slices,), kept) or ()
         created.append(inside(owner, added))
         if removed:
             destroyed.append(inside(owner, removed))
-    return gpu_plan(
-        site.layout,
-        [old for number, old in enumerate(site.instances) if number not in destroyed_numbers],
-        destroyed,
-        created,
-    )
+    staying = [old for number, old in instances if not removal.destroyed >> number & 1]
+    return gpu_plan(site.layout, staying, destroyed, created)
 
 
 class Target(NamedTuple):
@@ -418,11 +391,8 @@ class Target(NamedTuple):
     compute: int | None = None
 
 
-def plan_removal(layout: Layout, targets: Collection[Target], evict: Collection[Target]) -> tuple[GpuPlan, bool]:
-    """Return the plan that destroys these instances of a GPU, and whether a busy one that is not in ``evict`` blocks it.
-
-    A GPU instance goes with the last of its compute instances.
-    """
+def _plan_removal(layout: Layout, targets: Collection[Target]) -> GpuPlan:
+    """Return the plan that destroys these instances of a GPU; a GPU instance goes with the last of its compute instances."""
     destroyed: list[InstanceChange] = []
     kept: list[GpuInstance] = []
     for instance in layout.instances:
@@ -434,19 +404,18 @@ def plan_removal(layout: Layout, targets: Collection[Target], evict: Collection[
         kept.append(instance)
         if parts:
             destroyed.append(inside(instance, parts))
-    blocked = any(change.busy and not ends_only_allowed(layout.gpu, change, evict) for change in destroyed)
-    return gpu_plan(layout, kept, destroyed, []), blocked
+    return gpu_plan(layout, kept, destroyed, [])
 
 
-def ends_only_allowed(gpu: int, change: InstanceChange, targets: Collection[Target]) -> bool:
-    """Return whether a change ends only busy instances among ``targets``, those that the caller allows to end.
+def _may_end(gpu: int, change: InstanceChange, evict: Collection[Target]) -> bool:
+    """Return whether ``evict`` names all that is busy in what a change destroys.
 
-    That is the GPU instance, or each of its busy compute instances, unless something holds the GPU instance itself.
+    That is each busy compute instance, or the GPU instance; if a process holds the GPU instance itself, only the latter.
     """
     owner = change.instance
-    if Target(gpu, owner.id) in targets:
+    if Target(gpu, owner.id) in evict:
         return True
-    return not owner.held and all(Target(gpu, owner.id, part.id) in targets for part in change.compute if part.busy)
+    return not owner.held and all(Target(gpu, owner.id, part.id) in evict for part in change.compute if part.busy)
 
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
@@ -460,28 +429,25 @@ def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     return MigPlan(gpus=tuple(plans), cost=total)
 
 
-def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
-    """Return the cheapest plan after which the GPU has exactly the wish, or None.
+def _exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
+    """Return the cheapest plan after which the GPU has exactly the wish; None: busy instances are in the way.
 
     Busy instances are destroyed only if ``evict`` has the id of their GPU instance.
     """
     board = board_of(layout)
     counts: Counter[tuple[InstanceKind, tuple[int, ...]]] = Counter()
     for request in wish:
-        kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
-        counts[kind, request.compute] += request.count
+        counts[_kind_of(request, layout), request.compute] += request.count
     # Each kind with its compute instances, the largest first.
     rows = sorted(counts, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
     kinds = tuple(kind for kind, _ in rows)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
-    ranked_plans = []
+    plans = []
     for arrangement in board.complete(kinds, tuple(counts[row] for row in rows)):
         plan = _plan_to(layout, arrangement, compute, evict)
         if plan is not None:
-            # Of equals the one with instances at the high end.
-            rank = (plan_of([layout], [plan]).cost, [-start for _, _, start in arrangement.places])
-            ranked_plans.append((rank, plan))
-    return min(ranked_plans, key=lambda ranked: ranked[0])[1] if ranked_plans else None
+            plans.append((plan_of([layout], [plan]).cost, arrangement.rank, plan))
+    return min(plans, key=lambda row: row[:2])[-1] if plans else None
 
 
 def _plan_to(
@@ -493,19 +459,19 @@ def _plan_to(
     """
     profiles = board_of(layout).profiles
     # Those that exist are taken out below: what remains is created.
-    missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
+    missing = {(profiles[place.profile].name, place.start): place for place in arrangement.places}
     kept: list[GpuInstance] = []
     destroyed: list[InstanceChange] = []
     created: list[InstanceChange] = []
     for instance in layout.instances:
-        kind = missing.pop(instance.place, None)
+        place = missing.pop(instance.place, None)
         may_evict = instance.id in evict
-        if kind is None:
+        if place is None:
             if instance.busy and not may_evict:
                 return None
             destroyed.append(whole(instance))
             continue
-        parts = change_compute(instance, compute[kind], may_evict=may_evict)
+        parts = change_compute(instance, compute[place.kind], may_evict=may_evict)
         if parts is None:
             return None
         kept.append(instance)
@@ -513,9 +479,7 @@ def _plan_to(
             destroyed.append(inside(instance, parts.destroyed))
         if parts.created:
             created.append(inside(instance, parts.created))
-    for (name, start), kind in missing.items():
-        profile = next(profile for profile in profiles if profile.name == name)
-        created.append(creation(profile, start, compute[kind]))
+    created += (creation(profiles[place.profile], place.start, compute[place.kind]) for place in missing.values())
     return gpu_plan(layout, kept, destroyed, created)
 
 
@@ -567,12 +531,12 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
     """Return how many of one request fit on these GPUs if they are empty."""
     total = 0
     for layout in layouts:
-        board = board_of(layout)
         try:
-            kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
+            kind = _kind_of(request, layout)
         except GpushareError:
             continue
-        total += max(arrangement.counts[0] for arrangement in board.arrangements((kind,), (request.count,)))
+        ways = board_of(layout).arrangements((kind,), (request.count,))
+        total += max(arrangement.counts[0] for arrangement in ways)
     return total
 
 
@@ -608,7 +572,10 @@ def eviction_words(no_plan: NoPlan) -> tuple[str, str] | None:
 
 
 def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
-    """Return what must be named by ``--evict``: of a GPU instance only the busy compute instances."""
+    """Return changes without their idle compute instances, which ``--evict`` need not name.
+
+    If a process holds the GPU instance itself, none counts as idle.
+    """
     changes = []
     for gpu, change in changes_by_gpu:
         parts = change.compute if change.instance.held else tuple(part for part in change.compute if part.busy)
@@ -660,16 +627,16 @@ def plan_add(
 ) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
-    Without ``may_destroy`` it only adds: GPU instances on free places, and compute instances in GPU instances that have
-    room, are idle and have no name. Compute instances are put next to busy ones only if the wish names the place
-    (``1c.3g.40gb:4``), and next to no others if ``with_others`` is False: a name belongs to a whole GPU instance.
-    With ``may_destroy`` idle instances may be destroyed.
+    Without ``may_destroy`` nothing is destroyed, with it idle instances may be. Besides free places the plan uses idle GPU
+    instances that have room and no name (see `_room_to_fill`). ``with_others`` False: no wished compute instance gets into
+    a GPU instance with others, as for a wish with a name, which belongs to a whole GPU instance.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
     plan = _add(layouts, wish, offers, may_destroy=may_destroy, may_evict=False, with_others=with_others)
     if plan is not None:
         return plan
+    # What it would take if every instance could be destroyed.
     instead = _add(layouts, wish, offers, may_destroy=True, may_evict=True, with_others=with_others)
     return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
@@ -697,13 +664,13 @@ def plan_exact(
             continue
         wish = wishes[layout.gpu]
         evictable_ids = frozenset(
-            instance.id for instance in layout.instances if ends_only_allowed(layout.gpu, whole(instance), evictable)
+            instance.id for instance in layout.instances if _may_end(layout.gpu, whole(instance), evictable)
         )
-        plan = exact_change(layout, wish, evict=evictable_ids)
+        plan = _exact_change(layout, wish, evict=evictable_ids)
         if plan is None:
             # What it would take if every busy instance could be evicted.
             blocked = True
-            plan = exact_change(layout, wish, evict=frozenset(instance.id for instance in layout.instances))
+            plan = _exact_change(layout, wish, evict=frozenset(instance.id for instance in layout.instances))
         if plan is None:
             return no_plan_ever([layout], wish)
         plans.append(plan)
@@ -714,14 +681,15 @@ def plan_exact(
 def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
-    """Return the plan that destroys these; a GPU instance goes with the last of its compute instances."""
+    """Return the plan that destroys these; NoPlan if that needs a busy one that is not in ``evict``."""
     target_set = frozenset(targets)
     evictable = frozenset(evict)
     _check_gpus(layouts, [target.gpu for target in target_set])
     _check_targets(layouts, target_set)
-    removals = [plan_removal(layout, target_set, evictable) for layout in layouts]
-    result = plan_of(layouts, [plan for plan, _ in removals])
-    return no_plan_now((), result) if any(blocked for _, blocked in removals) else result
+    plan = plan_of(layouts, [_plan_removal(layout, target_set) for layout in layouts])
+    changes = [(gpu_plan.gpu, change) for gpu_plan in plan.gpus for change in gpu_plan.destroyed]
+    blocked = any(change.busy and not _may_end(gpu, change, evictable) for gpu, change in changes)
+    return no_plan_now((), plan) if blocked else plan
 
 
 # -- adding, over several GPUs ---------------------------------------------------------------------
@@ -731,10 +699,14 @@ def plan_destroy(
 class _Offer:
     """The requests of a wish that a kind of board can serve, by their numbers in the wish, and as which kinds."""
 
-    requests: tuple[int, ...]
+    numbers: tuple[int, ...]
+    requests: tuple[Request, ...]
     kinds: tuple[InstanceKind, ...]
-    # How many GPU and compute instances one of each kind is.
-    parts: tuple[int, ...]
+
+
+def _kind_of(request: Request, layout: Layout) -> InstanceKind:
+    """Return as which kind of instance the board of a GPU serves a request. Raises as `resolve`."""
+    return InstanceKind(board_of(layout).number[resolve(request, layout.profiles).name], request.start)
 
 
 def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
@@ -749,20 +721,20 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
         board = board_of(layout)
         if board in offers:
             continue
-        served: dict[int, InstanceKind] = {}
+        kinds: dict[int, InstanceKind] = {}
         for number, request in enumerate(wish):
             try:
-                served[number] = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
+                kinds[number] = _kind_of(request, layout)
             except GpushareError as error:
                 errors.setdefault(number, error)
-        order = sorted(served, key=lambda n: (-board.sizes[served[n].profile], served[n].profile, n))
-        parts = tuple(1 + max(1, len(wish[number].compute)) for number in order)
-        offers[board] = _Offer(tuple(order), tuple(served[number] for number in order), parts)
+        # The largest first.
+        numbers = tuple(sorted(kinds, key=lambda n: (-board.sizes[kinds[n].profile], kinds[n].profile, n)))
+        offers[board] = _Offer(numbers, tuple(wish[n] for n in numbers), tuple(kinds[n] for n in numbers))
     if not layouts:
         raise NotSupported("no GPU here has MIG", "see what each GPU can: gpushare compare", code="no_mig")
-    anywhere = {number for offer in offers.values() for number in offer.requests}
+    served_anywhere = {number for offer in offers.values() for number in offer.numbers}
     for number, refused in errors.items():
-        if number not in anywhere:
+        if number not in served_anywhere:
             raise refused
     return offers
 
@@ -771,7 +743,7 @@ def _codes_of_wish(wish: Wish, offers: Mapping[Board, _Offer]) -> Codes:
     """Return how parts of a wish are written as numbers; the size of a request is its smallest on any board."""
     sizes: dict[int, int] = {}
     for board, offer in offers.items():
-        for number, kind in zip(offer.requests, offer.kinds, strict=True):
+        for number, kind in zip(offer.numbers, offer.kinds, strict=True):
             size = board.sizes[kind.profile]
             sizes[number] = min(size, sizes.get(number, size))
     return codes_for([request.count for request in wish], [sizes[number] for number in range(len(wish))])
@@ -786,14 +758,13 @@ def _add(
     may_evict: bool,
     with_others: bool,
 ) -> MigPlan | None:
-    """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The rest is as for `plan_add`."""
+    """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The options are as for `plan_add`."""
     placings = _place(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
     if placings is None:
         return None
     plans = [untouched(layout) for layout in layouts]
-    for number, site, placing in placings:
-        contents = [wish[request].compute for request in offers[site.board].requests]
-        plans[number] = plan_for_option(site, placing, contents)
+    for number, (site, placing) in placings.items():
+        plans[number] = plan_for_option(site, placing, offers[site.board].requests)
     return plan_of(layouts, plans)
 
 
@@ -805,46 +776,47 @@ def _place(
     may_destroy: bool = False,
     may_evict: bool = False,
     with_others: bool = True,
-) -> list[tuple[int, Site, Placing]] | None:
-    """Return where a wish goes at the least cost, by the number of the layout; None: it does not fit."""
+) -> dict[int, tuple[Site, Placing]] | None:
+    """Return by the number of a layout which part of a wish goes there, at the least cost; None: it does not fit."""
     codes = _codes_of_wish(wish, offers)
     # Of GPUs that are the same for the search only the first is searched.
     sites_by_key: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
-        asked = [wish[request] for request in offers[board_of(layout)].requests]
-        requests = [(request.compute, request.start is not None) for request in asked]
-        site = Site(layout, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others, requests=requests)
+        requests = offers[board_of(layout)].requests
+        site = Site(layout, requests, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
         sites_by_key.setdefault(site.key, []).append((number, site))
-    candidates = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}
-    options = []
-    groups = []
-    for sites in sites_by_key.values():
-        _, first_site = sites[0]
-        placings = first_site.options(candidates[first_site.board])
-        options.append(placings)
-        groups.append(Group(len(sites), {code: placing.weight for code, placing in placings.items()}))
+    candidates = {board: _candidates_on(board, offer, codes) for board, offer in offers.items()}
+    equal_sites = list(sites_by_key.values())
+    placings_by_code = []
+    for (_, first_site), *_ in equal_sites:
+        placings_by_code.append(first_site.options(candidates[first_site.board]))
+    groups = [
+        Group(len(sites), {code: placing.weight for code, placing in placings.items()})
+        for sites, placings in zip(equal_sites, placings_by_code, strict=True)
+    ]
     parts = assign(groups, codes, sum(request.count for request in wish))
     if parts is None:
         return None
-    return [
-        (number, site, placings[code])
-        for sites, placings, taken in zip(sites_by_key.values(), options, parts, strict=True)
+    return {
+        number: (site, placings[code])
+        for sites, placings, taken in zip(equal_sites, placings_by_code, parts, strict=True)
         # The last GPUs of a group may get no part.
         for (number, site), code in zip(sites, sorted(taken, reverse=True), strict=False)
-    ]
+    }
 
 
-def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
+def _candidates_on(board: Board, offer: _Offer, codes: Codes) -> list[Candidate]:
     """Return all ways to place a part of the wish on one kind of board, the empty way first."""
-    limits = tuple(wish[number].count for number in offer.requests)
-    code_of_one = [codes.of_one[number] for number in offer.requests]
+    code_of_one = [codes.of_one[number] for number in offer.numbers]
+    # A GPU instance, and its compute instances.
+    created_by_one = [1 + max(1, len(request.compute)) for request in offer.requests]
     return [
         Candidate(
             code=sum(map(mul, arrangement.counts, code_of_one)),
-            creation_weight=sum(map(mul, arrangement.counts, offer.parts)) * CREATED,
+            creation_weight=sum(map(mul, arrangement.counts, created_by_one)) * CREATED,
             arrangement=arrangement,
         )
-        for arrangement in board.arrangements(offer.kinds, limits)
+        for arrangement in board.arrangements(offer.kinds, tuple(request.count for request in offer.requests))
     ]
 
 
@@ -935,10 +907,10 @@ def capacity_lost(layout: Layout) -> int:
 
 
 def fragmentation(layout: Layout) -> int:
-    """Return how much of `capacity_lost` is due to the places: the difference to the best packing, in memory slices."""
+    """Return how much smaller `capacity_lost` would be with the same instances in the best places, in memory slices."""
     board = board_of(layout)
     members = members_of(layout)
-    kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
+    kinds = tuple(InstanceKind(profile) for profile in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
     lost_now = capacity_lost(layout)
     lost_if_packed = (board.lost(way.mask, members) for way in board.complete(kinds, counts))
@@ -977,21 +949,24 @@ class Codes:
 
 
 def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
-    """Return the codes of a wish with these counts of each kind, an instance of which has this size.
+    """Return how to write parts of a wish: ``counts`` are how many of each kind it has, ``sizes`` the memory slices of one.
 
-    The sizes only make the search short: their sum bounds what the GPUs that are left can take.
+    A field is as wide as its value for the whole wish, so that no part of the wish overflows it. The sum of sizes only makes
+    the search short: it bounds what the GPUs that are left can take.
     """
-    total = sum(count * size for count, size in zip(counts, sizes, strict=True))
+    total_size = sum(count * size for count, size in zip(counts, sizes, strict=True))
     fields: list[tuple[int, int]] = []
     shift = guard = whole = 0
-    for count in (*counts, total):
-        bits = count.bit_length()
+    for value in (*counts, total_size):
+        bits = value.bit_length()
         fields.append((shift, bits))
-        whole |= count << shift
+        whole |= value << shift
         guard |= 1 << shift + bits
         shift += bits + 1
     size_shift, _ = fields[-1]
-    of_one = tuple((1 << fields[kind][0]) + (size << size_shift) for kind, size in enumerate(sizes))
+    of_one = tuple(
+        (1 << kind_shift) + (size << size_shift) for (kind_shift, _), size in zip(fields, sizes, strict=False)
+    )
     return Codes(of_one, whole, guard, tuple(fields))
 
 
@@ -1009,87 +984,68 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     ``instances`` is how many instances the wish has: no more GPUs of a group than that are needed. A group's
     ``weights`` are differences to leaving a GPU as it is, and hold the empty part (0) with weight 0.
 
-    GPUs of one group are interchangeable, so of the many orders of the same parts only one is searched: by the first
-    kind of instance that a part holds. In the last group, which has to take all that is left, that is the first kind
-    that is left.
+    GPU by GPU, the search keeps the cheapest way to each rest of the wish.
     """
-    # The largest last, where the order says most.
+    # The largest group last, where `_PartsForRest` saves the most.
     by_count = sorted(range(len(groups)), key=lambda number: groups[number].count)
     group_of_gpu = [number for number in by_count for _ in range(min(groups[number].count, instances))]
     most_from = _most_from_gpu(groups, group_of_gpu, codes)
-    guard = codes.guard
-    # A guard bit that the subtraction clears: all GPUs together cannot take the wish.
-    if ((most_from[0] | guard) - codes.whole) & guard != guard:
-        return None
-    cheapest: dict[_State, int] = {(codes.whole, 0): 0}
-    steps: list[dict[_State, tuple[int, _State]]] = []
-    choices: _PartChoices | None = None
-    for gpu, group in enumerate(group_of_gpu):
-        if choices is None or group_of_gpu[gpu - 1] != group:
-            choices = _PartChoices(groups[group], codes, last=group == group_of_gpu[-1])
-            cheapest = _without_order(cheapest, steps)
-        cheapest, taken = _next_states(cheapest, choices, most_from[gpu + 1] | guard, guard)
+    cheapest = {codes.whole: 0}
+    steps: list[Mapping[int, tuple[int, int]]] = []
+    for gpu, number in enumerate(group_of_gpu):
+        group = groups[number]
+        in_order = _PartsForRest(group, codes) if number == group_of_gpu[-1] else None
+        cheapest, taken = _next_rests(cheapest, group, in_order, most_from[gpu + 1] | codes.guard, codes.guard)
         steps.append(taken)
-    ends = [state for state in cheapest if state[0] == 0]
-    if not ends:
+    if 0 not in cheapest:
         return None
-    return _parts_taken(groups, group_of_gpu, steps, min(ends, key=lambda state: (cheapest[state], state)))
+    parts: list[list[int]] = [[] for _ in groups]
+    rest = 0
+    for number, step in zip(reversed(group_of_gpu), reversed(steps), strict=True):
+        part, rest = step[rest]
+        if part:
+            parts[number].append(part)
+    return parts
 
 
-# What is left of the wish, and which kind of instance the next part may begin with.
-_State = tuple[int, int]
+class _PartsForRest:
+    """The parts of the wish that the next GPU of the last group may take, by what is left of the wish.
 
-
-class _PartChoices:
-    """The parts of the wish that a GPU of a group may take, by the first kind of instance in each.
-
-    Kinds are numbered from the one that the fewest parts hold: so few parts begin with a low kind, and the search stays
-    small. The part without an instance comes last.
+    The last group has to take all that is left, and its GPUs are interchangeable. So of the many orders of the same parts
+    only one is searched: each GPU takes a part with the first kind of instance that is left. The kinds are numbered from the
+    one that the fewest parts hold, so that few parts begin with a low kind.
     """
 
-    def __init__(self, group: Group, codes: Codes, *, last: bool) -> None:
-        """Sort the parts of a group. ``last``: it is the last group, whose GPUs have to take all that is left."""
+    def __init__(self, group: Group, codes: Codes) -> None:
         # The last field of a code is the sum of sizes, and no kind.
         kind_masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
         self._masks = sorted(kind_masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
-        # Code, weight, and the kind from which on the next part may begin: in the last group what is left says that.
-        self._parts_by_first_kind: list[list[tuple[int, int, int]]] = [[] for _ in range(len(kind_masks) + 1)]
+        self._by_first_kind: list[dict[int, int]] = [{} for _ in range(len(kind_masks) + 1)]
         for code, weight in group.weights.items():
-            kind = self._first_kind(code)
-            self._parts_by_first_kind[kind].append((code, weight, 0 if last else kind))
-        # For each kind the parts that begin with it or a later one; None in the last group, which does not use them.
-        self._parts_from_kind = None
-        if not last:
-            kinds = range(len(self._parts_by_first_kind))
-            self._parts_from_kind = [list(chain(*self._parts_by_first_kind[kind:])) for kind in kinds]
+            self._by_first_kind[self._first_kind(code)][code] = weight
 
     def _first_kind(self, code: int) -> int:
         """Return the first kind of instance in a code; the number of kinds if it holds none."""
         return next((kind for kind, mask in enumerate(self._masks) if code & mask), len(self._masks))
 
-    def parts(self, remaining: int, begin: int) -> Sequence[tuple[int, int, int]]:
-        """Return the parts to try for the next GPU: code, weight, and the kind from which on the part after may begin.
-
-        ``remaining`` is the code of what is left of the wish: some parts may hold more than that.
-        """
-        if self._parts_from_kind is None:
-            return self._parts_by_first_kind[self._first_kind(remaining)]
-        return self._parts_from_kind[begin]
+    def weights(self, rest: int) -> Mapping[int, int]:
+        """Return the weights of the parts to try; some parts may hold more than the rest."""
+        return self._by_first_kind[self._first_kind(rest)]
 
 
-def _next_states(
-    cheapest: Mapping[_State, int], choices: _PartChoices, most_later: int, guard: int
-) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
-    """Return the least weight of each state after one more GPU, and from which state, by which part, it is reached.
+def _next_rests(
+    cheapest: Mapping[int, int], group: Group, in_order: _PartsForRest | None, most_later: int, guard: int
+) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+    """Return the least weight of each rest of the wish after one more GPU, and by which part, from which rest it is reached.
 
-    ``most_later`` is the most that all later GPUs can take, with the guard bits set.
+    ``in_order`` is for the last group. ``most_later`` is the most that all later GPUs can take, with the guard bits set.
     """
-    best: dict[_State, int] = {}
-    taken: dict[_State, tuple[int, _State]] = {}
-    for state, weight in cheapest.items():
-        rest_of_wish, begin = state
-        guarded = rest_of_wish | guard
-        for code, more, kind in choices.parts(rest_of_wish, begin):
+    best: dict[int, int] = {}
+    taken: dict[int, tuple[int, int]] = {}
+    for rest_before, weight in cheapest.items():
+        guarded = rest_before | guard
+        weights = group.weights if in_order is None else in_order.weights(rest_before)
+        for code, more in weights.items():
             rest = guarded - code
             # The part holds more than is left of the wish.
             if rest & guard != guard:
@@ -1098,53 +1054,17 @@ def _next_states(
             # The later GPUs cannot take the rest.
             if (most_later - rest) & guard != guard:
                 continue
-            next_state = (rest, kind)
-            cheaper = best.get(next_state)
+            cheaper = best.get(rest)
             if cheaper is None or weight + more < cheaper:
-                best[next_state] = weight + more
-                taken[next_state] = (code, state)
+                best[rest] = weight + more
+                taken[rest] = (code, rest_before)
     return best, taken
 
 
-def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tuple[int, _State]]]) -> dict[_State, int]:
-    """Return the states at the beginning of a new group, where the order within the group before says nothing.
-
-    Of states that differ only in that order the cheapest stays; the last of ``steps`` gets its link.
-    """
-    states: dict[_State, int] = {}
-    links: dict[_State, tuple[int, _State]] = {}
-    for state, weight in cheapest.items():
-        rest_of_wish, _ = state
-        fresh = (rest_of_wish, 0)
-        if fresh not in states or weight < states[fresh]:
-            states[fresh] = weight
-            if steps:
-                links[fresh] = steps[-1][state]
-    if steps:
-        steps[-1].update(links)
-    return states
-
-
 def _most_from_gpu(groups: Sequence[Group], group_of_gpu: Sequence[int], codes: Codes) -> list[int]:
-    """Return for each GPU the most of the wish that it and all later ones can take together, field by field of a code."""
+    """Return for each GPU the most of the wish that it and all later ones can take together, as a code; for none of them 0."""
     most_on_one = [codes.field_wise_max(list(group.weights)) for group in groups]
     most_from = [0]
     for group in reversed(group_of_gpu):
         most_from.append(codes.capped_sum(most_from[-1], most_on_one[group]))
     return most_from[::-1]
-
-
-def _parts_taken(
-    groups: Sequence[Group],
-    group_of_gpu: Sequence[int],
-    steps: Sequence[Mapping[_State, tuple[int, _State]]],
-    end: _State,
-) -> list[list[int]]:
-    """Return the parts that the GPUs of each group took, read back from the end: ``steps`` say how each state was reached."""
-    parts: list[list[int]] = [[] for _ in groups]
-    state = end
-    for group, taken in zip(reversed(group_of_gpu), reversed(steps), strict=True):
-        part, state = taken[state]
-        if part:
-            parts[group].append(part)
-    return parts

@@ -74,14 +74,14 @@ def test_it_is_the_least_of_all_ways(case: tuple[list[Group], Codes, int]) -> No
 
 def test_equal_gpus_are_not_tried_in_every_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wish of seven kinds on 16 equal GPUs: without it these are some 400,000 states for each of them."""
-    real, seen = module._next_states, 0
+    real, seen = module._next_rests, 0
 
-    def turn(cheapest: Mapping[tuple[int, int], int], *more: object) -> object:
+    def turn(cheapest: Mapping[int, int], *more: object) -> object:
         nonlocal seen
         seen += len(cheapest)
         return real(cheapest, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module, "_next_states", turn)
+    monkeypatch.setattr(module, "_next_rests", turn)
     wish = parse_wish("3g.40gb*4 2g.20gb*10 1g.10gb*20 1g.10gb+me*6 1g.20gb*4 4g.40gb*4 7g.80gb")
     plan = plan_add([layout("h100-80gb", gpu=number) for number in range(16)], wish)
     assert sum(len(gpu.created) for gpu in plan.gpus) == 49
