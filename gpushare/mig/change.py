@@ -32,7 +32,7 @@ from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_hol
 from gpushare.mig.ledger import MigLedger, NamedInstance
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout, on_or_off
-from gpushare.mig.recover import creation_begun, creation_made, perform, restore, shape_now
+from gpushare.mig.recover import Calls, creation_made, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mps.home import DaemonRecord
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
@@ -44,11 +44,14 @@ _NAMED: Final = 4
 _MOST_ENDED: Final = 8
 
 
-def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
-    """Return notes on what a mode change brings with it. Raises if it would fail now or at the first instance.
+def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int]) -> list[str]:
+    """Return notes on what a mode change brings with it; ``bare``: no instance is created.
 
-    From Hopper on, the mode of a busy GPU can be changed, and only the first instance fails. So no process may hold it.
-    ``bare``: the change creates no instance. ``ending``: PIDs that it ends first.
+    ``ending`` are PIDs that the change ends first.
+
+    Raises:
+        NotSupported: the GPU has no MIG.
+        InUse: the GPU must be reset, and a program holds it.
     """
     if not gpu.mig_capable:
         raise no_mig_error([gpu])
@@ -60,21 +63,21 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
         _check_not_held(host, gpu, ending)
     notes = []
     if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
-        notes.append(f"GPU {gpu.index}: its compute mode becomes default, the only one with MIG")
+        notes.append("its compute mode becomes default, the only one with MIG")
     if enable and bare:
-        notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
+        notes.append("with MIG on and no instance, no CUDA program can use it")
     if enable and resetless:
-        notes.append(f"GPU {gpu.index}: MIG and its instances are lost at a reboot or when the driver is reloaded")
+        notes.append("MIG and its instances are lost at a reboot or when the driver is reloaded")
     elif enable:
-        notes.append(f"GPU {gpu.index}: MIG stays on after a reboot, its instances are lost")
+        notes.append("MIG stays on after a reboot, its instances are lost")
     if not resetless:
-        notes.append(f"GPU {gpu.index}: switching its MIG mode resets it")
+        notes.append("switching its MIG mode resets it")
     if host.nvml.persistence(gpu.index) is False:
         notes.append(
-            f"GPU {gpu.index}: persistence mode is off, and the driver may release a GPU without programs: "
+            "persistence mode is off, and the driver may release a GPU without programs: "
             f"sudo nvidia-smi -i {gpu.index} -pm 1"
         )
-    return notes
+    return [f"GPU {gpu.index}: {note}" for note in notes]
 
 
 # Returns the names of the jobs that processes belong to, as far as they are known.
@@ -82,7 +85,10 @@ JobNames = Callable[[Iterable[int]], Mapping[int, str]]
 
 
 def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]], job_names: JobNames) -> None:
-    """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first."""
+    """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first.
+
+    From Hopper on, the driver switches the mode of a busy GPU, and only the first instance fails.
+    """
     blocking_processes: list[tuple[Gpu, GpuProcess]] = []
     for gpu, ending in switched:
         blind = host.processes.namespace_is_host() is False and not gpu.processes
@@ -113,17 +119,15 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
 
 
 def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str, jobs: Mapping[int, str]) -> str:
-    """Return how this user gets processes on GPUs (``numbers``) to end: by a command, or by asking their users.
-
-    ``jobs`` are names by PID. `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way
-    that is safe for the others. An MPS server ends after its clients.
-    """
-    ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
+    """Return how this user gets processes on GPUs (``numbers``) to end; ``jobs`` are names of jobs by PID."""
     if not host.root:
         infos = [host.processes.describe(process.pid) for process in processes]
         others = dict.fromkeys(info.user for info in infos if info and info.user and info.uid != host.uid)
         if others:
             return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"
+    # An MPS server ends after its clients.
+    ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
+    # `gpushare stop` also takes the PID of a job's program, and that of an MPS client.
     words = list(dict.fromkeys(jobs.get(process.pid, str(process.pid)) for process in ended))
     rest = f", and then the {len(words) - _MOST_ENDED} others" if len(words) > _MOST_ENDED else ""
     command = f"gpushare stop {' '.join(words[:_MOST_ENDED])}" if words else f"gpushare mps stop -g {numbers}"
@@ -158,7 +162,7 @@ def _process_title(host: Host, process: GpuProcess, job: str | None) -> str:
     return f"{name} ({process.pid}, {user})"
 
 
-def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
+def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
     """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
     changes = MigChanges(host.nvml)
     enabled_now = bool(gpu.mig_enabled)
@@ -185,19 +189,19 @@ _KILL_SECONDS: Final = 5.0
 
 
 def holders_of(removed: InstanceChange) -> list[int]:
-    """Return the PIDs of the processes in what is destroyed, or that hold its GPU instance.
+    """Return the PIDs of the processes that are seen in what is destroyed, or that hold its GPU instance by its node.
 
-    The process of a claim is not among them unless it is seen in the instance.
+    A `gpushare run` that has only claimed the instance is not seen in it.
     """
-    proved = (
+    seen = (
         holder
         for holder in removed.known_holders
         if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/")
     )
-    return sorted({holder.pid for holder in proved})
+    return sorted({holder.pid for holder in seen})
 
 
-def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
+def _refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
     """Raise InUse if a job has claimed an instance that is to go, and has no process in it yet.
 
     Processes are asked about elsewhere, with the consent to the change.
@@ -306,7 +310,7 @@ class Eviction:
 
         A client whose MPS daemon this change has stopped, for example, is no longer inside.
         """
-        inside = self._inside() if pids else set()
+        inside = self._pids_inside() if pids else set()
         pids = [pid for pid in pids if pid in inside]
         for pid in pids:
             started = self.started[pid]
@@ -320,25 +324,25 @@ class Eviction:
             time.sleep(0.02)
         return alive
 
-    def _inside(self) -> set[int]:
-        """Return the PIDs inside at this moment, by NVML and by the capability nodes."""
+    def _pids_inside(self) -> set[int]:
+        """Return the PIDs in the instance at this moment, by NVML and by the capability nodes."""
+        # An open session keeps the old MIG devices.
         self._host.nvml.restart()
         try:
             gpu = self._host.nvml.gpu(self._gpu.index)
             nodes = instance_holders(self._host, gpu)
         except GpushareError:
             return set()
-        instance = self._removed.instance.id
-        parts = {part.id for part in self._removed.compute}
+        # None: the GPU instance itself.
+        parts = {None, *(part.id for part in self._removed.compute)}
+        places = {(self._removed.instance.id, part) for part in parts}
         pids = {
             process.pid
             for process in gpu.processes or ()
-            if process.gpu_instance_id == instance and process.compute_instance_id in {None, *parts}
+            if (process.gpu_instance_id, process.compute_instance_id) in places
         }
-        for place, holders in nodes.items():
-            if place[0] == instance and (place[1] is None or place[1] in parts):
-                pids |= {holder.pid for holder in holders}
-        # Reading holds handles.
+        pids |= {holder.pid for place, holders in nodes.items() if place in places for holder in holders}
+        # Reading has opened handles on MIG devices, which keep them in use.
         self._host.nvml.restart()
         return pids
 
@@ -401,6 +405,21 @@ class MigChange:
     evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _GpuPart:
+    """What one GPU has in a transaction."""
+
+    steps: list[Step]
+    # Start dead MPS daemons again, when the instances of all GPUs exist.
+    starting: Sequence[Step]
+    notes: list[str]
+    losses: list[Loss]
+    # The records of the daemons that it stops.
+    daemons: Sequence[DaemonRecord]
+    instances: _InstanceWork
+    evictions: list[Eviction]
+
+
 def plan_change(
     host: Host,
     changes: Sequence[GpuChange],
@@ -419,59 +438,65 @@ def plan_change(
     others: a name is bound early, so that a crash does not lose it. ``naming`` are the commands that bind these names once
     the instances exist: the plan shows them there. ``after`` are steps for when the instances exist.
     """
-    steps: list[Step] = []
-    starting: list[Step] = []
-    daemons: list[DaemonRecord] = []
-    notes: list[str] = []
-    instances: list[_InstanceWork] = []
-    evictions: list[Eviction] = []
-    losses: list[Loss] = []
     evicted_on = {
         change.gpu.index: [
             removed for removed in change.plan.destroyed if (change.gpu.index, removed.instance.id) in evict
         ]
         for change in changes
     }
-    ending_on = {
-        index: [pid for removed in evicted for pid in holders_of(removed)] for index, evicted in evicted_on.items()
-    }
-    switched = [(change.gpu, ending_on[change.gpu.index]) for change in changes if _switches(change)]
+    switched = [(change.gpu, _pids_in(evicted_on[change.gpu.index])) for change in changes if _switches(change)]
     _check_no_processes(host, switched, job_names)
-    for change in changes:
-        if not change.changes:
-            continue
-        gpu = change.gpu
-        evicted = evicted_on[gpu.index]
-        if change.enable is not None:
-            bare = not change.plan.created
-            notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending_on[gpu.index])
-        lost_uuids = _lost_uuids(change)
-        losses += [*_losses(host, change), *daemons_of_others(host, gpu, lost_uuids)]
-        for removed in evicted:
-            refuse_claimed(host, gpu, removed)
-        # On each GPU in this order: daemons stop, processes end, MIG on, the instances, MIG off.
-        ending_here = [Eviction(host, gpu, removed) for removed in evicted if holders_of(removed)]
-        stopping, starting_here = _daemon_steps(host, change, lost_uuids, evicted)
-        steps += [*stopping, *(eviction.step() for eviction in ending_here)]
-        if change.enable:
-            steps.append(switch_step(host, gpu, ledger, enable=True))
-        work = _InstanceWork(host, change, ledger)
-        steps += work.steps()
-        if change.enable is False:
-            steps.append(switch_step(host, gpu, ledger, enable=False))
-        starting += starting_here
-        daemons += stopped_records(host, gpu, lost_uuids)
-        evictions += ending_here
-        instances.append(work)
+    parts = [_plan_gpu(host, change, ledger, evicted_on[change.gpu.index]) for change in changes if change.changes]
+    steps = [step for part in parts for step in part.steps]
     if naming and steps:
         steps[-1] = replace(steps[-1], command="\n".join(filter(None, [steps[-1].command, *naming])))
+    starting = [step for part in parts for step in part.starting]
+    losses = tuple(loss for part in parts for loss in part.losses)
     return MigChange(
         gpus=tuple(changes),
-        plan=Plan(title=title, steps=(*first, *steps, *starting, *after), consent=tuple(losses)),
-        notes=tuple(notes),
-        daemons=tuple(daemons),
-        instances=tuple(instances),
-        evictions=tuple(evictions),
+        plan=Plan(title=title, steps=(*first, *steps, *starting, *after), consent=losses),
+        notes=tuple(note for part in parts for note in part.notes),
+        daemons=tuple(record for part in parts for record in part.daemons),
+        instances=tuple(part.instances for part in parts),
+        evictions=tuple(eviction for part in parts for eviction in part.evictions),
+    )
+
+
+def _pids_in(evicted: Sequence[InstanceChange]) -> list[int]:
+    return [pid for removed in evicted for pid in holders_of(removed)]
+
+
+def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequence[InstanceChange]) -> _GpuPart:
+    """Return what one GPU has in a transaction; ``evicted`` are its instances whose processes are ended."""
+    gpu = change.gpu
+    notes = []
+    if change.enable is not None:
+        bare = not change.plan.created
+        notes = _mode_change_notes(host, gpu, enable=change.enable, bare=bare, ending=_pids_in(evicted))
+    lost_uuids = _lost_uuids(change)
+    losses = [*_losses(host, change), *daemons_of_others(host, gpu, lost_uuids)]
+    for removed in evicted:
+        _refuse_claimed(host, gpu, removed)
+    evictions = [Eviction(host, gpu, removed) for removed in evicted if holders_of(removed)]
+    forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
+    stopping = daemon_steps_before(host, gpu, lost_uuids, evicted=forced)
+    staying = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in lost_uuids]
+    starting = daemon_steps_after(host, staying)
+    instances = _InstanceWork(host, change, ledger)
+    steps = [*stopping, *(eviction.step() for eviction in evictions)]
+    if change.enable:
+        steps.append(_switch_step(host, gpu, ledger, enable=True))
+    steps += instances.steps()
+    if change.enable is False:
+        steps.append(_switch_step(host, gpu, ledger, enable=False))
+    return _GpuPart(
+        steps=steps,
+        starting=starting,
+        notes=notes,
+        losses=losses,
+        daemons=stopped_records(host, gpu, lost_uuids),
+        instances=instances,
+        evictions=evictions,
     )
 
 
@@ -486,16 +511,6 @@ def _lost_uuids(change: GpuChange) -> set[str]:
     if change.enable and change.gpu.uuid:
         uuids.add(change.gpu.uuid)
     return uuids
-
-
-def _daemon_steps(
-    host: Host, change: GpuChange, lost_uuids: Collection[str], evicted: Sequence[InstanceChange]
-) -> tuple[Sequence[Step], Sequence[Step]]:
-    """Return the steps that stop MPS daemons, and those that start dead ones again when all instances exist."""
-    gpu = change.gpu
-    forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
-    staying = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in lost_uuids]
-    return daemon_steps_before(host, gpu, lost_uuids, evicted=forced), daemon_steps_after(host, staying)
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
@@ -523,10 +538,9 @@ class _InstanceWork:
 
     def __init__(self, host: Host, change: GpuChange, ledger: MigLedger) -> None:
         self._host, self._change, self._ledger = host, change, ledger
-        # The ids of the new GPU instances, by their first memory slice.
-        self._made: dict[int, int] = {}
+        self._calls = Calls(host.nvml)
         self._begun = False
-        # What a rollback left, in words, because another program created it.
+        # The instances that a rollback left, in words, because another program created them.
         self.left_alone: tuple[str, ...] = ()
 
     def steps(self) -> list[Step]:
@@ -545,27 +559,27 @@ class _InstanceWork:
         return steps
 
     def _carry_out_call(self, what: str, call: Call) -> None:
-        """Do one call; note a creation before it with what exists, and after it with the new ids."""
+        """Do one call. What it creates is noted in the journal before it, with the ids that exist, and after it."""
         if not self._begun:
             # Our own handles on MIG devices keep them in use.
             self._host.nvml.restart()
             self._begun = True
-        changes = MigChanges(self._host.nvml)
-        begun = creation_begun(changes, self._change.before.uuid, call, self._made)
-        self._ledger.note(f"{what}: {call.action.value}", begun)
+        creation = self._calls.creation(self._change.before.uuid, call)
+        self._ledger.note(f"{what}: {call.action.value}", creation)
         try:
-            made = perform(changes, call, self._made)
+            made = self._calls.do(call)
         except GpushareError as error:
-            # One that cannot be read back may exist.
+            # An instance that cannot be read back may exist.
             if error.code != NOT_READ_BACK:
                 self._ledger.refused()
             raise
-        if begun is not None and made is not None:
-            self._ledger.created(creation_made(self._host, begun, call.gpu, made))
+        if creation is not None and made is not None:
+            self._ledger.created(creation_made(self._host, creation, call.gpu, made))
 
     def _check_layout(self) -> None:
         """Raise NotHeld if the layout is not the planned one."""
         present = shape_now(self._host, self._change.gpu.index)
+        # Where the change switches MIG off, that is a later step.
         wrong = differences(present, replace(self._change.after, mig_enabled=True))
         if wrong:
             raise NotHeld(
@@ -622,7 +636,8 @@ def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Calla
         if on_step is not None:
             on_step(step)
 
-    # After an unexpected error anything may be left: the entry is kept and compared with the host.
+    # `give_up` keeps the journal: after NotUndone and after an unexpected error anything may be left. The other errors of
+    # `carry_out` come after its undo.
     close_journal = ledger.give_up
     try:
         carry_out(change.plan, begin)

@@ -15,6 +15,7 @@ from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.selection import check_answers
 from gpushare.base.units import ranges
 from gpushare.host.host import Host
+from gpushare.host.nvml import NvmlReader
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant, restoring_commands
@@ -22,7 +23,7 @@ from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
-from gpushare.mig.shape import Creation, GpuShape, Proof, differences, left_alone, restoration, shape_of
+from gpushare.mig.shape import Creation, GpuShape, Proof, Restoration, differences, shape_of
 from gpushare.mig.wish import placed_request
 from gpushare.plan import in_turn
 
@@ -33,50 +34,61 @@ ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
 # -- the calls of a change, and the undo of one GPU ------------------------------------------------
 
 
-def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
-    """Do one call of a plan; return the id of what it created. ``made`` has the ids of new GPU instances by start."""
-    gpu, instance, part = call.gpu, call.instance, call.compute
-    if call.action is Action.CREATE_GPU_INSTANCE:
-        # Only a profile of the catalogue, without a host, has no id.
-        made[instance.start] = changes.create_gpu_instance(gpu, instance.profile.id or 0, instance.placement)
-        return made[instance.start]
-    owner = made[instance.start] if instance.id == NOT_THERE else instance.id
-    if part is None:
-        changes.destroy_gpu_instance(gpu, owner)
-    elif call.action is Action.CREATE_COMPUTE:
-        return changes.create_compute_instance(gpu, owner, part.profile.slices, part.placement)
-    else:
-        changes.destroy_compute_instance(gpu, owner, part.id)
-    return None
+class Calls:
+    """Does the calls of the plan of one GPU, and knows the ids of the GPU instances that it has created."""
 
+    def __init__(self, nvml: NvmlReader) -> None:
+        self._changes = MigChanges(nvml)
+        # By first memory slice.
+        self._new_ids: dict[int, int] = {}
 
-def creation_begun(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) -> Creation | None:
-    """Return what a call is about to create, with the ids that exist; None: it creates nothing."""
-    instance, part = call.instance, call.compute
-    begun = Creation(gpu=gpu, profile=instance.profile.name, start=instance.start)
-    if call.action is Action.CREATE_GPU_INSTANCE:
-        return replace(begun, there=changes.gpu_instance_ids(call.gpu, instance.profile.id or 0))
-    if call.action is not Action.CREATE_COMPUTE or part is None:
+    def do(self, call: Call) -> int | None:
+        """Do one call; return the id of what it created."""
+        instance, part = call.instance, call.compute
+        if call.action is Action.CREATE_GPU_INSTANCE:
+            # Only a profile of the catalogue, without a host, has no id.
+            number = self._changes.create_gpu_instance(call.gpu, instance.profile.id or 0, instance.placement)
+            self._new_ids[instance.start] = number
+            return number
+        if part is None:
+            self._changes.destroy_gpu_instance(call.gpu, instance.id)
+        elif call.action is Action.CREATE_COMPUTE:
+            return self._changes.create_compute_instance(
+                call.gpu, self._owner(call), part.profile.slices, part.placement
+            )
+        else:
+            self._changes.destroy_compute_instance(call.gpu, instance.id, part.id)
         return None
-    owner = made[instance.start] if instance.id == NOT_THERE else instance.id
-    slices = part.profile.slices
-    existing_ids = changes.compute_instance_ids(call.gpu, owner, slices)
-    return replace(begun, instance=owner, slices=slices, there=existing_ids)
+
+    def creation(self, gpu_uuid: str, call: Call) -> Creation | None:
+        """Return what a call is about to create, with the ids that exist before it; None: it creates nothing."""
+        instance, part = call.instance, call.compute
+        creation = Creation(gpu=gpu_uuid, profile=instance.profile.name, start=instance.start)
+        if call.action is Action.CREATE_GPU_INSTANCE:
+            return replace(creation, there=self._changes.gpu_instance_ids(call.gpu, instance.profile.id or 0))
+        if call.action is not Action.CREATE_COMPUTE or part is None:
+            return None
+        owner, slices = self._owner(call), part.profile.slices
+        existing_ids = self._changes.compute_instance_ids(call.gpu, owner, slices)
+        return replace(creation, instance=owner, slices=slices, there=existing_ids)
+
+    def _owner(self, call: Call) -> int:
+        """Return the id of the GPU instance of a call. Raises KeyError: the plan creates it, and that has failed."""
+        instance = call.instance
+        return self._new_ids[instance.start] if instance.id == NOT_THERE else instance.id
 
 
 def creation_made(host: Host, begun: Creation, index: int, number: int) -> Creation:
-    """Return what was created, with its MIG UUID if the driver reports it."""
+    """Return what was created, with the id that it got; a compute instance with its MIG UUID if the driver reports it."""
     made = Creation(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
-    if begun.instance is None:
+    if begun.slices is None:
         return made
     # Handles on MIG devices keep them in use.
     host.nvml.restart()
     devices = host.nvml.gpu(index).mig_instances
     host.nvml.restart()
-    place = begun.instance, number
-    uuid = next(
-        (device.uuid for device in devices if (device.gpu_instance_id, device.compute_instance_id) == place), None
-    )
+    ids = begun.instance, number
+    uuid = next((mig.uuid for mig in devices if (mig.gpu_instance_id, mig.compute_instance_id) == ids), None)
     return replace(made, instance=begun.instance, compute=number, uuid=uuid)
 
 
@@ -91,29 +103,28 @@ def shape_now(host: Host, index: int) -> GpuShape:
 def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
     """Bring a GPU back to ``before``: destroy what the change created, and create again what is missing.
 
-    Goes on after an error, and reads back. Returns in words what stays because nothing proves that this change
-    created it.
+    An error does not end it: the layout that is read back decides. Returns in words the instances that stay because
+    ``proof`` does not show that the change created them.
 
     Raises:
         OperationFailed: something could not be restored; the message names all of it.
     """
     host.nvml.restart()
-    layout = layouts_of(host, [host.nvml.gpu(before.index)])[0]
-    plan, lost = restoration(layout, before, proof)
-    others = left_alone(layout, before, proof)
-    trouble: list[str] = list(lost)
-    made: dict[int, int] = {}
-    changes = MigChanges(host.nvml)
+    restoration = Restoration(layouts_of(host, [host.nvml.gpu(before.index)])[0], before, proof)
+    trouble = list(restoration.lost)
     # Reading has opened handles.
     host.nvml.restart()
-    for step in steps_of(plan, lambda _, call: perform(changes, call, made)):
+    calls = Calls(host.nvml)
+    for step in steps_of(restoration.plan, lambda _, call: calls.do(call)):
         try:
             step.do()
         except (GpushareError, KeyError) as error:
             trouble.append(f"{step.what}: {error}")
     # An instance is open to all users until its grants are restored.
     trouble += regrant(host, before.uuid)
-    wrong = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
+    present = shape_now(host, before.index).without(restoration.others)
+    # The mode is restored after the instances.
+    wrong = differences(present, replace(before, mig_enabled=None))
     if wrong:
         raise OperationFailed(
             f"could not be restored: {'; '.join(wrong)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
@@ -121,7 +132,7 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
             gpu=str(before.index),
             code="not_restored",
         )
-    return tuple(f"{instance} on GPU {before.index}" for instance in others)
+    return tuple(f"{instance} on GPU {before.index}" for instance in restoration.others)
 
 
 def as_commands(shapes: Iterable[GpuShape]) -> list[str]:
@@ -280,20 +291,20 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
     for path, failed in ledger.not_restored():
         if failed is None:
             continue
-        still_missing = missing(host, failed)
-        if still_missing and not retry:
+        is_restored = not missing(host, failed)
+        if not is_restored and not retry:
             continue
         try:
             change = _with_current_indexes(host, failed)
-            if still_missing:
-                others = _undo_change(host, change)
-                done += [f"'{change.title}', which had failed, is now undone", *map(_left_alone_text, others)]
+            if not is_restored:
+                staying = _undo_change(host, change)
+                done += [f"'{change.title}', which had failed, is now undone", *staying]
             _forget_lost_names(host, change)
         except GpushareError:
             # `not_restored` still reports it.
             continue
         done += _restore_access(host, change)
-        # It is restored, now or by the user. If the file stayed, a later change would be reported as what was lost.
+        # Else what a later change does to these GPUs would be reported as lost by this one.
         ledger.drop(path)
     return tuple(done)
 
@@ -307,10 +318,10 @@ def is_complete(host: Host, change: ChangeRecord) -> bool:
 
 
 def other_way(host: Host, change: ChangeRecord) -> str | None:
-    """Return the commands that take back what recovery does about an interrupted change, asked before it is done.
+    """Return the commands that take back what recovery is going to do about an interrupted change; None: none can.
 
-    A complete change stays, so they undo it; else they do it after all. None: there are none, or names of before are no longer
-    recorded, and with them who had a grant.
+    Recovery undoes an incomplete change, and the commands do it after all. It keeps a complete one, and the commands undo
+    it, unless a name of before is no longer recorded: the users with a grant on it are unknown then.
     """
     if not is_complete(host, change):
         return in_turn(as_commands(_at_current_indexes(host, change.after)))
@@ -325,10 +336,7 @@ def other_way(host: Host, change: ChangeRecord) -> str | None:
 
 
 def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the commands that name and grant again the instances that a change removes: their names are forgotten.
-
-    ``users`` are those with a grant, by name.
-    """
+    """Return the commands that give instances which a change removes their names and grants (``users`` by name) again."""
     staying = {instance.place for instance in after.instances}
     commands: list[str] = []
     for instance in before.instances:
@@ -369,13 +377,7 @@ def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list
     try:
         change = _with_current_indexes(host, change)
         complete = _is_as_planned(host, change)
-        if complete:
-            changed = [words for pair in zip(change.after, change.before, strict=True) for words in differences(*pair)]
-            words = "; ".join(changed) or "names and grants may have changed, see: gpushare mig status"
-            done = [f"'{change.title}', which was interrupted, was complete and stays: {words}"]
-        else:
-            done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
-            done += map(_left_alone_text, _undo_change(host, change))
+        staying = [] if complete else _undo_change(host, change)
     except OperationFailed as error:
         if error.code == "not_restored":
             ledger.give_up()
@@ -384,13 +386,13 @@ def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list
     _forget_lost_names(host, change)
     if complete:
         ledger.complete(change)
+        changed = [words for pair in zip(change.after, change.before, strict=True) for words in differences(*pair)]
+        words = "; ".join(changed) or "names and grants may have changed, see: gpushare mig status"
+        done = [f"'{change.title}', which was interrupted, was complete and stays: {words}"]
     else:
         ledger.end()
-    return [*done, *_restore_access(host, change)]
-
-
-def _left_alone_text(instance: str) -> str:
-    return f"{instance} is there and stays: nothing proves that this change created it"
+        done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
+    return [*done, *staying, *_restore_access(host, change)]
 
 
 def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
@@ -422,15 +424,14 @@ def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
 
 
 def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
-    """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
+    """Forget the names that the change gave, or that were there before, if their instance does not exist."""
     shapes = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
     existing = {(uuid, *instance.place) for uuid, shape in shapes.items() for instance in shape.instances}
     existed = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances}
     lost = []
     for named in names_of(host).values():
-        destroyed = named.spot in existed and named.spot not in existing
-        not_created = named.name in change.names and named.gpu_uuid in shapes and named.spot not in existing
-        if destroyed or not_created:
+        of_change = named.spot in existed or (named.name in change.names and named.gpu_uuid in shapes)
+        if of_change and named.spot not in existing:
             lost.append(named.name)
     if lost:
         with names_changed(host) as names:
@@ -444,16 +445,17 @@ def _is_as_planned(host: Host, change: ChangeRecord) -> bool:
 
 
 def _undo_change(host: Host, change: ChangeRecord) -> list[str]:
-    """Restore all GPUs of a change; return what stays there, because it is not the change's own, in words.
+    """Restore all GPUs of a change; return in words which instances stay there, because they are not the change's own.
 
     Raises:
         OperationFailed: one could not be restored (code ``not_restored``).
     """
     trouble: list[GpushareError] = []
-    others: list[str] = []
+    staying: list[str] = []
     for before in change.before:
         try:
-            others += _undo_gpu(host, before, change.proof)
+            for instance in _undo_gpu(host, before, change.proof):
+                staying.append(f"{instance} is there and stays: nothing proves that this change created it")
         except GpushareError as error:
             trouble.append(error)
     if trouble:
@@ -463,11 +465,11 @@ def _undo_change(host: Host, change: ChangeRecord) -> list[str]:
             gpu=trouble[0].gpu,
             code="not_restored",
         )
-    return others
+    return staying
 
 
 def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> Sequence[str]:
-    """Restore the MIG mode and the instances of one GPU; return what stays there, in words."""
+    """Restore the MIG mode and the instances of one GPU; returns and raises as `restore`."""
     changes = MigChanges(host.nvml)
     # Current and pending: setting a mode cancels a pending one, too.
     mode = changes.mode(before.index)

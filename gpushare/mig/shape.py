@@ -32,6 +32,10 @@ class ComputeShape(NamedTuple):
     def rank(self) -> tuple[int, int]:
         return -1 if self.start is None else self.start, self.slices
 
+    @property
+    def placement(self) -> Placement | None:
+        return None if self.start is None else Placement(self.start, self.slices)
+
 
 class InstanceShape(NamedTuple):
     """A GPU instance: what of it does not change by itself."""
@@ -69,7 +73,7 @@ class GpuShape:
     instances: tuple[InstanceShape, ...]
 
     def without(self, others: Sequence[GpuInstance | InstanceShape]) -> GpuShape:
-        """Return it without the instances in the places of these."""
+        """Return this shape without the instances in the places of these."""
         places = {instance.place for instance in others}
         return replace(self, instances=tuple(shape for shape in self.instances if shape.place not in places))
 
@@ -117,12 +121,16 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
 
 def _is_as_wanted(now: InstanceShape, wanted: InstanceShape) -> bool:
     """Return whether a GPU instance has the wanted compute instances, each at its start if it has one."""
-    others = Counter(now.compute)
-    others.subtract(part for part in wanted.compute if part.start is not None)
-    if any(count < 0 for count in others.values()):
-        return False
+    others = list(now.compute)
+    for part in wanted.compute:
+        if part.start is None:
+            continue
+        if part not in others:
+            return False
+        others.remove(part)
+    # The others may be anywhere: only their sizes count.
     wanted_anywhere = Counter(part.slices for part in wanted.compute if part.start is None)
-    return Counter(part.slices for part in others.elements()) == wanted_anywhere
+    return Counter(part.slices for part in others) == wanted_anywhere
 
 
 def _compute_text(instance: InstanceShape) -> str:
@@ -154,6 +162,10 @@ class Creation:
     compute: int | None = None
     uuid: str | None = None
 
+    def may_have_made(self, number: int) -> bool:
+        """Return whether an instance with this id came into being after the creation was noted."""
+        return self.there is not None and number not in self.there
+
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
@@ -164,28 +176,28 @@ class Proof:
 
     def owns(self, gpu: str | None, instance: GpuInstance) -> bool:
         """Return whether a GPU instance is proved to be the change's own, with all that is in it."""
-        place = (gpu, *instance.place)
-        noted = any(
-            made.compute is None and (made.gpu, made.profile, made.start) == place and made.instance == instance.id
-            for made in self.made
-        )
-        if noted:
+
+        def is_place_of(creation: Creation) -> bool:
+            return (creation.gpu, creation.profile, creation.start) == (gpu, *instance.place)
+
+        if any(made.compute is None and is_place_of(made) and made.instance == instance.id for made in self.made):
             return all(self.owns_part(gpu, instance, part) for part in instance.compute)
         begun = self.begun
-        if begun is None or begun.slices is not None or (begun.gpu, begun.profile, begun.start) != place:
+        if begun is None or begun.slices is not None or not is_place_of(begun):
             return False
-        # It was created and not yet noted: then it is empty.
-        return begun.there is not None and instance.id not in begun.there and not instance.compute and not instance.busy
+        # The change puts compute instances only into a GPU instance that it has noted.
+        return begun.may_have_made(instance.id) and not instance.compute and not instance.busy
 
     def owns_part(self, gpu: str | None, instance: GpuInstance, part: ComputeInstance) -> bool:
         """Return whether a compute instance is proved to be the change's own."""
         for made in self.made:
             if (made.gpu, made.instance, made.compute) == (gpu, instance.id, part.id):
+                # Another one may have its id now.
                 return None in {made.uuid, part.uuid} or made.uuid == part.uuid
         begun = self.begun
         if begun is None or (begun.gpu, begun.instance, begun.slices) != (gpu, instance.id, part.profile.slices):
             return False
-        return begun.there is not None and part.id not in begun.there
+        return begun.may_have_made(part.id)
 
 
 NOTHING: Final = Proof(made=(), begun=None)
@@ -194,109 +206,93 @@ NOTHING: Final = Proof(made=(), begun=None)
 # -- making it again -------------------------------------------------------------------------------
 
 
-def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan, tuple[str, ...]]:
-    """Return the plan that restores a shape, and in words what cannot be restored.
+class Restoration:
+    """How a GPU gets a shape back: ``plan``; in words what is ``lost``; and instances of ``others``, which stay.
 
-    Only instances that ``proof`` shows were made by the change being undone are destroyed. What others made since stays,
-    and so does what is busy.
+    Only idle instances that ``proof`` shows were made by the change being undone are destroyed.
     """
-    # Those found below are taken out: what remains is missing.
-    places = {instance.place: instance for instance in wanted.instances}
-    kept: list[GpuInstance] = []
-    destroyed: list[InstanceChange] = []
-    created: list[InstanceChange] = []
-    lost: list[str] = []
-    for instance in layout.instances:
-        shape = places.pop(instance.place, None)
-        if shape is not None:
+
+    def __init__(self, layout: Layout, wanted: GpuShape, proof: Proof) -> None:
+        self._gpu = layout.gpu
+        self.lost: list[str] = []
+        self.others: list[GpuInstance] = []
+        self._destroyed: list[InstanceChange] = []
+        self._created: list[InstanceChange] = []
+        kept: list[GpuInstance] = []
+        # Those found below are taken out: what remains is missing.
+        shapes = {instance.place: instance for instance in wanted.instances}
+        for instance in layout.instances:
+            shape = shapes.pop(instance.place, None)
+            if shape is None and proof.owns(layout.uuid, instance) and not instance.busy:
+                self._destroyed.append(whole(instance))
+                continue
             kept.append(instance)
-            ours = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
-            _plan_inside(instance, shape, ours, destroyed, created, lost)
-        elif not proof.owns(layout.uuid, instance):
-            kept.append(instance)
-        elif instance.busy:
-            kept.append(instance)
-            lost.append(f"{instance} is in use and stays")
-        else:
-            destroyed.append(whole(instance))
-    profiles = {profile.name: profile for profile in layout.profiles}
-    taken = mask_of(instance.placement for instance in kept)
-    for missing in places.values():
-        profile = profiles.get(missing.profile)
-        if profile is None or taken & missing.placement.mask:
-            lost.append(f"{missing.title} has no room")
-            continue
-        parts = _offered_parts(profile, missing.compute, lost)
-        created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
-    words = tuple(f"GPU {layout.gpu}: {text}" for text in lost)
-    return gpu_plan(layout, kept, destroyed, created), words
+            if shape is not None:
+                own_parts = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
+                self._restore_inside(instance, shape, own_parts)
+            elif proof.owns(layout.uuid, instance):
+                self._lose(f"{instance} is in use and stays")
+            else:
+                self.others.append(instance)
+        profiles = {profile.name: profile for profile in layout.profiles}
+        taken = mask_of(instance.placement for instance in kept)
+        for missing in shapes.values():
+            profile = profiles.get(missing.profile)
+            if profile is None or taken & missing.placement.mask:
+                self._lose(f"{missing.title} has no room")
+                continue
+            parts = self._parts_to_create(profile, missing.compute)
+            self._created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
+        self.plan: GpuPlan = gpu_plan(layout, kept, self._destroyed, self._created)
 
+    def _lose(self, words: str) -> None:
+        self.lost.append(f"GPU {self._gpu}: {words}")
 
-def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInstance, ...]:
-    """Return the instances that are not wanted, and not known to be made by the change that is undone."""
-    places = {instance.place for instance in wanted.instances}
-    return tuple(
-        instance
-        for instance in layout.instances
-        if instance.place not in places and not proof.owns(layout.uuid, instance)
-    )
+    def _restore_inside(
+        self, instance: GpuInstance, wanted: InstanceShape, own_parts: Sequence[ComputeInstance]
+    ) -> None:
+        """Plan what restores the inside of a GPU instance that stays; only ``own_parts`` may be destroyed."""
+        missing = list(wanted.compute)
+        removed = []
+        for compute in instance.compute:
+            # Each counts once: an instance that matches this one matches no other.
+            if _take_match(missing, compute) or compute not in own_parts:
+                continue
+            if compute.busy:
+                self._lose(f"compute instance {compute.id} of {wanted.title} is in use and stays")
+            else:
+                removed.append(compute)
+        if removed:
+            self._destroyed.append(inside(instance, removed))
+        taken = mask_of(part.placement for part in instance.compute if part not in removed)
+        without_room = [part for part in missing if taken & mask_of([part.placement])]
+        for part in without_room:
+            missing.remove(part)
+            self._lose(f"{part.slices}c of {wanted.title} has no room")
+        parts = self._parts_to_create(instance.profile, missing)
+        if parts:
+            self._created.append(inside(instance, parts))
 
-
-def _plan_inside(
-    instance: GpuInstance,
-    wanted: InstanceShape,
-    ours: Sequence[ComputeInstance],
-    destroyed: list[InstanceChange],
-    created: list[InstanceChange],
-    lost: list[str],
-) -> None:
-    """Add to ``destroyed`` and ``created`` what restores the inside of a GPU instance that stays.
-
-    Of its compute instances only ``ours`` may be destroyed. ``lost`` gets, in words, what cannot be restored.
-    """
-    missing = list(wanted.compute)
-    removed = []
-    for compute in instance.compute:
-        # Each counts once: an instance that matches this one matches no other.
-        if _take_match(missing, compute) or compute not in ours:
-            continue
-        if compute.busy:
-            lost.append(f"compute instance {compute.id} of {wanted.title} is in use and stays")
-        else:
-            removed.append(compute)
-    if removed:
-        destroyed.append(inside(instance, removed))
-    taken = mask_of(part.placement for part in instance.compute if part not in removed)
-    without_room = [part for part in missing if taken & mask_of([_placement_of(part)])]
-    for part in without_room:
-        missing.remove(part)
-        lost.append(f"{part.slices}c of {wanted.title} has no room")
-    parts = _offered_parts(instance.profile, missing, lost)
-    if parts:
-        created.append(inside(instance, parts))
+    def _parts_to_create(self, profile: Profile, parts: Sequence[ComputeShape]) -> tuple[ComputeInstance, ...]:
+        """Return the compute instances to create; those that the profile no longer offers are lost."""
+        offers = []
+        for part in sorted(parts, key=lambda part: part.rank):
+            offered = profile.compute_to_create(part.slices)
+            if offered is None or offered.id is None:
+                self._lose(f"{part.slices}c.{profile.name} is no longer offered")
+            else:
+                offers.append(ComputeInstance(profile=offered, placement=part.placement))
+        return tuple(offers)
 
 
 def _take_match(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
-    """Remove the part that an existing compute instance matches from ``parts``; return whether there was one."""
+    """Remove the part that an existing compute instance matches from ``parts``; return whether there was one.
+
+    That is the one at its start, or else one of its size that may be anywhere.
+    """
     exact = _compute_shape(compute)
     for part in (exact, exact._replace(start=None)):
         if part in parts:
             parts.remove(part)
             return True
     return False
-
-
-def _placement_of(part: ComputeShape) -> Placement | None:
-    return None if part.start is None else Placement(part.start, part.slices)
-
-
-def _offered_parts(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
-    """Return the compute instances to create that a profile still offers; ``lost`` gets the others, in words."""
-    offers = []
-    for part in sorted(parts, key=lambda part: part.rank):
-        offered = profile.compute_to_create(part.slices)
-        if offered is None or offered.id is None:
-            lost.append(f"{part.slices}c.{profile.name} is no longer offered")
-        else:
-            offers.append(ComputeInstance(profile=offered, placement=_placement_of(part)))
-    return tuple(offers)

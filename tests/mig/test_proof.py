@@ -11,10 +11,10 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.mig import change
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.plan import Action
 from gpushare.mig.profile import Placement
+from gpushare.mig.recover import Calls
 from gpushare.sim import library_mig
 from gpushare.sim.nvml_abi import Code, Refused
 from tests.cli.drive import CRASHED, World
@@ -45,16 +45,16 @@ def before_creation(
     action: Action = Action.CREATE_GPU_INSTANCE,
 ) -> None:
     """Do something right before the Nth creation of a change."""
-    real, calls = change.perform, []
+    real, calls = Calls.do, []
 
-    def perform(changes: Any, step: Any, made: Any) -> Any:
+    def do(work_on: Calls, step: Any) -> Any:
         if step.action is action:
             calls.append(step)
             if len(calls) == number:
                 work(step)
-        return real(changes, step, made)
+        return real(work_on, step)
 
-    monkeypatch.setattr(change, "perform", perform)
+    monkeypatch.setattr(Calls, "do", do)
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -145,13 +145,13 @@ def test_what_was_made_is_noted_with_its_ids_before_anything_else_is_done(
     host: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted: list[dict[str, Any]] = []
-    real = change.perform
+    real = Calls.do
 
-    def perform(changes: Any, step: Any, made: Any) -> Any:
+    def do(calls: Calls, step: Any) -> Any:
         noted.append(json.loads(host.journal.read_text())["proof"])
-        return real(changes, step, made)
+        return real(calls, step)
 
-    monkeypatch.setattr(change, "perform", perform)
+    monkeypatch.setattr(Calls, "do", do)
     assert host.run("mig", "create", "1g.10gb:5 1g.10gb:6").code == 0
     one, two = sorted(host.state.gpus[0].mig, key=lambda mig: mig.gpu_instance_id)
     ids = {one.gpu_instance_id, two.gpu_instance_id}

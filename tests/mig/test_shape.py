@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -20,8 +21,8 @@ from gpushare.mig.shape import (
     GpuShape,
     InstanceShape,
     Proof,
+    Restoration,
     differences,
-    restoration,
     shape_of,
 )
 from tests.mig.boards import SHAPES, SOMEBODY
@@ -68,6 +69,11 @@ def mixed(*groups: tuple[GpuInstance, ...]) -> tuple[GpuInstance, ...]:
             taken |= one.placement.mask
             found.append(one)
     return tuple(found)
+
+
+def restoration(*arguments: Any) -> tuple[GpuPlan, list[str]]:
+    way = Restoration(*arguments)
+    return way.plan, way.lost
 
 
 def shape(layout: Layout) -> GpuShape:
@@ -251,7 +257,7 @@ def test_half_a_change_is_undone_exactly(found: tuple[Layout, ...], data: st.Dat
     middle = tuple(replace(one, compute=one.compute[: data.draw(st.integers(0, 3))]) for one in middle)
     now = replace(before, instances=middle)
     plan, lost = restoration(now, shape(before), all_of(after))
-    assert lost == ()
+    assert lost == []
     assert carried_out(now, plan) == model_of(before.instances)
 
 
@@ -307,10 +313,10 @@ def test_a_compute_instance_that_somebody_else_made_stays(found: tuple[Layout, .
     )
     # Neither before nor after had it: it is not ours.
     plan, lost = restoration(now, shape(less), all_of(less))
-    assert (plan.changes, lost) == (False, ())
+    assert (plan.changes, lost) == (False, [])
     # The change was to make it: undone, it goes.
     plan, lost = restoration(now, shape(less), all_of(now))
-    assert lost == ()
+    assert lost == []
     assert carried_out(now, plan) == model_of(less.instances)
 
 
@@ -321,4 +327,4 @@ def test_a_profile_that_is_offered_no_more_is_named() -> None:
     empty = Layout(gpu=0, uuid="u", profiles=profiles)
     plan, lost = restoration(empty, before, NOTHING)
     assert not plan.changes
-    assert lost == ("GPU 0: 9g.1gb:0 'x' has no room",)
+    assert lost == ["GPU 0: 9g.1gb:0 'x' has no room"]

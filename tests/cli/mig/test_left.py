@@ -15,10 +15,10 @@ import pytest
 from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
 from gpushare.host import store
-from gpushare.mig import change, grant, recover
+from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.recover import leftovers, missing, visible_leftovers
+from gpushare.mig.recover import Calls, leftovers, missing, visible_leftovers
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedGpuInstance, StateFile
@@ -272,7 +272,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
     """The same list, of a change that did not die: somebody came into what it had made already."""
     host = World.new(A100)
     before = host.look()
-    real, calls = change.perform, []
+    real, calls = Calls.do, []
 
     def in_use(*arguments: object) -> None:
         calls.append(1)
@@ -282,7 +282,7 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
         return real(*arguments)  # type: ignore[arg-type, no-any-return]
 
     with monkeypatch.context() as patched:
-        patched.setattr(change, "perform", in_use)
+        patched.setattr(Calls, "do", in_use)
         answer = host.run("mig", "apply", "1g.10gb*3")
     assert "could not be undone" in answer.error["message"]
     assert answer.error["hint"].startswith("restore it: gpushare mig recover; or by hand: ")
