@@ -8,7 +8,7 @@ to leave the nodes alone (``DeviceFileModify: 0``). All of this is lost with the
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -119,14 +119,14 @@ def revocation_loss(name: str, user: str, *, opens: bool) -> Loss:
 
 
 def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tuple[Step, ...]:
-    """Return the steps after which exactly these users may use a named instance: its record, and its nodes.
+    """Return the steps after which exactly these users may use a named instance; without users all may.
 
-    Without users it is open to all, as every new instance is. With the users of the record only the nodes change. If a
-    user no longer exists, the instance stays closed to all others.
+    They change the record of the grants, if it differs, and the nodes. If a user no longer exists, the instance stays closed
+    to all others.
 
     Raises:
         NotFound: a user is added, and there is no such instance now (code ``no_instance``).
-        NotSupported: the driver shows no capabilities; a grant can be revoked all the same.
+        NotSupported: the driver shows no capabilities, so a grant can only be revoked.
         GpushareError: NVML does not answer.
     """
     added = set(users) - set(named.users)
@@ -139,7 +139,7 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
         nodes = []
     if added and not nodes:
         raise _no_instance_error(named)
-    record = _record_steps(host, named, users, needs_root=bool(added))
+    record = [] if named.users == users else [_record_step(host, named, users, needs_root=bool(added))]
     access = _node_steps(host, nodes, users)
     # A grant is recorded before its nodes are opened, a revoke after they are closed: so a crash leaves something to redo.
     return (*access, *record) if removed else (*record, *access)
@@ -194,7 +194,7 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
         present = host.capabilities.access(node.capability)
         managing = []
         if node.capability.modify != open_to_all:
-            managing.append(_modify_step(host, node, modify=open_to_all))
+            managing.append(_modprobe_step(host, node, modify=open_to_all))
         opening = []
         if present != access:
             opening.append(_access_step(host, node, present, access, users))
@@ -228,9 +228,12 @@ def known_user(user: str) -> str:
     return user if uid is None else user_name(uid)
 
 
-def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
-    """Return the step that lets nvidia-modprobe manage a node, or leave it alone."""
+def _modprobe_step(host: Host, node: _Node, *, modify: bool) -> Step:
+    """Return the step that lets nvidia-modprobe manage a node (``modify``), or leave it alone."""
     path = node.capability.path
+
+    def command(*, modify: bool) -> str:
+        return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {shlex.quote(str(path))}"
 
     def read() -> bool | None:
         held = host.capabilities.read(node.minor, *node.place)
@@ -247,8 +250,8 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
         what = f"let nvidia-modprobe leave the node of {node.title} alone"
     return setting_step(
         what=what,
-        command=_modify_command(node.capability, modify=modify),
-        undo=_modify_command(node.capability, modify=not modify),
+        command=command(modify=modify),
+        undo=command(modify=not modify),
         setting=path,
         read=read,
         write=write,
@@ -287,39 +290,30 @@ def _access_in_words(access: NodeAccess) -> str:
     return f"mode {access.mode:04o} of {user_name(access.owner)}{others}"
 
 
-def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, needs_root: bool) -> list[Step]:
-    """Return the step that records under a name who has a grant, or none if that is recorded.
+def _record_step(host: Host, named: NamedInstance, users: tuple[str, ...], *, needs_root: bool) -> Step:
+    """Return the step that records under a name who has a grant.
 
-    ``needs_root``: only root does the step, because the steps after it need root. A record alone would be a grant that
-    is not in force.
+    ``needs_root``: the step refuses other users. The later steps need root, and the record alone is a grant not in force.
     """
-    if named.users == users:
-        return []
 
     def write(wanted: tuple[str, ...]) -> None:
         with names_changed(host) as names:
-            # Root may grant by a name in another directory: root's own directory then has it, too.
+            # Where root grants by a name that a user has given, root gets the name, too.
             names[named.name] = replace(names.get(named.name, named), users=wanted)
 
     path = shlex.quote(str(NAMES.path(host, "mig")))
-    return [
-        setting_step(
-            what=f"record under the name {named.name}: granted to {', '.join(users) or 'no user'}",
-            command=f"write {path}",
-            undo=f"write {path}",
-            setting=f"the grant of '{named.name}'",
-            read=lambda: names_of(host).get(named.name, named).users,
-            write=write,
-            wanted=users,
-            in_words=lambda value: ", ".join(value) or "nobody",
-            see=f"cat {path}",
-            allowed=lambda: _need_root(host) if needs_root else None,
-        )
-    ]
-
-
-def _modify_command(capability: Capability, *, modify: bool) -> str:
-    return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {shlex.quote(str(capability.path))}"
+    return setting_step(
+        what=f"record under the name {named.name}: granted to {', '.join(users) or 'no user'}",
+        command=f"write {path}",
+        undo=f"write {path}",
+        setting=f"the grant of '{named.name}'",
+        read=lambda: names_of(host).get(named.name, named).users,
+        write=write,
+        wanted=users,
+        in_words=lambda value: ", ".join(value) or "nobody",
+        see=f"cat {path}",
+        allowed=lambda: _need_root(host) if needs_root else None,
+    )
 
 
 def _access_commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
@@ -377,99 +371,135 @@ def plan_names(
     """
     names = _names_for(words, len(instances))
     users = _users_by_name(names, words, grants)
-    names_now = names_of(host)
-    places = {
-        check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
+    wanted = [
+        NamedInstance(name=check_name(name), gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
         for name, (plan, new) in zip(names, instances, strict=True)
-    }
-    bound = [named for name, named in places.items() if name not in names_now or names_now[name].spot != named.spot]
-    plans = plans or [plan for plan, _ in instances]
-    index = {plan.uuid or "": plan.gpu for plan in plans}
-    kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
-    # Names that these instances take from others.
-    taken = [names_now[named.name] for named in bound if named.name in names_now]
-    for named in taken:
-        refuse_name_elsewhere(host, named, index)
-        if not may_move and named.spot in kept_spots:
-            raise name_taken_error(host, named)
-    moving = [named for named in taken if may_move and named.gpu_uuid in index]
-    # Names that the instances have now, and lose.
-    spots = {named.spot for named in places.values()}
-    replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
-    destroyed_spots = {
-        (plan.uuid, *removed.instance.place) for plan, _ in instances for removed in plan.destroyed if removed.whole
-    }
-    # A destroyed instance has a loss of its own, which tells its name.
-    losing = [named for named in (*moving, *replaced) if named.spot not in destroyed_spots]
-    steps = [revoke_step(host, named) for named in losing if named.users]
-    # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
-    # the undo of a layout leaves them alone.
-    bound_before = [
-        named for named in bound if not (may_move and named.name in names_now) and named.spot not in kept_spots
     ]
-    bound_after = [named for named in bound if named not in bound_before]
-    if bound_after or replaced:
-        moved = [named for named in moving if named.spot in kept_spots]
-        steps.append(names_step(host, bound_after, replaced, index, moved=moved))
-    for name, named in places.items():
-        unchanged = named not in bound and named.spot in kept_spots
-        in_force = unchanged and not any(plan_grant(host, name, user).steps for user in users[name])
-        if users[name] and not in_force:
-            steps.append(grant_step(host, name, users[name]))
-    losses = []
-    staying = [named.name for named in bound if named.spot in kept_spots]
-    # Without its name nothing could open the nodes of an instance again.
-    undo = [f"gpushare mig revoke {name} -y" for name in staying if users[name]]
-    undo += [f"gpushare mig name --forget {name} -y" for name in staying]
-    undo += [
-        f"gpushare mig revoke {name} {shlex.quote(user)} -y"
-        for name, named in places.items()
-        if named not in bound and named.spot in kept_spots | destroyed_spots
-        for user in users[name]
-        if user not in names_now[name].users
-    ]
-    for named in (*losing, *(named for named in taken if named not in moving)):
-        # If its instance or GPU was gone before, a name without a grant is no loss, and cannot be restored.
-        if named.spot in kept_spots or named.users:
-            action = "forgets" if named in replaced else "moves"
-            reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
-            losses.append(Loss(action=action, what=f"the name '{named.name}' of {named}", why=reasons))
-        if named.spot in kept_spots:
-            undo += restoring_commands(named.name, named, index[named.gpu_uuid], named.users)
+    own_plans = [plan for plan, _ in instances]
+    change = _NameChange(host, wanted, users, own_plans, plans or own_plans, may_move=may_move)
+    first = change.bound_before
     return Naming(
-        bound=tuple(bound),
-        first=(names_step(host, bound_before, (), index, to_come=[*names]),) if bound_before else (),
-        commands=tuple(binding_commands(bound_before, index)),
-        after=tuple(steps),
-        changed=frozenset(named.name for named in (*bound, *replaced)),
-        losses=tuple(losses),
-        undo=tuple(undo),
+        bound=tuple(change.bound),
+        first=(names_step(host, first, (), change.index, to_come=[*names]),) if first else (),
+        commands=tuple(binding_commands(first, change.index)),
+        after=tuple(change.steps_after()),
+        changed=frozenset(named.name for named in (*change.bound, *change.replaced)),
+        losses=tuple(change.losses()),
+        undo=tuple(change.undo_commands()),
     )
+
+
+class _NameChange:
+    """The names that instances get, and what both have now."""
+
+    def __init__(
+        self,
+        host: Host,
+        wanted: Sequence[NamedInstance],
+        users: Mapping[str, Sequence[str]],
+        own_plans: Sequence[GpuPlan],
+        plans: Sequence[GpuPlan],
+        *,
+        may_move: bool,
+    ) -> None:
+        """Compare the wanted names with those of now. Raises BadUsage if a name may not move."""
+        self._host, self._wanted, self._users = host, wanted, users
+        self._names_now = names_of(host)
+        self.index = {plan.uuid or "": plan.gpu for plan in plans}
+        self._kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
+        self._destroyed_spots = {
+            (plan.uuid, *removed.instance.place) for plan in own_plans for removed in plan.destroyed if removed.whole
+        }
+        # The names that are new, or get another instance.
+        spots_now = {name: named.spot for name, named in self._names_now.items()}
+        self.bound = [named for named in wanted if named.spot != spots_now.get(named.name)]
+        # What names of these mean now.
+        self._taken = [self._names_now[named.name] for named in self.bound if named.name in self._names_now]
+        for named in self._taken:
+            refuse_name_elsewhere(host, named, self.index)
+            if not may_move and named.spot in self._kept_spots:
+                raise name_taken_error(host, named)
+        self._moving = [named for named in self._taken if may_move and named.gpu_uuid in self.index]
+        # The names that the instances have now, and lose.
+        names, spots = {named.name for named in wanted}, {named.spot for named in wanted}
+        self.replaced = [named for named in self._names_now.values() if named.name not in names and named.spot in spots]
+        # A destroyed instance has a loss of its own, which tells its name.
+        self._losing = [named for named in (*self._moving, *self.replaced) if named.spot not in self._destroyed_spots]
+        # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
+        # the undo of a layout leaves them alone.
+        self.bound_before = [
+            named
+            for named in self.bound
+            if not (may_move and named.name in self._names_now) and named.spot not in self._kept_spots
+        ]
+
+    def steps_after(self) -> list[Step]:
+        """Return the steps once the instances exist: revoke grants of lost names, bind names, grant."""
+        steps = [revoke_step(self._host, named) for named in self._losing if named.users]
+        bound_after = [named for named in self.bound if named not in self.bound_before]
+        if bound_after or self.replaced:
+            moved = [named for named in self._moving if named.spot in self._kept_spots]
+            steps.append(names_step(self._host, bound_after, self.replaced, self.index, moved=moved))
+        for named in self._wanted:
+            users = self._users[named.name]
+            unchanged = named not in self.bound and named.spot in self._kept_spots
+            in_force = unchanged and not any(plan_grant(self._host, named.name, user).steps for user in users)
+            if users and not in_force:
+                steps.append(grant_step(self._host, named.name, users))
+        return steps
+
+    def _lost_names(self) -> Iterator[NamedInstance]:
+        """Yield the names that lose an instance that stays, or grants; else nothing is lost, and nothing can be restored."""
+        for named in (*self._losing, *(named for named in self._taken if named not in self._moving)):
+            if named.spot in self._kept_spots or named.users:
+                yield named
+
+    def losses(self) -> Iterator[Loss]:
+        for named in self._lost_names():
+            action = "forgets" if named in self.replaced else "moves"
+            reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
+            yield Loss(action=action, what=f"the name '{named.name}' of {named}", why=reasons)
+
+    def undo_commands(self) -> Iterator[str]:
+        """Yield the commands that take back what the undo of the layout leaves."""
+        staying = [named.name for named in self.bound if named.spot in self._kept_spots]
+        # Revoked before the names are forgotten: without its name nothing could open the nodes of an instance again.
+        yield from (f"gpushare mig revoke {name} -y" for name in staying if self._users[name])
+        yield from (f"gpushare mig name --forget {name} -y" for name in staying)
+        for named in self._wanted:
+            if named not in self.bound and named.spot in self._kept_spots | self._destroyed_spots:
+                granted_now = self._names_now[named.name].users
+                for user in self._users[named.name]:
+                    if user not in granted_now:
+                        yield f"gpushare mig revoke {named.name} {shlex.quote(user)} -y"
+        for named in self._lost_names():
+            if named.spot in self._kept_spots:
+                yield from restoring_commands(named.name, named, self.index[named.gpu_uuid], named.users)
 
 
 def _users_by_name(
     names: Sequence[str], words: Sequence[str], grants: Mapping[str, Sequence[str]]
 ) -> dict[str, list[str]]:
-    """Return for each name of an instance the users who get a grant; ``words`` are the names before numbering.
+    """Return for each name the users who get a grant. ``names`` are the ``words`` of the user, numbered if it was one for all.
+
+    A grant for a name before it was numbered is for all of its instances.
 
     Raises:
         BadUsage: a grant is for none of the names.
         NotFound: there is no such user.
     """
-    # A grant for a name that was numbered is for all of its instances.
-    common = [] if [*names] == [*words] else words
-    # A user may be given twice, by name and by number.
-    users = {
-        name: list(dict.fromkeys(known_user(user) for key in (name, *common) for user in grants.get(key, ())))
-        for name in names
-    }
     for key in grants:
         if key not in {*names, *words}:
             hint = f"names: {first_few(names, 16)}"
             raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
-    for user in {user for user_names in users.values() for user in user_names}:
+    for user in (user for users in grants.values() for user in users):
         user_id(user)
-    return users
+    for_all = [] if [*names] == [*words] else words
+    # A user may be given twice, by name and by number.
+    return {
+        name: list(dict.fromkeys(known_user(user) for key in (name, *for_all) for user in grants.get(key, ())))
+        for name in names
+    }
 
 
 def _names_for(words: Sequence[str], count: int) -> list[str]:
@@ -527,7 +557,7 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
 
     return deferred_step(
         f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
-        "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
+        "\n".join(_grant_commands(name, users)),
         make,
         undo=None if again else "\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
     )
@@ -556,6 +586,39 @@ def name_taken_error(host: Host, named: NamedInstance) -> BadUsage:
     )
 
 
+class _NamesWork:
+    """Binds and forgets names; the undo leaves alone names that were changed since."""
+
+    def __init__(self, host: Host, bind: Sequence[NamedInstance], forget: Sequence[NamedInstance]) -> None:
+        self._host = host
+        self._bind = {named.name: named for named in bind}
+        self._forget = {named.name: named for named in forget if named.name not in self._bind}
+        # What the changed names meant before; None: nothing.
+        self._before: dict[str, NamedInstance | None] = {}
+
+    def do(self) -> None:
+        with names_changed(self._host) as names:
+            for name, forgotten in self._forget.items():
+                present = names.get(name)
+                if present is None and name in names_of(self._host):
+                    raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
+                if present is not None and present.gpu_uuid == forgotten.gpu_uuid:
+                    self._before[name] = names.pop(name)
+            for name, named in self._bind.items():
+                self._before[name] = names.get(name)
+                names[name] = named
+
+    def undo(self) -> None:
+        with names_changed(self._host) as names:
+            for name, earlier in self._before.items():
+                if names.get(name) != self._bind.get(name):
+                    continue
+                if earlier is None:
+                    del names[name]
+                else:
+                    names[name] = earlier
+
+
 def names_step(
     host: Host,
     bind: Sequence[NamedInstance],
@@ -565,67 +628,29 @@ def names_step(
     to_come: Collection[str] = (),
     moved: Sequence[NamedInstance] = (),
 ) -> Step:
-    """Return the step that binds and forgets names; its undo leaves alone names that were changed since.
+    """Return the step that binds and forgets names.
 
-    ``index`` are the indexes of GPUs by UUID, as far as they are known. The instances of names ``to_come`` do not exist
-    yet: only the record has these now, and `plan_change` shows the command where they exist. ``moved`` are what some of the
-    names mean before.
+    ``index`` are the indexes of GPUs by UUID, as far as they are known. ``moved`` are what names to bind mean before.
+
+    The instances of names ``to_come`` do not exist yet. The step puts these into the record; no command can do that, so
+    `plan_change` shows ``mig name`` where the instances exist.
     """
-    wanted: dict[str, NamedInstance | None] = {named.name: None for named in forget}
-    wanted |= {named.name: named for named in bind}
-    forgotten_on = {named.name: named.gpu_uuid for named in forget}
-    before: dict[str, NamedInstance | None] = {}
-
-    def change_names() -> None:
-        with names_changed(host) as names:
-            for name, instance in wanted.items():
-                present = names.get(name)
-                if instance is not None:
-                    before[name] = present
-                    names[name] = instance
-                elif present is None and name in names_of(host):
-                    raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
-                elif present is not None and present.gpu_uuid == forgotten_on[name]:
-                    before[name] = names.pop(name)
-
-    def restore_names() -> None:
-        """Bind each changed name to its instance of before, or forget it if it had none."""
-        with names_changed(host) as names:
-            for name, old in before.items():
-                # It was changed since.
-                if names.get(name) != wanted[name]:
-                    continue
-                if old is None:
-                    names.pop(name, None)
-                else:
-                    names[name] = old
-
     indexes = index or {}
     where = {uuid: f" on GPU {number}" for uuid, number in indexes.items()}
     words = [f"name {named}{where.get(named.gpu_uuid, '')} '{named.name}'" for named in bind]
     words += [f"forget the name '{named.name}' ({named})" for named in forget]
-    return Step(
-        what=", ".join(words),
-        command="\n".join(_commands_now(host, bind, forget, indexes, to_come)),
-        undo="\n".join([*_forgetting_commands(bind), *binding_commands([*forget, *moved], indexes)]),
-        do=change_names,
-        revert=restore_names,
-    )
-
-
-def _commands_now(
-    host: Host,
-    bind: Sequence[NamedInstance],
-    forget: Sequence[NamedInstance],
-    indexes: Mapping[str, int],
-    to_come: Collection[str],
-) -> list[str]:
-    """Return the commands that bind and forget names before a change: of those ``to_come`` only the record has them."""
     writing = [f"write {shlex.quote(str(NAMES.path(host, 'mig')))}"] if to_come else []
     binding = [named for named in bind if named.name not in to_come]
     # An instance has one name, and a name one instance: what they have now is forgotten first.
     rebound = [named for named in binding if named.name in names_of(host)]
-    return [*writing, *_forgetting_commands([*forget, *rebound]), *binding_commands(binding, indexes)]
+    work = _NamesWork(host, bind, forget)
+    return Step(
+        what=", ".join(words),
+        command="\n".join([*writing, *_forgetting_commands([*forget, *rebound]), *binding_commands(binding, indexes)]),
+        undo="\n".join([*_forgetting_commands(bind), *binding_commands([*forget, *moved], indexes)]),
+        do=work.do,
+        revert=work.undo,
+    )
 
 
 def binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:
@@ -639,7 +664,7 @@ def _forgetting_commands(forget: Sequence[NamedInstance]) -> list[str]:
 
 
 def name_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -> list[Step]:
-    """Return the steps for the existing names after a change, without those that `Naming` has ``changed``.
+    """Return the steps that keep names right after a change, besides the names that a `Naming` has ``changed``.
 
     A name whose instance is destroyed for good is forgotten; one whose instance is created again, perhaps after a
     reboot, gets its grants again.
@@ -647,14 +672,14 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -
     steps = []
     for plan in plans:
         destroyed = {removed.instance.place for removed in plan.destroyed if removed.whole}
-        made = {new.instance.place for new in plan.created}
+        created = {new.instance.place for new in plan.created}
         for named in names_of(host).values():
-            if named.name in changed or named.gpu_uuid != plan.uuid or named.place not in destroyed | made:
+            if named.name in changed or named.gpu_uuid != plan.uuid:
                 continue
-            if named.place not in made:
-                steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))
-            elif named.users:
+            if named.place in created and named.users:
                 steps.append(grant_step(host, named.name, named.users, again=True))
+            elif named.place in destroyed - created:
+                steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))
     return steps
 
 

@@ -24,6 +24,7 @@ from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import whole
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
+from gpushare.mig.recover import Calls
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from tests.cli.drive import World, environment
@@ -269,13 +270,13 @@ def test_nobody_runs_in_what_was_emptied_until_it_is_gone(host: World, monkeypat
     (_, uuid), _ = host.devices()
     name, seen = instance_of(host, uuid), []
     host.add(uuid)
-    real = change.perform
+    real = Calls.do
 
     def looked(*words: Any) -> None:
         seen.append(set(live_claims(connect(A100))))
         real(*words)
 
-    monkeypatch.setattr(change, "perform", looked)
+    monkeypatch.setattr(Calls, "do", looked)
     assert host.run("mig", "destroy", name, "--evict", name).code == 0
     assert seen == [{uuid}, {uuid}]
     assert live_claims(connect(A100)) == {}
