@@ -34,10 +34,10 @@ from gpushare.mig.parted import (
     absent_gpu_notes,
     choose_config,
     demands_for_change,
+    demands_in,
     idle_entry_notes,
     names_only_absent_gpus,
     parse_parted,
-    wishes_for,
 )
 from gpushare.mig.target import DeviceCount, Difference, difference
 from gpushare.mig.wish import Need, Request, Wish, parse_wish
@@ -80,7 +80,7 @@ def check(
         ids = pci_ids(parted_config, gpus, host)
         if gpu is None:
             notes += idle_entry_notes(parted_config, gpus, ids, range(host.nvml.count()))
-        demands = wishes_for(parted_config, gpus, ids)
+        demands = demands_in(parted_config, gpus, ids)
         config_name = parted_config.name
     checked = tuple(_checked_gpu(each, demands.get(each.index), host, needs_entry=needs_entry) for each in gpus)
     # With --exact an entry without a GPU, which has a note, is a difference too.
@@ -213,7 +213,7 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, 
     """
     host_indexes = range(host.nvml.count())
     ids = pci_ids(config, gpus, host)
-    wishes = wishes_for(config, gpus, ids)
+    wishes = demands_in(config, gpus, ids)
     demands = demands_for_change(wishes, gpus)
     idle_notes = idle_entry_notes(config, gpus, ids, host_indexes)
     entry_notes = [*absent_gpu_notes(config, host_indexes), *idle_notes]

@@ -47,33 +47,39 @@ def refresh_steps(host: Host) -> tuple[Step, ...]:
             code="no_cdi_spec",
         )
     cdi.check_toolkit(host)
-    return tuple(_refresh_step(host, spec) for spec in specs)
+    steps = []
+    for spec in specs:
+        work, command = _Refresh(host, spec), " ".join(cdi.refresh_command(spec))
+        what = f"rewrite the CDI specification {spec.path}"
+        steps.append(Step(what=what, command=command, undo=command, do=work.do, revert=work.undo))
+    return tuple(steps)
 
 
-def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
-    """Return the step that writes a specification again; undone, the old file is back."""
-    file = cdi.local_path(host, spec.path)
-    # The old content, once it was read, and its owner and mode.
-    before: list[tuple[bytes, os.stat_result]] = []
+class _Refresh:
+    """Writes a specification again; the undo puts the old file back."""
 
-    def act() -> None:
+    def __init__(self, host: Host, spec: cdi.CdiSpec) -> None:
+        self._host, self._spec = host, spec
+        self._file = cdi.local_path(host, spec.path)
+        # The content of the old file, and its owner and mode.
+        self._before: tuple[bytes, os.stat_result] | None = None
+
+    def do(self) -> None:
         try:
-            before.append((file.read_bytes(), file.stat()))
+            content, stated = self._file.read_bytes(), self._file.stat()
         except OSError as error:
             raise OperationFailed(
-                f"cannot read {spec.path}: {error.strerror}",
-                f"see: ls -l {shlex.quote(str(spec.path))}",
+                f"cannot read {self._spec.path}: {error.strerror}",
+                f"see: ls -l {shlex.quote(str(self._spec.path))}",
                 code="cdi_unreadable",
             ) from None
-        cdi.refresh(host, spec)
-        _keep_rights(file, before[-1][1])
+        self._before = content, stated
+        cdi.refresh(self._host, self._spec)
+        _keep_rights(self._file, stated)
 
-    def back() -> None:
-        for content, stated in before:
-            _restore_file(file, content, stated)
-
-    command = " ".join(cdi.refresh_command(spec))
-    return Step(what=f"rewrite the CDI specification {spec.path}", command=command, undo=command, do=act, revert=back)
+    def undo(self) -> None:
+        if self._before is not None:
+            _restore_file(self._file, *self._before)
 
 
 def _restore_file(file: Path, content: bytes, stated: os.stat_result) -> None:

@@ -49,12 +49,12 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
     pids: set[int] = set()
     for own in own_daemons(host, gpu):
         try:
-            servers, clients = _servers_and_clients(host, own)
+            overview = own.found.control(host).overview()
         except GpushareError:
             # It does not answer, so it may be in use.
             continue
-        if not clients and not own.home.live_leases() and _may_stop(host, own):
-            pids |= {own.found.daemon.pid or 0, *servers}
+        if not overview.clients and not own.home.live_leases() and _may_stop(host, own):
+            pids |= {own.found.daemon.pid or 0, *(server.pid for server in overview.servers)}
     return frozenset(pids)
 
 
@@ -64,8 +64,8 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     directories = host.run_directories
     records = (home.read() for home in homes_in(directories))
     recorded = any(record is not None and record.device_uuid in devices for record in records)
+    # The process table is long, and this is asked for each GPU: it is read only if there can be a daemon.
     if not recorded and not has_unrecorded_daemon(directories):
-        # This is asked for each GPU, and the process table is long.
         return []
     owned = []
     for item in find_daemons(host, [gpu], deep=False):
@@ -76,10 +76,16 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     return owned
 
 
-def _servers_and_clients(host: Host, own: OwnDaemon) -> tuple[list[int], list[int]]:
-    """Return the PIDs of a daemon's servers, and of its clients. Raises GpushareError if it does not answer."""
-    overview = own.found.control(host).overview()
-    return [server.pid for server in overview.servers], [client.pid for client in overview.clients]
+def stop_daemon_on(host: Host, device: Device) -> None:
+    """Stop our daemon on a device, if one runs there."""
+    for own in own_daemons(host, device.gpu):
+        if own.device.uuid == device.uuid:
+            stop_unused(host, own.found, own.device)
+
+
+def stop_unused(host: Host, found: FoundDaemon, device: Device | None) -> None:
+    """Stop a daemon without clients, or clean up after a dead one. Raises as `Stop.run`."""
+    Stop(host, found, device, drain_seconds=0.0, force=False).run()
 
 
 def _may_stop(host: Host, own: OwnDaemon) -> bool:
@@ -98,7 +104,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     if force:
         return
     try:
-        clients = _servers_and_clients(host, own)[1]
+        clients = [client.pid for client in own.found.control(host).overview().clients]
     except GpushareError as error:
         raise InUse(
             f"the MPS daemon {pid} on {title} does not answer: {error.message}",
@@ -130,24 +136,23 @@ def refuse_foreign(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> None:
         daemon = item.daemon
         if daemon.ours or daemon.pid is None or not item.serves(host, gpu.index):
             continue
-        if gpu.uuid in lost_uuids or not _sees_only_other_instances(host, daemon.pid, lost_uuids):
+        if gpu.uuid in lost_uuids or _may_see(host, daemon.pid, lost_uuids):
             raise foreign_daemon_error(item, f"GPU {gpu.index}", gpu)
 
 
-def _sees_only_other_instances(host: Host, pid: int, uuids: Collection[str]) -> bool:
-    """Return whether the environment of a daemon names MIG devices and nothing else, and none of these."""
+def _may_see(host: Host, pid: int, uuids: Collection[str]) -> bool:
+    """Return whether a daemon may see one of these MIG devices: unless its environment names others, and nothing else."""
     visible = (host.processes.environment(pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
     words = [word.strip().lower() for word in visible.split(",") if word.strip()]
-    return bool(words) and all(
-        # CUDA takes the beginning of a UUID for the UUID.
-        word.startswith("mig-") and not any(uuid.lower().startswith(word) for uuid in uuids)
-        for word in words
+    # CUDA takes the beginning of a UUID for the UUID.
+    return not words or any(
+        not word.startswith("mig-") or any(uuid.lower().startswith(word) for uuid in uuids) for word in words
     )
 
 
-def devices_of(gpu: Gpu | None) -> list[Device]:
+def devices_of(gpu: Gpu) -> list[Device]:
     """Return a GPU and its MIG devices."""
-    return [] if gpu is None else [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
+    return [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
 
 
 def daemon_steps_before(
@@ -156,8 +161,8 @@ def daemon_steps_before(
     """Return the steps that stop our idle MPS daemons on the devices that a MIG change takes away.
 
     These are, by UUID, the MIG devices that it destroys, and the GPU itself when it switches MIG on. Our daemons on
-    ``evicted`` ones are stopped by force: their clients lose their contexts. A plan never creates a device again that it
-    destroys, so these daemons stay stopped. The steps take the daemon's lock themselves.
+    ``evicted`` ones are stopped by force: their clients lose their contexts. The daemons stay stopped: a plan never creates
+    a device again that it destroys.
     """
     if not lost_uuids:
         return ()
@@ -211,18 +216,17 @@ def stopped_records(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> tuple[
 def recover_daemons(host: Host, gpu: Gpu, records: Sequence[DaemonRecord]) -> tuple[str, ...]:
     """Start the daemons that an interrupted change had stopped, if their device is back; return what was done, in words.
 
-    ``gpu`` as it is now. A daemon that does not start is reported, not raised: recovery is about the layout.
+    A daemon that does not start is reported, not raised: recovery is about the layout.
     """
     done = []
-    # With MIG on, no daemon serves the GPU itself.
-    devices = {device.uuid: device for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
     for record in records:
-        device = devices.get(record.device_uuid)
-        if device is None:
+        device = next((device for device in devices_of(gpu) if device.uuid == record.device_uuid), None)
+        if device is None or (device.mig is None and gpu.mig_enabled):
+            # With MIG on, no daemon serves the GPU itself.
             continue
         served = device
         if device.mig is not None:
-            # Another instance may have its UUID now: only one of the same profile gets the daemon.
+            # Another instance may have its UUID now: `start_again` refuses one of another profile.
             served = replace(device, mig=MigInstance(uuid=device.uuid, profile=record.profile))
         try:
             started = start_again(host, record, served)
@@ -244,12 +248,8 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
     now = _device_now(host, device)
     home = own_home(host, now.uuid)
     running = home.read()
-    if (
-        running is not None
-        and running.device_uuid == now.uuid
-        and not running.interrupted
-        and live_pid(host, home, running) is not None
-    ):
+    is_of_device = running is not None and running.device_uuid == now.uuid and not running.interrupted
+    if running is not None and is_of_device and live_pid(host, home, running) is not None:
         return False
     # MIG has no exclusive compute mode.
     exclusive = record.previous_compute_mode is not None and now.mig is None
@@ -290,37 +290,30 @@ def _record_of_dead(host: Host, uuid: str) -> DaemonRecord | None:
 
 def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
     """Return the step that starts a daemon again with its limits; undone, it is stopped."""
-
-    def back() -> None:
-        now = _device_now(host, device)
-        for own in own_daemons(host, now.gpu):
-            if own.device.uuid == now.uuid:
-                Stop(host, own.found, own.device, drain_seconds=0.0, force=False).run()
-
     return Step(
         what=f"start the MPS daemon of {device.title} again, with its limits",
         command=restart_command(record, device),
         undo=f"gpushare mps stop -g {device.selector}",
         do=lambda: start_again(host, record, device),
-        revert=back,
+        revert=lambda: stop_daemon_on(host, _device_now(host, device)),
     )
 
 
 def _device_now(host: Host, device: Device) -> Device:
-    """Return a device as it is now.
+    """Return a device as it is now. Raises NotFound if it is not there.
 
     Its UUID alone is no proof: an instance of another size at the same place may get it.
     """
     host.nvml.restart()
-    gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == device.gpu.uuid), None)
-    if gpu is not None and device.mig is None:
-        return Device(gpu=gpu)
     before = device.mig
-    for now in devices_of(gpu):
-        if now.mig is None or before is None:
+    for gpu in host.nvml.identities():
+        if gpu.uuid != device.gpu.uuid:
             continue
-        if now.uuid == before.uuid and before.profile in {None, now.mig.profile}:
-            return now
+        if before is None:
+            return Device(gpu=gpu)
+        for mig in gpu.mig_instances:
+            if mig.uuid == before.uuid and before.profile in {None, mig.profile}:
+                return Device(gpu=gpu, mig=mig)
     raise NotFound(
         f"{device.title} ({device.uuid}) is not there, so its MPS daemon is not started again",
         "see the current layout: gpushare mig status",

@@ -83,14 +83,11 @@ class MigReader:
             return kept
         handle = self._nvml.handle(index)
         gpu = str(index)
-        infos = self._nvml.ask(
-            lambda nvml: list(
-                _profile_infos(
-                    nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _MOST_PROFILES
-                )
-            ),
-            gpu,
-        )
+
+        def read(nvml: Any) -> list[tuple[int, Any]]:
+            return list(_profile_infos(nvml, partial(nvml.nvmlDeviceGetGpuInstanceProfileInfo, handle), _MOST_PROFILES))
+
+        infos = self._nvml.ask(read, gpu)
         profiles = tuple(self._read_profile(handle, gpu, number, info) for number, info in infos or ())
         # What the driver does not tell now, it may tell later.
         if profiles and all(profile.placements is not None for profile in profiles):
@@ -145,13 +142,11 @@ class MigReader:
         """Return a GPU instance with its compute instances and processes."""
         info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))
         compute = self._compute_profiles(gpu, profile, handle)
-        profile = replace(profile, compute=compute)
         return GpuInstance(
             id=int(info.id),
-            profile=profile,
+            profile=replace(profile, compute=compute),
             placement=Placement(int(info.placement.start), int(info.placement.size)),
             compute=tuple(self._compute_instances(gpu, handle, int(info.id), compute)),
-            # Processes in the GPU instance that NVML lists in none of its compute instances.
             holders=_processes_in(gpu, int(info.id), None),
         )
 
@@ -212,7 +207,10 @@ def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
 
 
 def _processes_in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
-    """Return the processes in a compute instance, or with None in none of those of a GPU instance; None: unknown."""
+    """Return the processes that NVML lists in a compute instance; None: it lists none on this GPU.
+
+    ``compute_instance`` None: those in a GPU instance and in none of its compute instances.
+    """
     if gpu.processes is None:
         return None
     return tuple(
@@ -295,7 +293,7 @@ def need_rights(host: Host) -> None:
 
 
 class MigChanges:
-    """The modifying calls; each raises as `nvml_error` says. The mode needs root, the others root or mig/config."""
+    """The modifying calls; each raises as `nvml_error`. The mode needs root, the others root or mig/config."""
 
     def __init__(self, nvml: NvmlReader) -> None:
         self._nvml = nvml
@@ -473,7 +471,6 @@ class MigChanges:
 
     def _demand_change(self, call: Callable[[Any], Any], gpu: str) -> Any:
         """Return what a changing call of NVML returns. Raises OperationFailed if the driver has no room for an instance."""
-        no_room: list[Exception] = []
 
         def act(nvml: Any) -> Any:
             try:
@@ -481,18 +478,14 @@ class MigChanges:
             except nvml.NVMLError as error:
                 if error.value != _INSUFFICIENT_RESOURCES:
                     raise
-                # Kept from `demand`, which has no words for it.
-                no_room.append(error)
+                raise OperationFailed(
+                    f"GPU {gpu}: the driver refuses the instance: slices of its placement are taken (Insufficient Resources)",
+                    "see what is free: gpushare mig status",
+                    gpu=gpu,
+                    code="insufficient_resources",
+                ) from None
 
-        answer = self._nvml.demand(act, gpu)
-        if no_room:
-            raise OperationFailed(
-                f"GPU {gpu}: the driver refuses the instance: slices of its placement are taken (Insufficient Resources)",
-                "see what is free: gpushare mig status",
-                gpu=gpu,
-                code="insufficient_resources",
-            )
-        return answer
+        return self._nvml.demand(act, gpu)
 
 
 def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:

@@ -33,9 +33,9 @@ def open_device_files(host: Host) -> OpenFiles:
 
 
 def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[InstanceIds, tuple[Holder, ...]]:
-    """Return the processes that have capability nodes of instances open and are not in ``gpu.processes`` for them.
+    """Return by instance the processes that have its capability node open and are not in ``gpu.processes`` for it.
 
-    By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` were read before.
+    A compute instance id None stands for the GPU instance itself. ``files`` were read before.
     """
     minor = _minor_or_none(host, gpu)
     capabilities = {} if minor is None else host.capabilities.of_gpu(minor)
@@ -43,11 +43,11 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
         return {}
     files = files or open_device_files(host)
     holders_at = {}
-    for place, capability in capabilities.items():
-        pids = set(files.holders_of(capability.node)) - _listed_pids(gpu, place)
+    for ids, capability in capabilities.items():
+        pids = set(files.holders_of(capability.node)) - _listed_pids(gpu, *ids)
         holders = _describe_holders(host, pids, capability.node)
         if holders:
-            holders_at[place] = holders
+            holders_at[ids] = holders
     return holders_at
 
 
@@ -107,6 +107,7 @@ def no_plan_error(no_plan: NoPlan, gpu: int | None = None) -> GpushareError:
 def _remedy_of(name: str) -> str | None:
     """Return how a known program is made to release the GPU, by its name."""
     for row in package_rows("holders.yaml"):
+        # Names begin so, but a single letter (X) is a whole name.
         if any(name == start or (len(start) > 1 and name.startswith(start)) for start in row["names"]):
             return str(row["remedy"])
     return None
@@ -126,12 +127,12 @@ def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
     return None if gpu.error is not None else or_none(lambda: host.nvml.minor_number(gpu.index))
 
 
-def _listed_pids(gpu: Gpu, place: InstanceIds) -> set[int]:
-    """Return the PIDs that NVML lists in an instance; a process in a compute instance is in its GPU instance, too."""
+def _listed_pids(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> set[int]:
+    """Return the PIDs that NVML lists in a compute instance, or with None anywhere in a GPU instance."""
     return {
         process.pid
         for process in gpu.processes or ()
-        if process.gpu_instance_id == place[0] and place[1] in {None, process.compute_instance_id}
+        if process.gpu_instance_id == gpu_instance and compute_instance in {None, process.compute_instance_id}
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError, NoPermission
@@ -29,9 +30,8 @@ def layouts_of(
 ) -> list[Layout]:
     """Return the layouts of GPUs (with their processes): from NVML, names, open files and claims.
 
-    Our own MPS daemons without clients do not count as holders: a change stops them first.
-
-    ``hidden`` gets the GPUs whose instances the driver hides, with the error; their layouts are empty.
+    ``hidden`` gets the error of each GPU whose instances the driver hides, and the layout is empty; without it the error is
+    raised.
     """
     reader = MigReader(host.nvml)
     names = names_of(host) if names is None else names
@@ -41,10 +41,10 @@ def layouts_of(
         claims = {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
     # In another PID namespace NVML lists no processes, so an empty list means unknown.
     blind = host.processes.namespace_is_host() is False
+    # Read once, and only if a GPU has instances.
+    files = cache(partial(open_device_files, host))
+    made = cache(partial(made_by_gpushare, host))
     layouts = []
-    # Read once, if a GPU has instances.
-    files: OpenFiles | None = None
-    made: frozenset[Spot] | None = None
     for gpu in gpus:
         try:
             layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
@@ -54,9 +54,7 @@ def layouts_of(
             hidden[gpu.index] = error
             layout = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=())
         if layout.instances:
-            files = files or open_device_files(host)
-            made = made_by_gpushare(host) if made is None else made
-            facts = _HostFacts(host, gpu, names, claims, files, made)
+            facts = _HostFacts(host, gpu, names, claims, files(), made())
             layout = replace(layout, instances=tuple(facts.with_facts(instance) for instance in layout.instances))
         layouts.append(layout)
     return layouts
@@ -76,8 +74,9 @@ class _HostFacts:
     ) -> None:
         self._host, self._gpu, self._claims, self._made = host, gpu, claims, made
         self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
-        self._held = instance_holders(host, gpu, files)
-        self._idle = idle_daemon_pids(host, gpu)
+        self._node_holders = instance_holders(host, gpu, files)
+        # Our MPS daemons without clients do not count as holders: a change stops them first.
+        self._idle_daemons = idle_daemon_pids(host, gpu)
 
     def with_facts(self, instance: GpuInstance) -> GpuInstance:
         """Return an instance, as NVML reports it, with these facts."""
@@ -87,12 +86,12 @@ class _HostFacts:
             name=None if named is None else named.name,
             granted=() if named is None else named.users,
             made=(self._gpu.uuid, *instance.place) in self._made,
-            holders=self._all_holders(instance.holders, self._held.get((instance.id, None), ())),
+            holders=self._all_holders(instance.holders, self._node_holders.get((instance.id, None), ())),
             compute=tuple(self._compute_with_facts(instance.id, compute) for compute in instance.compute),
         )
 
     def _compute_with_facts(self, instance_id: int, compute: ComputeInstance) -> ComputeInstance:
-        others = [*self._held.get((instance_id, compute.id), ())]
+        others = [*self._node_holders.get((instance_id, compute.id), ())]
         claim = (self._claims or {}).get(compute.uuid or "")
         if claim is not None:
             others.append(claim)
@@ -101,10 +100,10 @@ class _HostFacts:
     def _all_holders(
         self, listed: tuple[GpuProcess | Holder, ...] | None, others: Sequence[Holder]
     ) -> tuple[GpuProcess | Holder, ...] | None:
-        """Return the processes that NVML lists and other holders; None (unknown) if either is unknown."""
+        """Return the processes that NVML lists and other holders, without idle daemons; None: some are unknown."""
         if listed is None or self._claims is None:
             return None
-        return tuple(self._with_name(holder) for holder in (*listed, *others) if holder.pid not in self._idle)
+        return tuple(self._with_name(holder) for holder in (*listed, *others) if holder.pid not in self._idle_daemons)
 
     def _with_name(self, holder: GpuProcess | Holder) -> GpuProcess | Holder:
         """Add name and user; NVML has only PIDs."""

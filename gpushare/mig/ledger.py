@@ -97,7 +97,7 @@ NAMES: Final = RecordStore(_Names, "names", "the names of instances", survives_r
 
 def names_of(host: Host) -> dict[str, NamedInstance]:
     """Return the names that this user sees, by name: root's, overridden by the user's own."""
-    # The user's own record is found first: in this order it replaces root's.
+    # `find` has the user's own record first.
     return {named.name: named for record in reversed(NAMES.find(host, "mig")) for named in record.names}
 
 
@@ -188,11 +188,13 @@ class MigLedger:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
+        """Hold the locks of all MIG changes of this host; creating an instance may take ten seconds.
+
+        They are a file in this user's run directory, and the node of mig/config, which keeps other users out.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than two minutes, or it cannot be created.
-            NoPermission: the directory or the lock is not this user's.
+            OperationFailed: another gpushare holds one for longer than two minutes, or the file cannot be created.
+            NoPermission: the directory or the file is not this user's.
         """
         make_private_directory(self._directory.parent)
         make_private_directory(self._directory)
@@ -294,11 +296,8 @@ class MigLedger:
         daemons: Sequence[DaemonRecord] = (),
     ) -> None:
         """Write the layout before and after, before the first step."""
-        gpus = {shape.uuid for shape in before}
-        for _, record in self.not_restored():
-            # The driver reuses ids: the proof says nothing more of GPUs that change now.
-            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
-                self._write(replace(record, proof=NOTHING))
+        self._drop_proofs({shape.uuid for shape in before})
+        # Where /proc hides the time of its start, no process is taken for this one.
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         self._change = ChangeRecord(
             title=title,
@@ -312,6 +311,12 @@ class MigLedger:
             path=self._path,
         )
         self._write(self._change)
+
+    def _drop_proofs(self, gpus: set[str]) -> None:
+        """Forget what changes that were not restored had created on these GPUs: the driver reuses ids."""
+        for _, record in self.not_restored():
+            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
+                self._write(replace(record, proof=NOTHING))
 
     @property
     def proof(self) -> Proof:
@@ -340,7 +345,7 @@ class MigLedger:
                 self._write(self._change)
 
     def complete(self, change: ChangeRecord | None = None) -> None:
-        """Note what a change has made and destroyed, and end it; ``change`` (default: ours) may be another process's.
+        """Note what a change has made and destroyed, and end it. Without ``change`` it is the one that this ledger began.
 
         If the note cannot be written, the next gpushare finds the change complete and notes it.
         """
@@ -350,7 +355,7 @@ class MigLedger:
         self.end()
 
     def _note_made(self, change: ChangeRecord) -> None:
-        """Add what a complete change has made to the record of what gpushare made, and remove what it destroyed."""
+        """Bring the record of what gpushare made up to date with a complete change."""
         path = MADE.path(self._host, "mig")
         record = MADE.read(path) or _Made(path=path)
         existing = {

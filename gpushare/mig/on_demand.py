@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, OperationFailed
 from gpushare.base.model import Gpu
@@ -108,7 +108,7 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
         except GpushareError:
             # What could not be undone is removed by the next change of MIG.
             with contextlib.suppress(GpushareError):
-                if _instance_of_record(_gpu_and_layout(host, record)[1], record) is None:
+                if _read_now(host, record).instance is None:
                     ON_DEMAND.forget(record.path)
             raise
     return record
@@ -152,6 +152,14 @@ def sweep_left(host: Host) -> None:
             remove_left(host, ledger)
 
 
+class _Now(NamedTuple):
+    """The GPU of a record as it is now; ``instance`` is what is at the place of the record."""
+
+    gpu: Gpu
+    layout: Layout
+    instance: GpuInstance | None
+
+
 def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None.
 
@@ -159,7 +167,7 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
     """
     gpu, layout, instance = _read_when_left(host, record)
     obstacle = None
-    # One without the note is not what was made: another has been put in its place.
+    # One that gpushare has not made was put in its place.
     if instance is not None and instance.made:
         obstacle = _obstacle(host, gpu, instance)
         if obstacle is None:
@@ -172,8 +180,9 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
             try:
                 transact(host, ledger, change)
             except InUse as error:
-                if any(claim.pid == os.getpid() for claim in (live_claims(host) or {}).values()):
-                    # That of the job itself, which could not be removed.
+                has_own_claim = any(claim.pid == os.getpid() for claim in (live_claims(host) or {}).values())
+                if has_own_claim:
+                    # The claim of the job itself, which could not be removed, is in the way.
                     raise
                 # A job came in just now, or the guard of one has not released the instance yet.
                 return error.message
@@ -181,14 +190,14 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
     return obstacle
 
 
-def _read_when_left(host: Host, record: OnDemand) -> tuple[Gpu, Layout, GpuInstance | None]:
-    """Return GPU, layout and instance of a record; waits while only ended processes are in the instance."""
+def _read_when_left(host: Host, record: OnDemand) -> _Now:
+    """Return the GPU of a record; waits while only ended processes are in the instance."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while True:
-        gpu, layout = _gpu_and_layout(host, record)
-        instance = _instance_of_record(layout, record)
+        now = _read_now(host, record)
+        instance = now.instance
         if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
-            return gpu, layout, instance
+            return now
         time.sleep(0.1)
 
 
@@ -203,18 +212,16 @@ def _obstacle(host: Host, gpu: Gpu, instance: GpuInstance) -> str | None:
     return "another program is in it" if instance.busy else None
 
 
-def _instance_of_record(layout: Layout, record: OnDemand) -> GpuInstance | None:
-    return next((instance for instance in layout.instances if instance.place == (record.profile, record.start)), None)
-
-
-def _gpu_and_layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:
-    """Return the GPU of a record and its layout as they are now. Raises OperationFailed if it does not answer."""
+def _read_now(host: Host, record: OnDemand) -> _Now:
+    """Return the GPU of a record as it is now. Raises OperationFailed if it does not answer."""
     host.nvml.restart()
     index = next((gpu.index for gpu in host.nvml.identities() if gpu.uuid == record.gpu_uuid), None)
     if index is None:
         raise OperationFailed(f"{record.gpu_uuid} does not answer", "see: gpushare status", code="not_restored")
     gpu = host.nvml.gpu(index)
-    return gpu, layouts_of(host, [gpu])[0]
+    (layout,) = layouts_of(host, [gpu])
+    place = record.profile, record.start
+    return _Now(gpu, layout, next((each for each in layout.instances if each.place == place), None))
 
 
 def _is_used(host: Host, instance: GpuInstance) -> bool:

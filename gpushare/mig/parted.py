@@ -115,7 +115,7 @@ def choose_config(configs: Mapping[str, Config], name: str | None) -> Config:
     raise NotFound(f"the file has no config '{name[:60]}'", hint, code="unknown_config")
 
 
-def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | None = None) -> dict[int, Demand]:
+def demands_in(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | None = None) -> dict[int, Demand]:
     """Return what each GPU of a configuration should have, by index.
 
     A later entry for the same GPU replaces an earlier one, as in mig-parted. GPUs without MIG are included; see
@@ -137,7 +137,11 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
 
 
 def demands_for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, Demand]:
-    """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does."""
+    """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does.
+
+    Raises:
+        NotSupported: an entry that names such a GPU switches MIG on.
+    """
     without_mig = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without_mig.items():
         if demands[index].mig_enabled and not demands[index].of_all:

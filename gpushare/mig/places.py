@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
+from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import first_few
@@ -243,18 +243,18 @@ def _has_size_and_start(place: InstancePlace, request: Request) -> bool:
 
 
 def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
-    """Raise unless one of the GPUs has such a profile."""
-    error: GpushareError | None = None
+    """Raise unless one of the GPUs has such a profile, or none lists any: up to driver 575 while MIG is off."""
+    reader = MigReader(host.nvml)
+    errors = []
     for gpu in gpus:
         try:
-            find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index))
-        except NotSupported as unknown:
-            error = error or unknown
+            find_profile(str(request.profile), reader.profiles(gpu.index))
+        except NotSupported as error:
+            errors.append(error)
         else:
             return
-    # Up to driver 575 no profiles are listed while MIG is off.
-    if error is not None and any(MigReader(host.nvml).profiles(gpu.index) for gpu in gpus):
-        raise error
+    if any(reader.profiles(gpu.index) for gpu in gpus):
+        raise errors[0]
 
 
 def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gpushare.base.model import GpuProcess, Holder
-from gpushare.mig.profile import ComputeInstance, GpuInstance
+from gpushare.mig.profile import ComputeInstance, GpuInstance, on_or_off
 from gpushare.plan import Step
 
 
@@ -199,7 +199,7 @@ def shown_steps(plan: MigPlan, off: Sequence[int] = ()) -> Iterator[Step]:
 def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None = None, *, enable: bool) -> Step:
     """Return the step that switches MIG mode by ``act``."""
     return Step(
-        what=f"switch MIG {'on' if enable else 'off'} for GPU {gpu}",
+        what=f"switch MIG {on_or_off(enable)} for GPU {gpu}",
         command=f"nvidia-smi -i {gpu} -mig {int(enable)}",
         undo=f"nvidia-smi -i {gpu} -mig {int(not enable)}",
         do=act,
@@ -236,23 +236,24 @@ def _creation_steps(gpu: GpuPlan, new: InstanceChange, smi: str, perform: Perfor
     """Yield the steps that create one GPU instance or compute instances in it; their commands begin with ``smi``."""
     instance = new.instance
     calls = list(gpu.creation_calls(new))
-    command = f"{smi} -cgi {instance.profile.id}:{instance.start}"
-    # By its place: its id is known only when it exists.
-    undo = f"gpushare mig destroy {instance} -g {gpu.gpu}"
-    if new.whole and [part.profile.slices for part in new.compute] == [instance.profile.slices]:
+    # GI and CI stand for the ids that the driver will give.
+    owner, owner_id = f"GPU instance {instance.id} on GPU {gpu.gpu}", str(instance.id)
+    if new.whole:
+        owner, owner_id = "it", "GI"
+        title = f"create {instance} on GPU {gpu.gpu}"
+        command = f"{smi} -cgi {instance.profile.id}:{instance.start}"
+        # By its place: its id is known only when it exists.
+        undo = f"gpushare mig destroy {instance} -g {gpu.gpu}"
+        if [part.profile.slices for part in new.compute] == [instance.profile.slices]:
+            yield _calls_step(f"{title} with its compute instance", f"{command} -C", calls, perform, undo)
+            return
+        yield _calls_step(title, command, [calls.pop(0)], perform, undo)
+    for part, call in zip(new.compute, calls, strict=True):
+        start = "" if part.placement is None else f":{part.placement.start}"
         yield _calls_step(
-            f"create {instance} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, undo
+            f"create {part.profile.name}.{instance.profile.name} in {owner}",
+            f"{smi} -cci {part.profile.id}{start} -gi {owner_id}",
+            [call],
+            perform,
+            f"{smi} -dci -gi {owner_id} -ci CI",
         )
-        return
-    for call in calls:
-        part = call.compute
-        if part is None:
-            yield _calls_step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, undo)
-            continue
-        place = "" if part.placement is None else f":{part.placement.start}"
-        owner = "it" if new.whole else f"GPU instance {instance.id} on GPU {gpu.gpu}"
-        title = f"create {part.profile.name}.{instance.profile.name} in {owner}"
-        # GI and CI stand for the ids that the driver will give.
-        owner_id = "GI" if new.whole else instance.id
-        command = f"{smi} -cci {part.profile.id}{place} -gi {owner_id}"
-        yield _calls_step(title, command, [call], perform, f"{smi} -dci -gi {owner_id} -ci CI")

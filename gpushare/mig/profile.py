@@ -132,11 +132,6 @@ class Profile:
         return "-me" in self.attributes
 
     @property
-    def graphics(self) -> bool:
-        """Return whether it can run graphics (``+gfx``)."""
-        return "+gfx" in self.attributes
-
-    @property
     def plain(self) -> bool:
         """Return whether it is the ordinary profile of its size: no extension, no revision with more memory."""
         return not self.attributes and (self.nvml_profile is None or self.nvml_profile in _PLAIN_NVML_PROFILES)
@@ -170,8 +165,12 @@ def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> t
 
     For planning without a driver, and on a driver that lists them only inside an existing instance.
     """
+    # A size that is not in the table has at least the compute instance that fills it.
     counts = _COMPUTE_COUNTS.get(slices, {slices: 1})
-    ids = {**_COMPUTE_IDS, 1: _COMPUTE_ID_REV1} if nvml_profile == _REV2 else _COMPUTE_IDS
+    ids = _COMPUTE_IDS
+    if nvml_profile == _REV2:
+        # In the 1g with double memory, 1c is a revision, too.
+        ids = {**ids, 1: _COMPUTE_ID_REV1}
     return tuple(
         ComputeProfile(slices=size, id=ids.get(size), instances=number) for size, number in sorted(counts.items())
     )

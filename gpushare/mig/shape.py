@@ -15,7 +15,7 @@ from typing import Annotated, Final, NamedTuple
 from gpushare.base.typed import Within
 from gpushare.mig.plan import GpuPlan, InstanceChange, whole
 from gpushare.mig.planner import gpu_plan, inside
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, mask_of
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, mask_of, on_or_off
 
 # Slices, ids and indexes are far below.
 _Number = Annotated[int, Within(0, 4095)]
@@ -106,7 +106,7 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
     words = []
     if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
-        words.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
+        words.append(f"MIG is {on_or_off(now.mig_enabled)}")
     present = {instance.place: instance for instance in now.instances}
     expected = {instance.place: instance for instance in wanted.instances}
     words += [f"{instance.title} is missing" for place, instance in expected.items() if place not in present]

@@ -94,21 +94,22 @@ def merged(wish: Wish) -> Wish:
 
 def parse_wish(text: str) -> Wish:
     """Return the requests of a wish, equal ones merged, in the order of their first mention."""
-    whole: Counter[tuple[str, int | None]] = Counter()
-    parts: dict[tuple[str, int | None], list[int]] = {}
+    # By profile and start: how many whole GPU instances, and the slices of each compute instance inside others.
+    whole_counts: Counter[tuple[str, int | None]] = Counter()
+    slices_inside: dict[tuple[str, int | None], list[int]] = {}
     for word, count in _words_with_counts(text):
         match = _WORD.fullmatch(word)
         if match is None or not (_ID.fullmatch(match["profile"]) or _SIZE.fullmatch(match["profile"])):
             raise BadUsage(f"{quoted(word)} is not a MIG profile", _HINT, code="bad_profile")
         key = (match["profile"], None if match["start"] is None else int(match["start"]))
         if match["compute"] is None:
-            whole[key] += count
+            whole_counts[key] += count
         else:
-            parts.setdefault(key, []).extend([int(match["compute"])] * count)
-    requests = [Request(profile=profile, start=start, count=count) for (profile, start), count in whole.items()]
-    for (profile, start), devices in parts.items():
-        groups = Counter(_pack(profile, devices))
-        requests += [Request(profile=profile, start=start, compute=group, count=n) for group, n in groups.items()]
+            slices_inside.setdefault(key, []).extend([int(match["compute"])] * count)
+    requests = [Request(profile=profile, start=start, count=n) for (profile, start), n in whole_counts.items()]
+    for (profile, start), slices in slices_inside.items():
+        for compute, count in Counter(_pack(profile, slices)).items():
+            requests.append(Request(profile=profile, start=start, compute=compute, count=count))
     return tuple(requests)
 
 
@@ -204,7 +205,7 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
 
 
 def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-    """Return the GPU instances that fulfil a wish in its order; those of one word by place."""
+    """Return GPU instances in the order of a wish: those that serve its first word, by place, and so on; then all others."""
     unused = sorted(instances, key=lambda instance: instance.start)
     # The places that a word names are left for that word.
     named_starts = {request.start for request in wish if request.start is not None}

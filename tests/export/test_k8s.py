@@ -15,7 +15,7 @@ from gpushare.base.units import GIB, MIB
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
 from gpushare.export.k8s import operator_export, sharing_of_node
-from gpushare.mig.parted import parse_parted, wishes_for
+from gpushare.mig.parted import demands_in, parse_parted
 from gpushare.mig.wish import parse_wish
 from tests.errors import fails
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
@@ -109,7 +109,7 @@ def test_mig_mixed() -> None:
     configs = parse_parted(yaml.safe_load(loaded(found, "mig-parted-config.yaml")["data"]["config.yaml"]))
     disabled, name = configs
     assert (disabled, name) == ("all-disabled", layout_name(MIG_HOST))
-    demands = wishes_for(configs[name], [Gpu(index=index, mig_capable=True) for index in (0, 1)])
+    demands = demands_in(configs[name], [Gpu(index=index, mig_capable=True) for index in (0, 1)])
     assert [demand.wish for demand in demands.values()] == [parse_wish("1g.10gb*7"), parse_wish("3g.40gb")]
     limits = [
         loaded(found, name)["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Gpu, Way
 from gpushare.export.containers import FILE, layout_name, mig_parted_export
-from gpushare.mig.parted import choose_config, parse_parted, wishes_for
+from gpushare.mig.parted import choose_config, demands_in, parse_parted
 from gpushare.mig.wish import parse_wish
 from tests.errors import fails
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
@@ -81,7 +81,7 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
     ]
     document = yaml.safe_load(text(mig_parted_export(host(*gpus, whole=whole), name="current"), FILE))
     config = choose_config(parse_parted(document), None)
-    demands = wishes_for(config, [Gpu(index=gpu.index, mig_capable=True) for gpu in gpus])
+    demands = demands_in(config, [Gpu(index=gpu.index, mig_capable=True) for gpu in gpus])
     for index, cut in enumerate(cuts):
         assert demands[index].mig_enabled is (cut is not None)
         counts = (

@@ -18,10 +18,10 @@ from gpushare.mig.parted import (
     absent_gpu_notes,
     choose_config,
     demands_for_change,
+    demands_in,
     idle_entry_notes,
     names_only_absent_gpus,
     parse_parted,
-    wishes_for,
 )
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout
@@ -68,14 +68,14 @@ KEEP_OUT = object()
 def test_what_is_read() -> None:
     found = configs(MIXED)
     assert list(found) == ["nothing", "mixed"]
-    demands = wishes_for(found["mixed"], GPUS, IDS)
+    demands = demands_in(found["mixed"], GPUS, IDS)
     assert demands == {
         0: Demand(mig_enabled=True, wish=parse_wish("1g.10gb*7")),
         # The later entry replaces the earlier one, and a count of 0 is none.
         1: Demand(mig_enabled=True, wish=parse_wish("1g.10gb*2 1c.3g.40gb*3")),
         2: Demand(mig_enabled=False),
     }
-    assert wishes_for(found["nothing"], GPUS, IDS) == {
+    assert demands_in(found["nothing"], GPUS, IDS) == {
         index: Demand(mig_enabled=False, of_all=True) for index in range(4)
     }
 
@@ -100,14 +100,14 @@ def test_what_is_read() -> None:
 )
 def test_device_filter(text: object, fits: bool) -> None:
     config = parse_parted(entry(device_filter=text))["x"]
-    assert bool(wishes_for(config, GPUS[:1], IDS)) is fits
+    assert bool(demands_in(config, GPUS[:1], IDS)) is fits
     assert bool(idle_entry_notes(config, GPUS[:1], IDS, range(8))) is not fits
 
 
 def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
     config = parse_parted(entry(device_filter="0x0"))["x"]
-    assert wishes_for(config, GPUS, {}) == {}
-    assert wishes_for(config, GPUS, {0: PciIds()}) == {}
+    assert demands_in(config, GPUS, {}) == {}
+    assert demands_in(config, GPUS, {0: PciIds()}) == {}
 
 
 def test_a_filter_that_is_no_id_is_said() -> None:
@@ -199,7 +199,7 @@ def test_one_index_hints_the_list() -> None:
 
 
 def test_two_attributes_are_read_and_no_gpu_has_them() -> None:
-    wish = wishes_for(parse_parted(entry(mig_devices={"1g.10gb+me,gfx": 1}))["x"], GPUS)[0].wish
+    wish = demands_in(parse_parted(entry(mig_devices={"1g.10gb+me,gfx": 1}))["x"], GPUS)[0].wish
     with pytest.raises(NotSupported):
         difference(layout("h100"), wish)
 
@@ -208,7 +208,7 @@ def test_two_attributes_are_read_and_no_gpu_has_them() -> None:
 def test_what_no_gpu_can_have_is_refused_when_it_is_wanted(counts: dict[str, int]) -> None:
     config = parse_parted(entry(mig_devices=counts))["x"]
     with pytest.raises(BadUsage):
-        wishes_for(config, GPUS)
+        demands_in(config, GPUS)
 
 
 def test_choosing() -> None:
@@ -225,13 +225,13 @@ def test_choosing() -> None:
 
 def test_a_gpu_without_mig_is_skipped_as_one_of_all_and_refused_by_index() -> None:
     gpus = [GPUS[0], Gpu(index=1, name="T4", mig_capable=False)]
-    everyone = wishes_for(parse_parted(entry())["x"], gpus)
+    everyone = demands_in(parse_parted(entry())["x"], gpus)
     assert list(everyone) == [0, 1]
     assert list(demands_for_change(everyone, gpus)) == [0]
     off = parse_parted(entry(devices=[1], mig_enabled=False, mig_devices={}))["x"]
-    assert demands_for_change(wishes_for(off, gpus), gpus) == {}
+    assert demands_for_change(demands_in(off, gpus), gpus) == {}
     with pytest.raises(NotSupported) as caught:
-        demands_for_change(wishes_for(parse_parted(entry(devices=[1]))["x"], gpus), gpus)
+        demands_for_change(demands_in(parse_parted(entry(devices=[1]))["x"], gpus), gpus)
     assert "GPU 1 (T4)" in caught.value.message
 
 
@@ -242,7 +242,7 @@ def test_a_gpu_without_mig_is_skipped_as_one_of_all_and_refused_by_index() -> No
 def test_placements_by_index_and_uuid(key: object) -> None:
     exact = {PLACEMENTS: {"x": {key: ["1g.10gb:0", "1g.10gb:6"]}}}
     raw = entry(mig_devices={"1g.10gb": 2})
-    demands = wishes_for(parse_parted(raw, exact)["x"], GPUS)
+    demands = demands_in(parse_parted(raw, exact)["x"], GPUS)
     assert demands[0].wish == parse_wish("1g.10gb:0 1g.10gb:6")
     assert demands[1].wish == parse_wish("1g.10gb*2")
     with pytest.raises(BadUsage):
@@ -267,7 +267,7 @@ def test_placements_by_index_and_uuid(key: object) -> None:
 )
 def test_placements_that_are_refused(places: object, said: str) -> None:
     with pytest.raises(BadUsage) as caught:
-        wishes_for(parse_parted(entry(), {PLACEMENTS: places})["x"], GPUS)
+        demands_in(parse_parted(entry(), {PLACEMENTS: places})["x"], GPUS)
     assert said in caught.value.message
 
 
@@ -343,7 +343,7 @@ def test_no_difference_is_nothing_to_do(gpu: Layout, data: st.DataObject) -> Non
 def test_anything_is_a_file_or_an_error_of_ours(raw: object) -> None:
     for value in (raw, {"version": "v1", "mig-configs": {"x": [raw]}}, entry() | {PLACEMENTS: raw}):
         try:
-            wishes_for(choose_config(parse_parted(value), None), GPUS, IDS)
+            demands_in(choose_config(parse_parted(value), None), GPUS, IDS)
         except GpushareError as error:
             assert error.hint
 
