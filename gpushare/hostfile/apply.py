@@ -7,6 +7,7 @@ on which one is in the way is refused.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,6 @@ from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device, check_answers
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host
-from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import (
@@ -28,9 +28,22 @@ from gpushare.hostfile.live import (
     limits_key,
 )
 from gpushare.hostfile.look import live_gpus, refuse_units
-from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
+from gpushare.hostfile.steps import (
+    Find,
+    check_daemon,
+    check_levels_known,
+    check_step,
+    daemon_step,
+    device_to_be,
+    grant_steps,
+    level_step,
+    names_steps,
+    refuse_programs,
+    revoke_steps,
+    stop_steps,
+)
 from gpushare.mig.change import GpuChange, JobNames, MigChange, gpu_change, plan_change
-from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
+from gpushare.mig.daemons import daemons_of_others, devices_of, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import binding_commands, refuse_name_elsewhere, revocation_loss
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
@@ -38,7 +51,6 @@ from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
 from gpushare.mig.target import difference
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord
 from gpushare.plan import Loss, Plan, Step
 from gpushare.snapshot import HostState
 
@@ -79,8 +91,7 @@ def plan_gpu(
         return GpuApply(MigChange(gpus=(), plan=Plan(title=title, steps=())))
     refuse_units(live)
     if live.foreign:
-        devices = {live.gpu.uuid or "", *(mig.uuid for mig in live.gpu.mig_instances)}
-        refuse_foreign(host, live.gpu, devices)
+        refuse_foreign(host, live.gpu, {device.uuid for device in devices_of(live.gpu)})
     work = _GpuWork(host, live, entry, _mig_change_of(live, entry))
     work.check_names(others)
     work.check_daemons()
@@ -148,8 +159,8 @@ class _GpuWork:
         self.wants_mig = self.entry.sharing is Way.MIG
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
         # UUIDs of the MIG devices that the change destroys.
-        self.destroyed = _destroyed_uuids(self.plan)
-        # All MIG devices after the change, and those of the entry among them; none if the entry wants no MIG.
+        self.destroyed: set[str] = set() if self.plan is None else self.plan.destroyed_uuids
+        # All MIG devices after the change, and the devices of the entry with those that serve them.
         self.devices_after: list[PlacedDevice] = []
         self.assignment = Assignment(())
         if self.change is not None:
@@ -176,13 +187,13 @@ class _GpuWork:
     def check_daemons(self) -> None:
         """Raise if a device can never have the daemon that the entry wants for it. Raises as `check_daemon`."""
         if self.entry.mps is not None:
-            host_mps.check_daemon(self.host, Device(gpu=self.live.gpu), self.entry.mps)
+            check_daemon(self.host, Device(gpu=self.live.gpu), self.entry.mps)
         profiles = () if self.change is None else self.change.layout.profiles
         memory_of = {profile.name: profile.memory_bytes for profile in profiles}
         for want in self.assignment.devices:
             if want.device is not None and want.wish.mps is not None:
-                device = host_mps.device_to_be(self.live.gpu, want.device, memory_of.get(want.device.profile))
-                host_mps.check_daemon(self.host, device, want.wish.mps)
+                device = device_to_be(self.live.gpu, want.device, memory_of.get(want.device.profile))
+                check_daemon(self.host, device, want.wish.mps)
 
     def _wanted_daemons(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
@@ -220,8 +231,8 @@ class _GpuWork:
     @property
     def new_names(self) -> tuple[NamedInstance, ...]:
         """Return the names that the GPU does not have yet, or has for another instance."""
-        present = {(named.name, named.spot) for named in self.live.names}
-        return tuple(named for named in self.names if (named.name, named.spot) not in present)
+        present = {named.binding for named in self.live.names}
+        return tuple(named for named in self.names if named.binding not in present)
 
     @property
     def _made(self) -> set[tuple[str, int]]:
@@ -239,15 +250,15 @@ class _GpuWork:
         if self.change is not None and self.change.enable:
             # Enabling MIG stops the daemon of the whole GPU.
             stopped_by_change.add(self.live.gpu.uuid or "")
-        return host_mps.stop_steps(self.host, self.live, self.daemons_to_stop - stopped_by_change)
+        return stop_steps(self.host, self.live, self.daemons_to_stop - stopped_by_change)
 
     def losses(self) -> list[Loss]:
         """Return what is lost besides instances: names and grants of instances that stay, and other users' daemons."""
         staying = {device.place for device in self.devices_after}
-        wanted_users = {(named.name, named.spot): named.users for named in self.names}
+        wanted_users = {named.binding: named.users for named in self.names}
         losses: list[Loss] = []
         for named in self.live.names:
-            users = wanted_users.get((named.name, named.spot))
+            users = wanted_users.get(named.binding)
             if users is not None:
                 revoked = [user for user in named.users if user not in users]
                 losses += [revocation_loss(named.name, user, opens=not users) for user in revoked]
@@ -258,7 +269,12 @@ class _GpuWork:
         return [*losses, *daemons_of_others(self.host, self.live.gpu, self.daemons_to_stop)]
 
     def steps_before_mig(self) -> list[Step]:
-        """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode."""
+        """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode.
+
+        Raises:
+            InUse: programs on a whole GPU would keep running next to what the file wants.
+        """
+        # Where MIG is on, programs are in instances that the change destroys, which it refuses itself.
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         staying = {device.place for device in self.devices_after}
@@ -289,16 +305,16 @@ class _GpuWork:
         gpu, mps = self.live.gpu, self.entry.mps
         # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
-        outside = [
+        outside_mps = [
             self._process_title(process.pid)
             for process in gpu.processes or ()
             if process.compute and not process.mps and process.pid not in idle
         ]
         if mps is not None and not self._gpu_daemon_stays:
-            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside)
+            refuse_programs(f"GPU {gpu.index}", gpu, outside_mps)
         elif self.entry.sharing is Way.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
             # The mode exclusive-process has room for one.
-            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, allowed=1)
+            refuse_programs(f"GPU {gpu.index}", gpu, outside_mps, allowed=1)
 
     def steps_after_mig(self) -> list[Step]:
         """Return what follows the MIG change: grants, or compute mode and time-slice of a whole GPU."""
@@ -318,10 +334,9 @@ class _GpuWork:
     def _mode_steps(self) -> list[Step]:
         """Return the step that sets the compute mode, or none."""
         mps = self.entry.mps
-        # A daemon that starts later sets the mode itself, and restores at its end the one that it found.
-        of_running_daemon = mps is not None and mps.exclusive and self._gpu_daemon_stays
         mode = ComputeMode.DEFAULT
-        if self.entry.sharing is Way.EXCLUSIVE or of_running_daemon:
+        # An exclusive daemon that starts later sets the mode itself, and restores at its end the one that it found.
+        if self.entry.sharing is Way.EXCLUSIVE or (mps is not None and mps.exclusive and self._gpu_daemon_stays):
             mode = ComputeMode.EXCLUSIVE_PROCESS
         return [] if self._mode_after_stops() is mode else [self._mode_step(mode)]
 
@@ -351,29 +366,20 @@ class _GpuWork:
             return Device(gpu=self.host.nvml.gpu(index))
 
         device = Device(gpu=self.live.gpu)
-        return [
-            host_mps.daemon_step(
-                self.host,
-                f"GPU {index}",
-                find,
-                mps,
-                selector=str(index),
-                uuid=device.uuid,
-                runs=self._running(device),
-            )
-        ]
+        return [self._daemon_step(f"GPU {index}", find, mps, device, selector=str(index), uuid=device.uuid)]
 
-    def _running(self, device: Device) -> tuple[DaemonHome, DaemonRecord] | None:
-        """Return the daemon that serves a device now and stays, and note whether another user started it."""
-        if device.uuid in self.daemons_to_stop or self.live.daemon(device.uuid) is None:
-            return None
-        try:
-            home, record = own_daemon(self.host, device)
-        except NotFound:
-            # It died, so the step starts another one.
-            return None
-        self.changes_daemon_of_others |= record.uid != self.host.uid
-        return home, record
+    def _daemon_step(
+        self, title: str, find: Find, wish: MpsWish, device: Device, *, selector: str, uuid: str | None
+    ) -> Step:
+        """Return the step that starts the daemon of a device, or changes the one that serves it now and stays."""
+        runs = None
+        if device.uuid not in self.daemons_to_stop and self.live.daemon(device.uuid) is not None:
+            # If it has died since, the step starts another one.
+            with contextlib.suppress(NotFound):
+                runs = own_daemon(self.host, device)
+                _, record = runs
+                self.changes_daemon_of_others |= record.uid != self.host.uid
+        return daemon_step(self.host, title, find, wish, selector=selector, uuid=uuid, runs=runs)
 
     def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""
@@ -385,23 +391,20 @@ class _GpuWork:
         if self.change is None:
             return []
         gpu = self.live.gpu
-        kept = frozenset(device.uuid for device in self.devices_after if device.uuid)
+        existing_uuids = frozenset(device.uuid for device in self.devices_after if device.uuid)
         steps = []
         for want in self.assignment.devices:
             device, wish = want.device, want.wish.mps
             if device is None or wish is None or (device.uuid is not None and self._keeps_daemon(device.uuid, wish)):
                 continue
-            device_now = host_mps.device_to_be(gpu, device, None)
+            device_now = device_to_be(gpu, device, None)
             if device.uuid is None or self.live.daemon(device.uuid) is None:
-                host_mps.refuse_outside(device_now.title, gpu, self._programs_in(device))
+                refuse_programs(device_now.title, gpu, self._programs_in(device))
             title = f"MIG {device} of GPU {gpu.index}"
             # A new device has no UUID yet: the printed command has a word in its place.
             selector = device.uuid or f"MIG-UUID-OF-{device}"
-            finder = _DeviceFinder(self.host, gpu.index, device, kept)
-            runs = self._running(device_now)
-            steps.append(
-                host_mps.daemon_step(self.host, title, finder, wish, selector=selector, uuid=device.uuid, runs=runs)
-            )
+            find = _DeviceFinder(self.host, gpu.index, device, existing_uuids)
+            steps.append(self._daemon_step(title, find, wish, device_now, selector=selector, uuid=device.uuid))
         return steps
 
     def _programs_in(self, device: PlacedDevice) -> list[str]:
@@ -419,13 +422,13 @@ class _GpuWork:
 class _DeviceFinder:
     """Finds a MIG device when its step runs: by UUID, or among those created at its placement.
 
-    ``gpu`` is the index of its GPU, ``kept`` has the UUIDs of the devices that are not new.
+    ``gpu`` is the index of its GPU, ``existing_uuids`` are those of the devices that are not new.
     """
 
     host: Host
     gpu: int
     wanted: PlacedDevice
-    kept: frozenset[str]
+    existing_uuids: frozenset[str]
 
     def __call__(self) -> Device:
         """Return the device as it is now. Raises NotFound if it is not there."""
@@ -448,11 +451,8 @@ class _DeviceFinder:
         new = [
             device
             for device in devices
-            if (device.place, device.slices) == (self.wanted.place, self.wanted.slices) and device.uuid not in self.kept
+            if (device.place, device.slices) == (self.wanted.place, self.wanted.slices)
+            and device.uuid not in self.existing_uuids
         ]
+        # Its number also counts the devices there that are not new.
         return new[min(self.wanted.number, len(new) - 1)] if new else None
-
-
-def _destroyed_uuids(plan: GpuPlan | None) -> set[str]:
-    destroyed = () if plan is None else plan.destroyed
-    return {part.uuid for change in destroyed for part in change.compute if part.uuid}

@@ -83,14 +83,14 @@ def _compute_mode_points(live: LiveGpu, entry: Entry) -> Iterator[Point]:
 
 
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
-    """Yield how a daemon differs from the wanted one; ``what`` names it. None: there is none, or none is wanted."""
+    """Yield how the daemon of a device differs from the wanted one; None: no daemon. ``what`` names it in the points."""
     if live is None and wanted is None:
         return
     if live is None or live.wish is None or wanted is None:
-        text_now = None
+        found = None
         if live is not None:
-            text_now = _mps_text(live.wish) if live.wish else live.error or "it does not answer"
-        yield Point(what=what, found=text_now, wanted=None if wanted is None else _mps_text(wanted))
+            found = _mps_text(live.wish) if live.wish else live.error or "it does not answer"
+        yield Point(what=what, found=found, wanted=None if wanted is None else _mps_text(wanted))
         return
     wanted_texts = _texts_by_key(wanted)
     for key, text_now in _texts_by_key(live.wish).items():
@@ -146,29 +146,27 @@ def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, s
 
 def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     """Yield missing, wrong and surplus names and grants; ``elsewhere`` has the names that the file wants on other GPUs."""
-    wanted_names = {named.name: named for named in assignment.names}
+    wanted = {named.name: named for named in assignment.names}
     # Names in the file whose devices do not exist yet.
     waiting = {
-        device.wish.name: device
+        device.wish.name: _place_text(device)
         for device in assignment.devices
-        if device.wish.name and device.wish.name not in wanted_names
+        if device.wish.name and device.wish.name not in wanted
     }
     present = {named.name: named for named in live.names}
-    for name in sorted(wanted_names.keys() | present.keys() | waiting.keys()):
-        now = present.get(name)
-        place_now = None if now is None else str(now)
-        wanted = wanted_names.get(name)
-        if wanted is None:
-            place = _place_text(waiting[name]) if name in waiting else elsewhere.get(name)
-            if place_now is not None and place_now == place:
+    for name in sorted(wanted.keys() | present.keys() | waiting.keys()):
+        found = str(present[name]) if name in present else None
+        if name not in wanted:
+            place = waiting.get(name, elsewhere.get(name))
+            if found is not None and found == place:
                 # The name is at the right instance, but the device, its compute instance, is missing.
-                place_now = f"{place_now} without a compute instance"
-            yield Point(what=f"name {name}", found=place_now, wanted=place)
+                found = f"{found} without a compute instance"
+            yield Point(what=f"name {name}", found=found, wanted=place)
             continue
-        if place_now != str(wanted):
-            yield Point(what=f"name {name}", found=place_now, wanted=str(wanted))
-        users_now = _users_text(() if now is None else now.users)
-        users_wanted = _users_text(wanted.users)
+        if found != str(wanted[name]):
+            yield Point(what=f"name {name}", found=found, wanted=str(wanted[name]))
+        users_now = _users_text(present[name].users if name in present else ())
+        users_wanted = _users_text(wanted[name].users)
         if users_now != users_wanted:
             yield Point(what=f"users of {name}", found=users_now, wanted=users_wanted)
         elif name in live.open:

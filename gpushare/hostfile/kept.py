@@ -19,14 +19,16 @@ KEPT: Final = "applied.yaml"
 
 
 def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
-    """Return the limits of a file; the first row that matches a user counts. With ``skip_unknown`` unknown users are skipped.
+    """Return the limits of a file; the first row that matches a user counts.
+
+    With ``skip_unknown`` a row of unknown users is no error, and neither is one that matches nobody.
 
     Raises:
         NotFound: there is no such user; the message has line and column.
         BadUsage: a row matches no user, because of those before it (code ``bad_file``).
     """
-    named: dict[int, int] = {}
-    others: int | None = None
+    limits: dict[int, int] = {}
+    limit_of_others: int | None = None
     for row in file.memory:
         uids = []
         for name in row.users:
@@ -36,14 +38,15 @@ def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
                 if not skip_unknown:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
         # A row for all users, if one came before, matched every user but root.
-        matched = [uid for uid in uids if uid not in named and (others is None or uid == 0)]
-        if not skip_unknown and not matched and (row.users or others is not None):
+        new = [uid for uid in uids if uid not in limits and (limit_of_others is None or uid == 0)]
+        is_first_for_all = not row.users and limit_of_others is None
+        if not (new or is_first_for_all or skip_unknown):
             raise unmatched_error(file, row.mark)
-        named.update(dict.fromkeys(matched, row.limit_bytes))
-        if not row.users and others is None:
-            others = row.limit_bytes
+        limits.update(dict.fromkeys(new, row.limit_bytes))
+        if is_first_for_all:
+            limit_of_others = row.limit_bytes
     longest = file.longest_lease_seconds
-    return UserLimits(named, others, MOST_LEASE_SECONDS if longest is None else longest)
+    return UserLimits(limits, limit_of_others, MOST_LEASE_SECONDS if longest is None else longest)
 
 
 def unmatched_error(file: HostFile, mark: Mark) -> BadUsage:

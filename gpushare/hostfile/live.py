@@ -90,11 +90,8 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     if gpu.error is not None:
         # The command reports the GPU as an error.
         return None
-    silent = [
-        daemon
-        for daemon in live.daemons.values()
-        if not daemon.transient and daemon.pid is not None and daemon.wish is None
-    ]
+    lasting = [daemon for daemon in live.daemons.values() if not daemon.transient]
+    silent = [daemon for daemon in lasting if daemon.pid is not None and daemon.wish is None]
     if silent:
         # Without its daemon, the file would describe another way of sharing.
         notes.append(f"{title} is left out: its MPS daemon does not answer: {silent[0].error or 'no reason known'}")
@@ -102,17 +99,19 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     notes += [f"{title}: {daemon}: a file cannot express it" for daemon in live.foreign]
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
         notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
+    has_level = live.time_slice not in {None, TimeSlice.DEFAULT}
     if gpu.mig_enabled:
-        if live.time_slice not in {None, TimeSlice.DEFAULT}:
+        if live.time_slice is not None and has_level:
             notes.append(
                 f"{title}: its time-slice level {live.time_slice.title} is left out: a file cannot express one with MIG"
             )
         return Entry(match=_NO_GPU_YET, sharing=Way.MIG, mig=tuple(_captured_instances(live, notes)))
-    if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
+    if has_level and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
             return Entry(match=_NO_GPU_YET, sharing=Way.MPS, mps=live.mps.wish)
+        # It is dead.
         notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
     return _captured_entry_without_daemon(live, notes)
 
@@ -133,33 +132,28 @@ def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | N
 
 
 def _captured_instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
-    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out.
-
-    The name of a GPU instance and its users go to the first device in it, the largest.
-    """
-    wishes: list[InstanceWish] = []
+    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out."""
     for instance in live.instances:
-        named = next((named for named in live.names if named.place == instance.place), None)
         if not instance.compute:
             notes.append(
-                f"GPU {live.gpu.index}: GPU instance {instance.id} ({instance.profile.name}:{instance.start}) has no compute instance "
-                "and is left out"
+                f"GPU {live.gpu.index}: GPU instance {instance.id} ({instance}) has no compute instance and is left out"
             )
-        for part in sorted(instance.compute, key=lambda part: -part.profile.slices):
-            place = f"{instance.profile.name}:{instance.start}"
-            takes_all = part.profile.slices == instance.profile.slices
-            daemon = live.daemon(part.uuid)
-            if daemon is not None and daemon.wish is None:
-                notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
-            wishes.append(
-                InstanceWish(
-                    wish=place if takes_all else f"{part.profile.name}.{place}",
-                    name=None if named is None else named.name,
-                    users=() if named is None else named.users,
-                    mps=None if daemon is None else daemon.wish,
-                )
+    wishes: list[InstanceWish] = []
+    named_at = {named.place: named for named in live.names}
+    for device in sorted(devices_of_layout(live), key=lambda device: (device.start, -device.slices)):
+        daemon = live.daemon(device.uuid)
+        if daemon is not None and daemon.wish is None:
+            notes.append(f"GPU {live.gpu.index}: the MPS daemon of {device.uuid} is left out: {daemon.error}")
+        # The name of a GPU instance and its users go to the first device in it, the largest.
+        named = named_at.pop(device.place, None)
+        wishes.append(
+            InstanceWish(
+                wish=str(device),
+                name=None if named is None else named.name,
+                users=() if named is None else named.users,
+                mps=device.mps,
             )
-            named = None
+        )
     return _merge_equal(wishes)
 
 
@@ -248,21 +242,18 @@ def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable
 
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
-    """Return the wanted devices in their order, each with the device that fits best; some may get none.
-
-    Those with a fixed placement choose first, then the pairs that are most alike, and of these those with a name.
-    """
+    """Return the wanted devices in their order, each with the device that fits best; some may get none."""
     assigned = list(wanted)
     offered = list(devices)
-    # The best pairs come first, as numbers in the two lists.
+    # As numbers in the two lists, the best pairs first.
     pairs = sorted(
-        (want.start is None, _unlikeness(want, device), want.wish.name is None, want_number, device_number)
+        (_rank(want, device), want_number, device_number)
         for want_number, want in enumerate(assigned)
         for device_number, device in enumerate(offered)
         if _fits(want, device)
     )
     taken: set[int] = set()
-    for *_, want_number, device_number in pairs:
+    for _, want_number, device_number in pairs:
         if assigned[want_number].device is None and device_number not in taken:
             taken.add(device_number)
             assigned[want_number] = replace(assigned[want_number], device=offered[device_number])
@@ -274,32 +265,28 @@ def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
     devices: list[PlacedDevice] = []
     names = {named.place: named.name for named in live.names}
     for instance in live.instances:
-        place = instance.profile.name, instance.start
         for part in sorted(instance.compute, key=lambda part: part.id):
             daemon = live.daemon(part.uuid)
             devices.append(
                 PlacedDevice(
-                    *place,
+                    *instance.place,
                     slices=part.profile.slices,
                     whole=part.profile.slices == instance.profile.slices,
-                    number=_count_alike(devices, place, part.profile.slices),
+                    number=_count_alike(devices, instance.place, part.profile.slices),
                     uuid=part.uuid,
-                    name=names.get(place),
+                    name=names.get(instance.place),
                     mps=None if daemon is None else daemon.wish,
                 )
             )
     return devices
 
 
-def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[PlacedDevice]) -> list[PlacedDevice]:
-    """Return the MIG devices of a GPU after a change; ``shape`` is its layout then.
-
-    ``kept`` are the current devices that the change does not touch. All others in the shape are new.
-    """
+def devices_to_be(after: GpuShape, profiles: Sequence[Profile], kept: Sequence[PlacedDevice]) -> list[PlacedDevice]:
+    """Return the MIG devices of a GPU in its layout ``after`` a change; those that are not in ``kept`` are new."""
     slices_of_profile = {profile.name: profile.slices for profile in profiles}
     unused = list(kept)
     devices: list[PlacedDevice] = []
-    for instance in shape.instances:
+    for instance in after.instances:
         for part in instance.compute:
             slices = part.slices
             device = next(
@@ -339,18 +326,28 @@ def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
     return (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
 
 
-def _unlikeness(want: WantedDevice, device: PlacedDevice) -> int:
-    """Return how much a fitting device differs, from 0 (not at all) to 4 (it would lose its name to this one)."""
-    if want.wish.name == device.name and limits_key(want.wish.mps) == limits_key(device.mps):
-        return 0
-    if want.wish.name is not None and want.wish.name == device.name:
-        return 1
-    if device.name is not None:
-        return 4
-    # The device has no name: best if a daemon stays where it is.
-    return 2 if (want.wish.mps is None) == (device.mps is None) else 3
+def _rank(want: WantedDevice, device: PlacedDevice) -> tuple[bool, int, bool]:
+    """Return how well a fitting device suits what is wanted; smaller is better.
+
+    A wish with a fixed placement chooses first, then the pair that is most alike, and of equal ones a wish with a name.
+    """
+    name = want.wish.name
+    if name == device.name and limits_key(want.wish.mps) == limits_key(device.mps):
+        unlikeness = 0
+    elif name is not None and name == device.name:
+        unlikeness = 1
+    elif device.name is None:
+        # Best if a daemon stays where it is.
+        unlikeness = 2 if (want.wish.mps is None) == (device.mps is None) else 3
+    else:
+        # The device would lose its name.
+        unlikeness = 4
+    return want.start is None, unlikeness, name is None
 
 
 def limits_key(wish: MpsWish | None) -> tuple[object, ...]:
-    """Return the limits of a daemon, with explicit defaults, or nothing without one; ``replicas`` are for other engines."""
+    """Return a key that is equal for daemons with the same limits and users, for None its own.
+
+    The defaults count as written. ``replicas`` do not count: they are for other engines.
+    """
     return () if wish is None else (wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive, wish.multiuser)

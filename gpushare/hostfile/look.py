@@ -58,7 +58,8 @@ def _with_unit_limit(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
     pipe = local_path(host, daemon.pipe_directory or pipe_directory(uuid))
     try:
         noted = parse_memory_limit(pipe.with_name(LIMIT_FILE).read_text(encoding="utf-8").strip())
-        if limit is not None and limit in {parse_memory(mps_memory_readback(noted)), noted}:
+        as_printed = parse_memory(mps_memory_readback(noted))
+        if limit is not None and limit in {as_printed, noted}:
             limit = noted
     except (OSError, ValueError, GpushareError):
         # An older unit has no such file.
@@ -104,12 +105,15 @@ def _live_gpu(
     daemons: Sequence[FoundDaemon],
     layout: Layout | None,
 ) -> LiveGpu:
-    """Return how one GPU is shared now, from what was read of all of them: levels of time-slices by index, all daemons."""
+    """Return how one GPU is shared now, from the time-slice ``levels`` (by index) and ``daemons`` of all GPUs."""
     host = state.host
     device_uuids = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
-    # Of the daemons that are not ours only those of units have a device: `with_units` has set it.
-    others = [item for item in daemons if not item.daemon.ours and item.daemon.device_uuid is None]
-    foreign = [item.daemon for item in others if item.serves(host, gpu.index)]
+    foreign = [
+        item.daemon
+        for item in daemons
+        # `with_units` has given the daemons of units a device.
+        if not item.daemon.ours and item.daemon.device_uuid is None and item.serves(host, gpu.index)
+    ]
     names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,
@@ -138,12 +142,12 @@ def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
     daemon, record = found.daemon, found.record
     unit = unit_at(daemon.pipe_directory) if daemon.pipe_directory and not daemon.ours else None
     transient = daemon.transient or (record is not None and record.transient)
-    if daemon.error is not None or (daemon.ours and (record is None or record.interrupted)):
+    is_interrupted = daemon.ours and (record is None or record.interrupted)
+    if daemon.error is not None or is_interrupted:
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient, unit=unit)
-    if record is None:
-        exclusive = daemon.device_uuid == gpu.uuid and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
-    else:
-        # The start of an exclusive daemon notes the mode that its stop restores.
+    # The start of an exclusive daemon notes the mode that its stop restores; a unit notes nothing.
+    exclusive = daemon.device_uuid == gpu.uuid and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
+    if record is not None:
         exclusive = record.previous_compute_mode is not None
     wish = MpsWish(
         limits=Limits.of(daemon),

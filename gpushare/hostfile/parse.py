@@ -77,7 +77,7 @@ def _mps_wish(fields: Mapping[str, Any]) -> MpsWish:
         limits=Limits(
             threads_percent=fields.get("threads"),
             memory_limit_bytes=fields.get("memory"),
-            # Normal is the default; defaults are None.
+            # A limit that is the default is None; Priority.NORMAL is 0.
             priority=fields.get("priority") or None,
         ),
         users=fields.get("users", ()),

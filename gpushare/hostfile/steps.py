@@ -19,8 +19,8 @@ from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
-from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
-from gpushare.mig.grant import access_steps, names_step, revoke_step
+from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, stop_daemon_on, stop_unused
+from gpushare.mig.grant import access_steps, grant_commands, names_step, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
@@ -36,7 +36,6 @@ from gpushare.mps.home import (
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import access_command, check_several_users, plan_start
-from gpushare.mps.stop import Stop
 from gpushare.plan import Step, carry_out, deferred_step
 from gpushare.timeslice.policy import plan_level
 
@@ -76,17 +75,17 @@ def revoke_steps(
 
     ``staying`` are the places of instances: profile and first memory slice.
     """
-    kept = {(named.name, named.spot) for named in names_to_be}
-    losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
+    kept = {named.binding for named in names_to_be}
+    losing = [named for named in live.names if named.place in staying and named.binding not in kept]
     return [revoke_step(host, named) for named in losing if named.users]
 
 
 def names_steps(
     host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], to_come: Sequence[NamedInstance]
 ) -> list[Step]:
-    """Return the step that gives a GPU exactly these names, or none; the instances of those ``to_come`` do not exist yet.
+    """Return the step that gives a GPU exactly these names, or none.
 
-    Names are bound before their instances exist, so that a crash loses none.
+    The instances of the names ``to_come`` do not exist yet: a name is bound before, so that a crash does not lose it.
     """
     spots_now = {named.name: named.spot for named in live.names}
     spots_to_be = {named.name: named.spot for named in names_to_be}
@@ -95,31 +94,26 @@ def names_steps(
     forgotten = [named for named in live.names if named.name not in spots_to_be]
     # Without users: grants follow when the instances exist.
     new = [replace(named, users=()) for named in names_to_be if spots_now.get(named.name) != named.spot]
-    return [
-        names_step(
-            host, new, forgotten, {live.gpu.uuid or "": live.gpu.index}, to_come=[named.name for named in to_come]
-        )
-    ]
+    indexes = {live.gpu.uuid or "": live.gpu.index}
+    return [names_step(host, new, forgotten, indexes, to_come=[named.name for named in to_come])]
 
 
 def grant_steps(
     host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], made: set[tuple[str, int]]
 ) -> list[Step]:
     """Return the steps that grant named instances to exactly their users; ``made`` are the places of new instances."""
-    users_now = {(named.name, named.spot): named.users for named in live.names}
+    users_now = {named.binding: named.users for named in live.names}
     steps = []
     for named in names_to_be:
-        granted = users_now.get((named.name, named.spot))
-        # The same users must be granted again where the instance is another, or the driver does not have the grants.
-        not_in_force = granted is None or named.place in made or named.name in live.open
-        if set(granted or ()) == set(named.users) and not (named.users and not_in_force):
+        # A new instance is open to all users, and so is one whose grants the driver does not have.
+        is_open = named.binding not in users_now or named.place in made or named.name in live.open
+        if set(users_now.get(named.binding, ())) == set(named.users) and not (named.users and is_open):
             continue
         users = ", ".join(named.users) or "all users"
-        commands = [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
         steps.append(
             deferred_step(
                 f"open '{named.name}' ({named}) to {users}",
-                "\n".join(commands) or f"gpushare mig revoke {named.name}",
+                "\n".join(grant_commands(named.name, named.users)) or f"gpushare mig revoke {named.name}",
                 lambda named=named: access_steps(host, names_of(host)[named.name], named.users),  # type: ignore[misc]
             )
         )
@@ -169,7 +163,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
-        Stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False).run()
+        stop_unused(host, daemon.found, daemon.device)
         # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
             set_pipe_users(daemon.home.pipe, ())
@@ -195,7 +189,7 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     return Step(
         what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
         command=f"gpushare mps stop -g {found.daemon.device_uuid}",
-        do=Stop(host, found, device, drain_seconds=0.0, force=False).run,
+        do=lambda: stop_unused(host, found, device),
     )
 
 
@@ -209,26 +203,14 @@ def daemon_step(
     uuid: str | None = None,
     runs: tuple[DaemonHome, DaemonRecord] | None = None,
 ) -> Step:
-    """Return the step that gives a device a daemon with exactly these limits and users.
+    """Return the step that starts a daemon with these limits and users on a device, or changes our daemon that ``runs``.
 
     ``title`` names the device in the text, ``selector`` and ``uuid`` (None: it does not exist yet) in the printed
-    commands; ``find`` finds it when the step runs. A daemon of ours that ``runs`` is changed, not restarted. The undo
-    gives it back its earlier limits and users, and stops a daemon only if the step has started it.
+    commands; ``find`` finds it when the step runs.
     """
     work = _DaemonWork(host, find, wish)
     if runs is not None:
-        home, record = runs
-        explicit = replace(wish, limits=wish.limits.explicit)
-        users_now = pipe_users(home.pipe) or ()
-        return Step(
-            what=f"change the MPS daemon of {title}: {', '.join(_wish_words(explicit))}",
-            command=_change_commands(selector, home, explicit, users_now, record.limits.explicit),
-            undo=_change_commands(
-                selector, home, MpsWish(limits=record.limits.explicit, users=users_now), wish.users, explicit.limits
-            ),
-            do=work.do,
-            revert=work.undo,
-        )
+        return _change_step(work, title, wish, selector, *runs)
     words = _wish_words(wish)
     commands = [
         start_command(selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None)
@@ -244,13 +226,29 @@ def daemon_step(
     )
 
 
-def _change_commands(
-    selector: str, home: DaemonHome, wish: MpsWish, users_now: Sequence[str], limits_now: Limits
-) -> str:
-    """Return the commands that give a running daemon the limits and users of a wish; without what it has already."""
-    access = [] if wish.users == users_now else [access_command(shlex.quote(str(home.pipe)), wish.users)]
-    limits = shlex.join(["gpushare", "mps", "set", "-g", selector, *wish.limits.options()])
-    return "\n".join(access if access and wish.limits == limits_now else [limits, *access])
+def _change_step(
+    work: _DaemonWork, title: str, wish: MpsWish, selector: str, home: DaemonHome, record: DaemonRecord
+) -> Step:
+    """Return the step that gives a running daemon other limits and users; the undo gives it back its own."""
+    before = MpsWish(limits=record.limits.explicit, users=pipe_users(home.pipe) or ())
+    after = replace(wish, limits=wish.limits.explicit)
+    return Step(
+        what=f"change the MPS daemon of {title}: {', '.join(_wish_words(after))}",
+        command=_change_commands(selector, home, before, after),
+        undo=_change_commands(selector, home, after, before),
+        do=work.do,
+        revert=work.undo,
+    )
+
+
+def _change_commands(selector: str, home: DaemonHome, before: MpsWish, after: MpsWish) -> str:
+    """Return the commands that change the limits and users of a running daemon, at least one."""
+    commands = []
+    if before.limits != after.limits or before.users == after.users:
+        commands.append(shlex.join(["gpushare", "mps", "set", "-g", selector, *after.limits.options()]))
+    if before.users != after.users:
+        commands.append(access_command(shlex.quote(str(home.pipe)), after.users))
+    return "\n".join(commands)
 
 
 class _DaemonWork:
@@ -259,7 +257,7 @@ class _DaemonWork:
     def __init__(self, host: Host, find: Find, wish: MpsWish) -> None:
         self._host, self._find, self._wish = host, find, wish
         self._device: Device | None = None
-        # What `do` has done: started a daemon, changed the limits of this one, changed these users.
+        # What `do` has done: it started a daemon, or changed one that had these limits, and these users before.
         self._started = False
         self._limits_before: Limits | None = None
         self._users_before: tuple[str, ...] | None = None
@@ -305,9 +303,7 @@ class _DaemonWork:
             return
         home = own_home(self._host, device.uuid)
         if self._started:
-            for daemon in own_daemons(self._host, device.gpu):
-                if daemon.device.uuid == device.uuid:
-                    Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
+            stop_daemon_on(self._host, device)
         elif self._limits_before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._limits_before))
@@ -331,11 +327,11 @@ def check_daemon(host: Host, device: Device, wish: MpsWish) -> None:
         check_several_users(host)
 
 
-def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, allowed: int = 0) -> None:
+def refuse_programs(title: str, gpu: Gpu, programs: Sequence[str], *, allowed: int = 0) -> None:
     """Raise InUse if more than ``allowed`` programs are on a device that is to be shared in another way."""
-    if len(outside) > allowed:
+    if len(programs) > allowed:
         raise InUse(
-            f"{title} is in use: {first_few(outside, 4)}",
+            f"{title} is in use: {first_few(programs, 4)}",
             f"wait for them: gpushare apply -f FILE --wait 600s; see: gpushare status -g {gpu.index}",
             gpu=gpu.index,
             code="gpu_in_use",

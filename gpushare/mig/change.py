@@ -507,7 +507,7 @@ def _switches(change: GpuChange) -> bool:
 
 def _lost_uuids(change: GpuChange) -> set[str]:
     """Return the UUIDs of the devices that MPS daemons lose: those destroyed, and the GPU itself when MIG comes on."""
-    uuids = {part.uuid for removed in change.plan.destroyed for part in removed.compute if part.uuid}
+    uuids = change.plan.destroyed_uuids
     if change.enable and change.gpu.uuid:
         uuids.add(change.gpu.uuid)
     return uuids

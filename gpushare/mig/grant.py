@@ -527,10 +527,10 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
 
 def restoring_commands(name: str, instance: NamedInstance | InstanceShape, gpu: int, users: Sequence[str]) -> list[str]:
     """Return the commands that give an instance on a GPU its name and its grants back."""
-    return [f"gpushare mig name {name} {instance} -g {gpu}", *_grant_commands(name, users)]
+    return [f"gpushare mig name {name} {instance} -g {gpu}", *grant_commands(name, users)]
 
 
-def _grant_commands(name: str, users: Sequence[str]) -> list[str]:
+def grant_commands(name: str, users: Sequence[str]) -> list[str]:
     return [f"gpushare mig grant {name} {shlex.quote(user)}" for user in users]
 
 
@@ -540,7 +540,7 @@ def revoke_step(host: Host, named: NamedInstance) -> Step:
         f"revoke the grants of '{named.name}' ({named})",
         f"gpushare mig revoke {named.name}",
         lambda: plan_revoke(host, named.name).steps,
-        undo="\n".join(_grant_commands(named.name, named.users)),
+        undo="\n".join(grant_commands(named.name, named.users)),
     )
 
 
@@ -557,7 +557,7 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
 
     return deferred_step(
         f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
-        "\n".join(_grant_commands(name, users)),
+        "\n".join(grant_commands(name, users)),
         make,
         undo=None if again else "\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
     )

@@ -75,6 +75,11 @@ class NamedInstance:
     def spot(self) -> Spot:
         return Spot(self.gpu_uuid, self.profile, self.start)
 
+    @property
+    def binding(self) -> tuple[str, Spot]:
+        """Return the name with its instance, without the users."""
+        return self.name, self.spot
+
 
 def check_name(name: str) -> str:
     """Return a name if it is allowed."""

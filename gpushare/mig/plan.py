@@ -98,6 +98,11 @@ class GpuPlan:
         return bool(self.destroyed or self.created)
 
     @property
+    def destroyed_uuids(self) -> set[str]:
+        """Return the UUIDs of the MIG devices that it destroys."""
+        return {part.uuid for change in self.destroyed for part in change.compute if part.uuid}
+
+    @property
     def after(self) -> tuple[GpuInstance, ...]:
         """Return the GPU instances that it leaves, by place."""
         destroyed_parts = {change.instance.place: change.compute for change in self.destroyed if not change.whole}
