@@ -107,35 +107,33 @@ class Examination:
         return [gpu for gpu in self.gpus if gpu.error is None]
 
     @property
-    def serving(self) -> list[FoundDaemon]:
+    def serving_daemons(self) -> list[FoundDaemon]:
         """Return the MPS daemons that answer."""
         return [item for item in self.daemons if item.daemon.pid is not None and item.daemon.error is None]
 
     @property
-    def believed(self) -> list[FoundDaemon]:
-        """Return those of this user and of root. What others claim about themselves is not acted on."""
-        return [item for item in self.serving if item.trusted]
+    def trusted_daemons(self) -> list[FoundDaemon]:
+        """Return the answering daemons of this user and of root: what others claim about theirs is not acted on."""
+        return [item for item in self.serving_daemons if item.trusted]
 
 
 def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
-    """Return the users whose processes these are, as text; None: there is nobody to ask.
+    """Return as text the users who must act, because these processes are theirs; None: this user can act.
 
-    That is so where one of the processes is this user's, who can begin there, and where root meets processes of unknown
-    owners. Root asks known owners, too: the processes are not root's to end.
+    Root asks known owners, too: the processes are not root's to end.
     """
     owners = [seen.host.processes.describe(pid) for pid in pids]
+    # Where one of the processes is this user's, he can begin there.
     if os.getpid() in pids or any(info is not None and info.uid == seen.host.uid for info in owners):
         return None
     users = sorted({info.user for info in owners if info is not None and info.user})
     if users:
         return first_few(users, _MOST_USERS)
-    if seen.host.root:
-        return None
-    return "the administrator (its owner is unknown)"
+    return None if seen.host.root else "the administrator (its owner is unknown)"
 
 
 def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:
-    """Return a check whose remedy only the owner of processes can carry out, with whom to ask for it."""
+    """Return a check whose remedy must be carried out by the owner of these processes; it names whom to ask."""
     owner = whom_to_ask(seen, pids)
     return check if owner is None else replace(check, remedy=f"ask {owner}: {check.remedy}")
 

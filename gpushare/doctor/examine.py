@@ -42,6 +42,7 @@ from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
+from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
 from gpushare.host.users import as_user
@@ -204,16 +205,16 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
 
 
 def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
-    """Return the first few values. Those of this shell, this user and root come before those of others."""
+    """Return the first few values: those of this shell, then those of this user and root, then those of others."""
 
     def of_others(value: Key) -> bool:
         info = seen.host.processes.describe(by_value[value][0])
         return info is None or info.uid not in {seen.host.uid, 0}
 
     own = [value for value, pids in by_value.items() if os.getpid() in pids]
-    # Bounded: others can set any number of values.
-    others = islice((value for value in by_value if value not in own), _MOST_LOOKED_AT)
-    return [*own, *sorted(others, key=of_others)][:_MOST_VALUES]
+    # Other users can set any number of values: not all are looked at.
+    rest = islice((value for value in by_value if value not in own), _MOST_LOOKED_AT)
+    return [*own, *sorted(rest, key=of_others)][:_MOST_VALUES]
 
 
 def _uuids_of_other_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
@@ -235,7 +236,7 @@ def _uuids_of_other_instances(seen: Examination, environments: Mapping[int, Mapp
 
 
 def _reused_uuids(seen: Examination) -> Iterator[tuple[str, str]]:
-    """Yield the UUIDs of instances that now lie where a name means another one, each with a text about both."""
+    """Yield the MIG UUID of each instance that now covers the first slice of a named one, with both in words."""
     named = list(names_of(seen.host).values())
     for gpu in seen.gpus:
         named_here = [name for name in named if name.gpu_uuid == gpu.uuid]
@@ -260,14 +261,14 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
     served = {
         path
         for entry in seen.daemons
-        for path in _comparable_paths(entry.daemon.pipe_directory or "", ours=entry.trusted)
+        for path in _comparable_paths(entry.daemon.pipe_directory or "", trusted=entry.trusted)
     }
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(environments.items()):
         pipe = environment.get(_PIPE)
-        # Only root sees values of others, also in programs that became root with a variable of theirs.
-        ours = not seen.host.root or pid == os.getpid()
-        if pipe and not _is_kept_empty(seen, pipe) and served.isdisjoint(_comparable_paths(pipe, ours=ours)):
+        # Root also sees values that other users have set.
+        trusted = not seen.host.root or pid == os.getpid()
+        if pipe and not _is_outside_mps(seen, pipe) and served.isdisjoint(_comparable_paths(pipe, trusted=trusted)):
             by_value.setdefault(pipe, []).append(pid)
     shown = _first_values(seen, by_value)
     for pipe in shown:
@@ -291,19 +292,19 @@ def _start_remedy(seen: Examination, pipe: str) -> str:
     return ""
 
 
-def _is_kept_empty(seen: Examination, pipe: str) -> bool:
-    """Return whether `gpushare run` of any user set a pipe directory to keep a program outside MPS: .../mig/KEY."""
+def _is_outside_mps(seen: Examination, pipe: str) -> bool:
+    """Return whether a pipe directory is one that `gpushare run` gives a program to keep it outside MPS: .../mig/KEY."""
     uuids = [uuid for gpu in seen.gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))]
     path = PurePath(pipe)
     return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids if uuid is not None}
 
 
-def _comparable_paths(path: str, *, ours: bool) -> set[str]:
-    """Return a path normalized; ``ours`` also resolved. Another user's may lead into a file system that hangs."""
+def _comparable_paths(path: str, *, trusted: bool) -> set[str]:
+    """Return a path normalized; ``trusted`` also resolved. Another user's may lead into a file system that hangs."""
     plain = "/" + os.path.normpath(path).lstrip("/") if path.startswith("/") else path
     # A link to /run on every distribution.
     plain = plain.removeprefix("/var") if plain.startswith("/var/run/") else plain
-    return {plain, os.path.realpath(path)} if ours else {plain}
+    return {plain, os.path.realpath(path)} if trusted else {plain}
 
 
 def _processes_text(seen: Examination, pids: list[int]) -> str:
@@ -377,16 +378,16 @@ def examine(host: Host) -> list[Check]:
 
 
 @contextlib.contextmanager
-def _error_kept(examination: Examination, name: str) -> Iterator[None]:
-    """Keep the error of a first look in a field of the examination: checks without it still run."""
+def _error_kept(examination: Examination, field: str) -> Iterator[None]:
+    """Set a field of the examination to the error of a first look; the checks that need no answer of it still run."""
     try:
         yield
     except GpushareError as error:
-        setattr(examination, name, error)
+        setattr(examination, field, error)
     except Exception as error:  # noqa: BLE001 - as for the checks
         system = system_error(error) if isinstance(error, OSError) else None
         text = f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
-        setattr(examination, name, system or OperationFailed(text, "please report it: gpushare doctor -o json"))
+        setattr(examination, field, system or OperationFailed(text, "please report it: gpushare doctor -o json"))
 
 
 def _nvml(seen: Examination) -> Iterator[Check]:
@@ -483,45 +484,37 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 
 def _records(seen: Examination) -> Iterator[Check]:
     """Check that every record can be read: no command sees what an unreadable one is about."""
-    number = 0
-    # Directories that cannot be read: many kinds of records are below the same one.
-    directories: set[Path] = set()
     # Not the journal of MIG changes: the check of MIG modes tells what became of it.
-    for kind in (
+    kinds: tuple[RecordStore[Any], ...] = (
         *(SWAPS, PAUSES, JOBS, MEMBERS, PROGRAMS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
         *(NAMES, TUNED, BENCHED, PROFILES),
-    ):
-        records: RecordStore[Any] = kind
-        unread = records.unread(seen.host)
+    )
+    all_readable = True
+    # Directories that cannot be read: many kinds of records are below the same one.
+    directories: set[Path] = set()
+    for records in kinds:
         # The bad records of one user must not hide those of others.
         counts: Counter[int] = Counter()
-        for record in unread:
-            path, uid, reason = record.path, record.uid, record.why
-            number += 1
+        for unread in records.unread(seen.host):
+            path, uid = unread.path, unread.uid
+            all_readable = False
             if path in directories:
                 continue
             counts[uid] += 1
             if counts[uid] > _AT_MOST:
                 continue
-            remedy = _record_remedy(seen.host, records, path, uid)
             # By its name: the path may be a link of another user, which nothing follows.
-            is_directory = path.suffix != ".json"
-            if is_directory:
+            if path.suffix != ".json":
                 directories.add(path)
-                remedy = _directory_remedy(seen.host, path, uid, reason)
+                kind, remedy = "the directory of records", _directory_remedy(seen.host, path, uid, unread.why)
+            else:
+                kind, remedy = records.noun, _record_remedy(seen.host, records, path, uid)
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
-            yield finding(
-                "records.unread",
-                kind="the directory of records" if is_directory else records.noun,
-                path=path,
-                owner=owner,
-                reason=reason,
-                remedy=remedy,
-            )
+            yield finding("records.unread", kind=kind, path=path, owner=owner, reason=unread.why, remedy=remedy)
         for uid, count in counts.items():
             if count > _AT_MOST:
                 yield finding("records.unread more", number=count - _AT_MOST, user=user_name(uid))
-    if not number:
+    if all_readable:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
@@ -534,20 +527,21 @@ def _directory_remedy(host: Host, path: Path, uid: int, reason: str) -> str:
 
 
 def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
-    """Return what to do about a record: the driver knows what became of a process that was swapped out or paused.
+    """Return what to do about a record that is not read: remove it.
 
-    A file of another user is nothing to act on as root: its name may be any PID, and its directory a link by then.
+    Root does that as its user: the name of a file of another user may be any PID, and its directory a link by then.
     """
     if uid != host.uid:
         remove = f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
         return remove if host.root else f"tell {user_name(uid)}, whose it is"
+    # The driver knows what became of a process that was swapped out or paused.
     verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
     remove = f"remove it: rm {shlex.quote(str(path))}"
     return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove
 
 
-def _keeper_command(uid: int | None, record: Path, words: str) -> str:
-    """Return what to type about a record: as this user (``uid`` None), with sudo for root's, as root for another user's."""
+def _command_for(uid: int | None, record: Path, words: str) -> str:
+    """Return the gpushare command of ``words``, typed by who may act on a record of a user; ``uid`` None: this user."""
     if uid is None:
         return f"gpushare {words}"
     if uid == 0:
@@ -564,7 +558,7 @@ def _pauses(seen: Examination) -> Iterator[Check]:
     jobs = paused_jobs(seen.host)
     wrong = False
     for job in jobs:
-        remedy = _keeper_command(job.keeper_uid, job.path, f"resume {job.pid}")
+        remedy = _command_for(job.keeper_uid, job.path, f"resume {job.pid}")
         age = uptime() - job.since
         if not job.kept(seen.host):
             wrong = True
@@ -607,19 +601,21 @@ def _swaps(seen: Examination) -> Iterator[Check]:
 
 def _swap_finding(job: Swap) -> Check | None:
     """Return what is wrong with a swapped job: lost, halfway for minutes, or out for days; None: nothing."""
-    age = uptime() - job.since
-    if job.state != OUT:
-        # `since` is when it left. The record was written again when its state changed: that is the mtime of its file.
-        with contextlib.suppress(OSError):
-            age = time.time() - job.path.stat().st_mtime
     if job.state == LOST:
         kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
         return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
-    remedy = _keeper_command(job.keeper_uid, job.path, f"swap in {job.pid}")
-    if job.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
-        return finding("swap.interrupted", job=job, age=counted(int(age // 60), "minute"), remedy=remedy)
-    if job.state == OUT and age > _LONG_OUT_SECONDS:
-        return finding("swap.long", job=job, age=counted(int(age // 86400), "day"), remedy=remedy)
+    remedy = _command_for(job.keeper_uid, job.path, f"swap in {job.pid}")
+    seconds_out = uptime() - job.since
+    if job.state == OUT and seconds_out > _LONG_OUT_SECONDS:
+        return finding("swap.long", job=job, age=counted(int(seconds_out // 86400), "day"), remedy=remedy)
+    if job.state in {LEAVING, RETURNING}:
+        seconds_in_state = seconds_out
+        with contextlib.suppress(OSError):
+            # The record is written when the state changes.
+            seconds_in_state = time.time() - job.path.stat().st_mtime
+        if seconds_in_state > _ON_ITS_WAY_SECONDS:
+            age = counted(int(seconds_in_state // 60), "minute")
+            return finding("swap.interrupted", job=job, age=age, remedy=remedy)
     return None
 
 
@@ -629,12 +625,12 @@ _DAEMONS: Final = tuple(
 )
 
 
-def _holds_no_memory(seen: Examination, pid: int) -> bool:
-    """Return whether a process has a GPU open for another reason: a daemon of NVIDIA's, or a job that is swapped out."""
+def _may_hold_memory(seen: Examination, pid: int) -> bool:
+    """Return whether a process that has a GPU open may hold its memory: no daemon of NVIDIA, no job that is swapped out."""
     info = seen.host.processes.describe(pid)
     if info is None or (info.name or "").startswith(_DAEMONS):
-        return True
-    return any(pid == image.pid for swap in swaps(seen.host) if swap.state != BACK for image in swap.images)
+        return False
+    return all(pid != image.pid for swap in swaps(seen.host) if swap.state != BACK for image in swap.images)
 
 
 def _unlisted(seen: Examination) -> Iterator[Check]:
@@ -646,29 +642,10 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
     # A process may have come or gone between the two reads.
     again = [seen.host.nvml.gpu(gpu.index) for gpu in many]
     held = [gpu for gpu in again if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED]
-    opened = seen.host.processes.open_files("/dev/nvidia") if held else None
-    for gpu in held:
-        listed = {process.pid for process in gpu.processes or ()}
-        node = seen.host.nvml.minor_number(gpu.index)
-        holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
-        pids = sorted(set(holders) - listed - {os.getpid()})
-        titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
-        suspects = [pid for pid in pids if pid > 1 and not _holds_no_memory(seen, pid)][:_AT_MOST]
-        own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
-        if suspects:
-            remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
-        elif opened is not None and not opened.complete:
-            remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if node is None else node}"
-        else:
-            remedy = f"when it is idle: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
-        check = finding(
-            "gpu.unlisted_memory",
-            gpu.index,
-            size=format_bytes(gpu.unlisted_bytes),
-            holders=f"; open in {titles}" if titles else "",
-            remedy=remedy,
-        )
-        yield for_owner(seen, check, suspects) if suspects and not seen.host.root else check
+    files = seen.host.processes.open_files("/dev/nvidia") if held else None
+    if files is not None:
+        for gpu in held:
+            yield _unlisted_finding(seen, gpu, files)
     unknown = [gpu.index for gpu in seen.answering if gpu.unlisted_bytes is None]
     for index in unknown:
         yield Check.skipped(
@@ -678,6 +655,31 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         )
     if seen.answering and not held and not unknown:
         yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
+
+
+def _unlisted_finding(seen: Examination, gpu: Gpu, files: OpenFiles) -> Check:
+    """Return the finding that memory of a GPU belongs to no process, with the processes that have the GPU open."""
+    listed = {process.pid for process in gpu.processes or ()}
+    minor = seen.host.nvml.minor_number(gpu.index)
+    holders = [] if minor is None else files.holders_of(f"/dev/nvidia{minor}")
+    pids = sorted(set(holders) - listed - {os.getpid()})
+    titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
+    suspects = [pid for pid in pids if pid > 1 and _may_hold_memory(seen, pid)][:_AT_MOST]
+    own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
+    if suspects:
+        remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
+    elif not files.complete:
+        remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if minor is None else minor}"
+    else:
+        remedy = f"when it is idle: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
+    check = finding(
+        "gpu.unlisted_memory",
+        gpu.index,
+        size=format_bytes(gpu.unlisted_bytes),
+        holders=f"; open in {titles}" if titles else "",
+        remedy=remedy,
+    )
+    return for_owner(seen, check, suspects) if suspects and not seen.host.root else check
 
 
 # A process that holds more than this, and has done nothing for this long, is mentioned.
@@ -722,19 +724,20 @@ def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     """Return how a process that does nothing gives its memory back."""
     owner = whom_to_ask(seen, [process.pid])
     end = ending_hint(seen.host, process.pid)
+    swap = f"gpushare swap out {process.pid}"
     try:
         check_host(seen.host)
     except GpushareError as error:
+        # This host cannot swap.
         return f"{end} ({error.message})"
     if owner is not None:
-        swap = f"gpushare swap out {process.pid}"
         return f"{swap}; or ask {owner} to end it" if seen.host.root else f"ask {owner}; or as root: sudo {swap}"
     paused = paused_processes(seen.host).get(process.pid)
-    if paused is not None and paused.resumed_by_run(seen.host):
+    if paused is None:
+        return f"{swap}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
+    if paused.resumed_by_run(seen.host):
         return end
-    if paused is not None:
-        return f"let it continue: gpushare resume {process.pid}; or {end}"
-    return f"gpushare swap out {process.pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
+    return f"let it continue: gpushare resume {process.pid}; or {end}"
 
 
 def _rules(seen: Examination) -> Iterator[Check]:
@@ -743,7 +746,7 @@ def _rules(seen: Examination) -> Iterator[Check]:
     keep = keep_record(seen.host)
     rules = 0 if applied is None else len(applied.rules)
     runs = keep is not None and keep.runs
-    # `timeslice reset` of one has removed its record, and left that of keep as it is.
+    # `timeslice reset` of a process removes its own record, but not its name from that of keep.
     recorded = slice_records(seen.host)
     unrestored = () if keep is None or runs else [process for process in keep.processes if process.pid in recorded]
     if unrestored:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import Final
 
 from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported
@@ -126,15 +127,13 @@ def holders(seen: Examination) -> Iterator[Check]:
     if not capable:
         return
     files = open_device_files(seen.host)
-    no_obstacles = _pids_ending_by_themselves(seen)
+    ending = _pids_ending_by_themselves(seen)
     for gpu in capable:
-        present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
-        for instance_users in instance_holders(seen.host, gpu, files).values():
-            present += instance_users
+        by_instance = instance_holders(seen.host, gpu, files).values()
         present = [
             holder
-            for holder in present
-            if holder.pid not in no_obstacles and not (holder.name or "").startswith(_NO_OBSTACLE)
+            for holder in chain(gpu_holders(seen.host, gpu, files), *by_instance)
+            if holder.pid not in ending and not (holder.name or "").startswith(_NO_OBSTACLE)
         ]
         if present and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines, and matters only once MIG is wanted.
@@ -154,7 +153,7 @@ def _has_or_have(holders: list[Holder]) -> str:
 
 
 def _pids_ending_by_themselves(seen: Examination) -> set[int]:
-    """Return the processes of MPS and of every `gpushare run`: they end with the program."""
+    """Return the processes that block no MIG change for long: of MPS and of every `gpushare run`, as they end with its program."""
     daemons = {entry.daemon.pid or 0 for entry in seen.daemons}
     servers = {server.pid for entry in seen.daemons for server in entry.daemon.servers}
     runs = {pid for entry in seen.daemons if entry.home is not None for pid in entry.home.live_leases() or ()}

@@ -131,9 +131,9 @@ def needs(seen: Examination) -> Iterator[Check]:
         yield finding("mps.shm", total=format_bytes(space.total), free=format_bytes(space.free))
     else:
         yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         yield from _few_descriptors(seen, item)
-        yield from _directories(seen, item)
+        yield from _pipe_directory(seen, item)
         yield from _large_log(item.daemon)
 
 
@@ -154,7 +154,7 @@ def _few_descriptors(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
         )
 
 
-def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
+def _pipe_directory(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     """Check that nobody else may replace the pipes of a daemon, and that users reach the pipes of root's daemon."""
     daemon = found.daemon
     pipe = Path(daemon.pipe_directory or _NO_DIRECTORY)
@@ -214,7 +214,7 @@ _USUAL_CONNECTIONS: Final = 2
 
 def client_environments(seen: Examination) -> Iterator[Check]:
     """Check for clients whose memory limits are not in force, or that use up connections."""
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         for client in item.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
             yield from _dropped_limits(seen, item.daemon, client, environment)
@@ -255,10 +255,12 @@ def _many_connections(
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
     """Check for a default thread percentage that a daemon silently ignored."""
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         environment = seen.host.processes.environment(item.daemon.pid or 0) or {}
         text = environment.get(THREADS_VARIABLE)
-        if text is not None and Limits.in_environment(environment, "").threads_percent is None:
+        # No device's memory limit is asked for here.
+        is_valid = Limits.in_environment(environment, "").threads_percent is not None
+        if text is not None and not is_valid:
             yield finding("mps.threads_ignored", item.daemon.gpu_index, daemon=item.daemon, value=cut(text, MOST_SHOWN))
 
 
@@ -274,16 +276,14 @@ _PENDING: Final = re.compile(
 
 
 def foreign(seen: Examination) -> Iterator[Check]:
-    """Check for daemons of others, at the default path, left dead there, and two on one GPU."""
-    claims = [item.daemon for item in seen.serving if not item.trusted]
+    """Check for daemons that gpushare did not start, for two on one GPU, and for what is left of one at the default path."""
+    claims = [item.daemon for item in seen.serving_daemons if not item.trusted]
     for daemon in claims[:MOST_CLAIMS]:
         yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon))
     if len(claims) > MOST_CLAIMS:
         yield finding("mps.foreign more", number=counted(len(claims) - MOST_CLAIMS, "more process"))
-    for item in seen.serving:
+    for item in seen.trusted_daemons:
         daemon = item.daemon
-        if not item.trusted:
-            continue
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
             yield finding(
                 "mps.default_path",
@@ -309,7 +309,7 @@ def _several_daemons(seen: Examination) -> Iterator[Check]:
     for gpu in seen.answering:
         pids = [
             str(item.daemon.pid)
-            for item in seen.believed
+            for item in seen.trusted_daemons
             if gpu.index in item.daemon.gpu_indexes and not (item.daemon.device_uuid or "").startswith("MIG-")
         ]
         if len(pids) > 1:
@@ -349,7 +349,7 @@ def devices(seen: Examination) -> Iterator[Check]:
     complete = seen.nvml_error is None and len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         uuid = item.daemon.device_uuid
         if uuid is not None and complete and uuid not in present:
             yield finding("mps.device", item.daemon.gpu_index, daemon=item.daemon)
@@ -357,52 +357,56 @@ def devices(seen: Examination) -> Iterator[Check]:
         level = seen.levels.get(gpu.index)
         if level is None or level is TimeSlice.DEFAULT:
             continue
-        if any(gpu.index in entry.daemon.gpu_indexes for entry in seen.believed):
+        if any(gpu.index in entry.daemon.gpu_indexes for entry in seen.trusted_daemons):
             text = f"GPU {gpu.index} has time-slice level {level.title}, which has no effect between MPS clients"
             yield Check.passed("mps.timeslice", text, gpu.index)
 
 
 def outside(seen: Examination) -> Iterator[Check]:
-    """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be.
-
-    A job that gpushare has started outside stays there on purpose: production, with a time-slice of its own, one that can
-    be swapped. So does all that runs beside a daemon of opportunistic jobs only.
-    """
+    """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be."""
     # The processes that belong to MPS, and those that were looked at for another daemon.
     accounted = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for item in seen.daemons:
         accounted |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
         accounted |= {item.daemon.pid or 0}
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         for gpu in seen.answering:
             # The clients of a daemon that was not asked are unknown.
             if gpu.index not in item.daemon.gpu_indexes or item.daemon.unasked:
                 continue
-            strangers = [
+            programs = [
                 process
                 for process in _processes_on(gpu, item.daemon)
                 if process.compute and not process.mps and process.pid not in accounted
             ]
-            accounted |= {process.pid for process in strangers}
-            unintended = _unintended_strangers(seen, item.daemon, strangers) if strangers else []
+            accounted |= {process.pid for process in programs}
+            unintended = _outside_by_mistake(seen, item.daemon, programs) if programs else []
             others = [process for process in unintended if whom_to_ask(seen, [process.pid]) is not None]
             own = [process for process in unintended if process not in others]
             if own:
                 yield finding("mps.outside", gpu.index, processes=_process_titles(seen, own))
             if others:
-                owner = whom_to_ask(seen, [process.pid for process in others])
-                titles = _process_titles(seen, others)
-                named = " ".join(str(process.pid) for process in others)
-                yield finding("mps.outside other", gpu.index, processes=titles, owner=owner, pids=named)
+                pids = [process.pid for process in others]
+                yield finding(
+                    "mps.outside other",
+                    gpu.index,
+                    processes=_process_titles(seen, others),
+                    owner=whom_to_ask(seen, pids),
+                    pids=" ".join(map(str, pids)),
+                )
 
 
-def _unintended_strangers(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
-    """Return the programs outside a daemon that should be its clients; none if all its clients are opportunistic."""
+def _outside_by_mistake(seen: Examination, daemon: MpsDaemon, programs: list[GpuProcess]) -> list[GpuProcess]:
+    """Return the programs outside a daemon that should be its clients.
+
+    A job that gpushare has started outside MPS stays there on purpose: production, with a time-slice of its own, one that
+    can be swapped. So does all that runs beside a daemon of opportunistic jobs only.
+    """
     clients = [client.pid for client in daemon.clients]
-    jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in strangers)])
+    jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in programs)])
     if clients and all(pid in jobs and jobs[pid].role == OPPORTUNISTIC for pid in clients):
         return []
-    return [process for process in strangers if process.pid not in jobs or jobs[process.pid].mps]
+    return [process for process in programs if process.pid not in jobs or jobs[process.pid].mps]
 
 
 def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
@@ -419,7 +423,7 @@ def _process_titles(seen: Examination, processes: list[GpuProcess]) -> str:
 
 def pending(seen: Examination) -> Iterator[Check]:
     """Check for clients that wait for the clients of another user to end (``control.log``)."""
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         daemon = item.daemon
         served = sorted({server.user or "user unknown" for server in daemon.servers})
         waiting = sorted(set(_waiting_clients(seen, daemon)))
@@ -437,7 +441,7 @@ def pending(seen: Examination) -> Iterator[Check]:
 
 def limits_open_to_all(seen: Examination) -> Iterator[Check]:
     """Check for daemons of root whose limits every user may change (before driver 550)."""
-    for item in seen.believed:
+    for item in seen.trusted_daemons:
         if item.uid != 0 or item.daemon.pipe_directory is None:
             continue
         pipe = Path(item.daemon.pipe_directory)

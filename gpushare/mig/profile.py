@@ -132,6 +132,11 @@ class Profile:
         return "-me" in self.attributes
 
     @property
+    def graphics(self) -> bool:
+        """Return whether it can run graphics (``+gfx``)."""
+        return "+gfx" in self.attributes
+
+    @property
     def plain(self) -> bool:
         """Return whether it is the ordinary profile of its size: no extension, no revision with more memory."""
         return not self.attributes and (self.nvml_profile is None or self.nvml_profile in _PLAIN_NVML_PROFILES)
