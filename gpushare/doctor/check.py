@@ -103,7 +103,6 @@ class Examination:
 
     @property
     def answering(self) -> list[Gpu]:
-        """Return the GPUs that answer."""
         return [gpu for gpu in self.gpus if gpu.error is None]
 
     @property

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from gpushare.base.errors import NotFound, NotSupported
-from gpushare.base.model import ComputeMode, TimeSlice, Way
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.selection import Device, check_answers
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host
@@ -126,7 +126,6 @@ def _read_live_anew(host: Host, index: int) -> LiveGpu:
 
 
 def _read_live(host: Host, index: int) -> LiveGpu:
-    """Return how a GPU is shared now."""
     state = HostState(host, [host.nvml.gpu(index)])
     return live_gpus(state, state.gpus)[0]
 
@@ -236,12 +235,10 @@ class _GpuWork:
 
     @property
     def _made(self) -> set[tuple[str, int]]:
-        """Return the places of the instances that the change creates."""
         return {new.instance.place for new in (self.plan.created if self.plan else ())}
 
     @property
     def names_to_come(self) -> list[NamedInstance]:
-        """Return the new names whose instances the change creates."""
         return [named for named in self.new_names if named.place in self._made]
 
     def stop_steps(self) -> list[Step]:
@@ -323,7 +320,6 @@ class _GpuWork:
         return [*self._mode_steps(), *self._time_slice_steps()]
 
     def daemon_steps(self) -> list[Step]:
-        """Return the steps that start or change the daemons of the file."""
         return self._instance_daemon_steps() if self.wants_mig else self._gpu_daemon_steps()
 
     def _mode_step(self, mode: ComputeMode) -> Step:
@@ -343,7 +339,7 @@ class _GpuWork:
     def _time_slice_steps(self) -> list[Step]:
         """Return the step that sets the level of the time-slice, or none. Raises NotSupported if the GPU has none to set."""
         level, live = self.entry.time_slice, self.live
-        if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
+        if level is None or not live.lacks_level(level):
             return []
         # A GPU with MIG on may have a time-slice when the earlier steps have switched MIG off.
         if not live.has_time_slice and not live.gpu.mig_enabled:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare.base.errors import NotSupported
-from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, TimeSlice, Way
+from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, Way
 from gpushare.base.selection import Device, no_mig_error
 from gpushare.base.units import size_option
 from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
@@ -55,7 +55,7 @@ def _yield_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> 
     if not live.gpu.mig_enabled and not wants_mig:
         yield from _compute_mode_points(live, entry)
     level = entry.time_slice
-    if level is not None and live.time_slice is not level and (live.has_time_slice or level is not TimeSlice.DEFAULT):
+    if level is not None and live.lacks_level(level):
         now = "unknown" if live.time_slice is None else live.time_slice.title
         yield Point(what="time-slice", found=now, wanted=level.title)
     yield from mps_points("MPS", live.mps, entry.mps)

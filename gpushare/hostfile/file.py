@@ -172,7 +172,6 @@ def document_of(file: HostFile) -> dict[str, object]:
 
 
 def text_of(file: HostFile) -> str:
-    """Return the text of a file."""
     return yaml_text(document_of(file))
 
 

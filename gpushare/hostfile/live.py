@@ -55,6 +55,12 @@ class LiveGpu:
         daemon = self.daemons.get(uuid or "")
         return None if daemon is None or daemon.transient else daemon
 
+    def lacks_level(self, level: TimeSlice) -> bool:
+        """Return whether its time-slice is not ``level``; a GPU without one counts as default."""
+        if level is TimeSlice.DEFAULT and not self.has_time_slice:
+            return False
+        return self.time_slice is not level
+
     @property
     def instances(self) -> tuple[GpuInstance, ...]:
         instances = () if self.layout is None else self.layout.instances

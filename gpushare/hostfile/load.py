@@ -194,7 +194,6 @@ def _with_user_names(entry: Entry, shown: str) -> Entry:
 
 
 def applied_path(host: Host) -> Path:
-    """Return where the file that was applied last is kept."""
     return host.state_directory / KEPT
 
 

@@ -366,17 +366,14 @@ class GpuChange:
 
     @property
     def changes(self) -> bool:
-        """Return whether anything is to be done."""
         return self.plan.changes or self.enable is not None
 
     @property
     def before(self) -> GpuShape:
-        """Return the current layout."""
         return shape_of(self.layout, mig_enabled=self.gpu.mig_enabled)
 
     @property
     def after(self) -> GpuShape:
-        """Return what is to be."""
         enabled = self.gpu.mig_enabled if self.enable is None else self.enable
         return shape_of(self.layout, mig_enabled=enabled, instances=self.plan.after)
 
@@ -473,7 +470,10 @@ def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequenc
     if change.enable is not None:
         bare = not change.plan.created
         notes = _mode_change_notes(host, gpu, enable=change.enable, bare=bare, ending=_pids_in(evicted))
-    lost_uuids = _lost_uuids(change)
+    lost_uuids = change.plan.destroyed_uuids
+    if change.enable and gpu.uuid:
+        # With MIG on, no MPS daemon serves the GPU itself.
+        lost_uuids.add(gpu.uuid)
     losses = [*_losses(host, change), *daemons_of_others(host, gpu, lost_uuids)]
     for removed in evicted:
         _refuse_claimed(host, gpu, removed)
@@ -503,14 +503,6 @@ def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequenc
 def _switches(change: GpuChange) -> bool:
     """Return whether the MIG mode changes, and not only a pending one is canceled, which needs no idle GPU."""
     return change.enable is not None and bool(change.gpu.mig_capable) and change.enable != bool(change.gpu.mig_enabled)
-
-
-def _lost_uuids(change: GpuChange) -> set[str]:
-    """Return the UUIDs of the devices that MPS daemons lose: those destroyed, and the GPU itself when MIG comes on."""
-    uuids = change.plan.destroyed_uuids
-    if change.enable and change.gpu.uuid:
-        uuids.add(change.gpu.uuid)
-    return uuids
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:

@@ -77,7 +77,6 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
 
 
 def stop_daemon_on(host: Host, device: Device) -> None:
-    """Stop our daemon on a device, if one runs there."""
     for own in own_daemons(host, device.gpu):
         if own.device.uuid == device.uuid:
             stop_unused(host, own.found, own.device)
@@ -151,7 +150,6 @@ def _may_see(host: Host, pid: int, uuids: Collection[str]) -> bool:
 
 
 def devices_of(gpu: Gpu) -> list[Device]:
-    """Return a GPU and its MIG devices."""
     return [Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)]
 
 
@@ -176,7 +174,6 @@ def daemon_steps_before(
 
 
 def _own_daemons_on(host: Host, gpu: Gpu, uuids: Collection[str]) -> list[OwnDaemon]:
-    """Return our live daemons on these devices of a GPU."""
     return [own for own in own_daemons(host, gpu) if own.device.uuid in uuids] if uuids else []
 
 

@@ -139,7 +139,6 @@ class MigReader:
             yield from ((profile, handle) for handle in handles)
 
     def _read_instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
-        """Return a GPU instance with its compute instances and processes."""
         info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))
         compute = self._compute_profiles(gpu, profile, handle)
         return GpuInstance(

@@ -44,7 +44,6 @@ class _Node:
 
     @property
     def title(self) -> str:
-        """Return the instance in words."""
         instance, compute = self.place
         part = "" if compute is None else f", compute instance {compute}"
         return f"{self.name} (GPU instance {instance}{part})"
@@ -73,7 +72,6 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
 
 
 def _no_instance_error(named: NamedInstance) -> NotFound:
-    """Return the error about a name whose instance is not there."""
     return NotFound(
         f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
         "see which are there: gpushare mig status",
@@ -265,7 +263,6 @@ def _modprobe_step(host: Host, node: _Node, *, modify: bool) -> Step:
 def _access_step(
     host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
 ) -> Step:
-    """Return the step that gives a node its new access."""
     earlier = present or NodeAccess(mode=node.capability.mode)
     users_text = "all users"
     if users:
@@ -576,7 +573,6 @@ def refuse_name_elsewhere(host: Host, named: NamedInstance, uuids: Collection[st
 
 
 def name_taken_error(host: Host, named: NamedInstance) -> BadUsage:
-    """Return the error for a name in use."""
     gpus = (f"GPU {gpu.index}" for gpu in host.nvml.identities() if gpu.uuid == named.gpu_uuid)
     where = next(gpus, named.gpu_uuid)
     return BadUsage(

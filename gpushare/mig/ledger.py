@@ -389,7 +389,6 @@ class MigLedger:
             self._rename_journal("not-restored")
 
     def set_aside(self) -> Path:
-        """Rename a journal that cannot be read, and return its new path."""
         return self._rename_journal("set-aside")
 
     def drop(self, path: Path) -> None:

@@ -41,7 +41,6 @@ class InstancePlace:
 
     @property
     def device(self) -> Device:
-        """Return the device to run on."""
         return Device(gpu=self.gpu, mig=self.mig)
 
     @property
@@ -229,17 +228,18 @@ def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[InstanceP
     if not places:
         return []
     try:
-        wanted = find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index)).name
+        wanted = find_profile(str(request.profile), MigReader(host.nvml).profiles(gpu.index))
     except NotSupported:
         # A profile of another model.
         return []
-    return [place for place in places if place.instance.profile.name == wanted and _has_size_and_start(place, request)]
-
-
-def _has_size_and_start(place: InstancePlace, request: Request) -> bool:
-    """Return whether a MIG device has the size that is asked for, at the start if one is asked for."""
-    slices = request.compute[0] if request.compute else place.instance.profile.slices
-    return place.compute.profile.slices == slices and request.start in {None, place.instance.start}
+    slices = request.compute[0] if request.compute else wanted.slices
+    return [
+        place
+        for place in places
+        if place.instance.profile.name == wanted.name
+        and place.compute.profile.slices == slices
+        and request.start in {None, place.instance.start}
+    ]
 
 
 def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> None:

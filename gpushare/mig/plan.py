@@ -94,12 +94,10 @@ class GpuPlan:
 
     @property
     def changes(self) -> bool:
-        """Return whether anything is to be done."""
         return bool(self.destroyed or self.created)
 
     @property
     def destroyed_uuids(self) -> set[str]:
-        """Return the UUIDs of the MIG devices that it destroys."""
         return {part.uuid for change in self.destroyed for part in change.compute if part.uuid}
 
     @property
@@ -141,7 +139,6 @@ class MigPlan:
 
     @property
     def changes(self) -> bool:
-        """Return whether anything is to be done."""
         return any(gpu.changes for gpu in self.gpus)
 
 
@@ -213,8 +210,6 @@ def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None
 
 
 def _calls_step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
-    """Return a step that does these calls."""
-
     def act() -> None:
         for call in calls:
             perform(what, call)

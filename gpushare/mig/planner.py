@@ -47,7 +47,6 @@ _BASE: Final = 1 << 20
 
 
 def weigh(cost: Cost) -> int:
-    """Return a cost as one integer."""
     total = 0
     for field in cost:
         total = total * _BASE + field
@@ -58,7 +57,6 @@ CREATED: Final = weigh(Cost(created=1))
 
 
 def cost_of(destroyed: InstanceChange) -> Cost:
-    """Return the cost of destroying this."""
     instance, parts = destroyed.instance, destroyed.compute
     devices = instance.devices if destroyed.whole else len(parts)
     busy = sum(part.busy for part in parts)
@@ -326,7 +324,6 @@ class Site:
 
 
 def untouched(layout: Layout) -> GpuPlan:
-    """Return the plan that leaves a GPU as it is."""
     return GpuPlan(gpu=layout.gpu, uuid=layout.uuid, kept=layout.instances)
 
 
@@ -419,7 +416,6 @@ def _may_end(gpu: int, change: InstanceChange, evict: Collection[Target]) -> boo
 
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
-    """Return the plan of several GPUs, with its cost."""
     costs = [cost_of(removed) for plan in plans for removed in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
         created = sum(new.created for new in plan.created)

@@ -35,7 +35,6 @@ _COMPUTE_COUNTS: Final = {
 
 
 def on_or_off(mode: object) -> str:
-    """Return a MIG mode in a word."""
     return "on" if mode else "off"
 
 
@@ -133,7 +132,6 @@ class Profile:
 
     @property
     def graphics(self) -> bool:
-        """Return whether it can run graphics (``+gfx``)."""
         return "+gfx" in self.attributes
 
     @property
@@ -221,7 +219,6 @@ class GpuInstance:
 
     @property
     def start(self) -> int:
-        """Return its first memory slice."""
         return self.placement.start
 
     @property

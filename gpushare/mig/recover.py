@@ -440,7 +440,6 @@ def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
 
 
 def _is_as_planned(host: Host, change: ChangeRecord) -> bool:
-    """Return whether all GPUs of a change are as they were to be after it."""
     return not any(differences(shape_now(host, shape.index), shape) for shape in change.after)
 
 

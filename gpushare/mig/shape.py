@@ -73,26 +73,24 @@ class GpuShape:
     instances: tuple[InstanceShape, ...]
 
     def without(self, others: Sequence[GpuInstance | InstanceShape]) -> GpuShape:
-        """Return this shape without the instances in the places of these."""
         places = {instance.place for instance in others}
         return replace(self, instances=tuple(shape for shape in self.instances if shape.place not in places))
 
 
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
     """Return the shape of what exists, or of other instances on the same GPU."""
-    ordered = sorted(layout.instances if instances is None else instances, key=lambda instance: instance.start)
-    shapes = tuple(map(_instance_shape, ordered))
-    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=shapes)
-
-
-def _instance_shape(instance: GpuInstance) -> InstanceShape:
-    return InstanceShape(
-        profile=instance.profile.name,
-        start=instance.start,
-        size=instance.placement.size,
-        compute=tuple(map(_compute_shape, instance.compute)),
-        name=instance.name,
-    )
+    shapes = [
+        InstanceShape(
+            profile=instance.profile.name,
+            start=instance.start,
+            size=instance.placement.size,
+            compute=tuple(map(_compute_shape, instance.compute)),
+            name=instance.name,
+        )
+        for instance in (layout.instances if instances is None else instances)
+    ]
+    shapes.sort(key=lambda shape: shape.start)
+    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=tuple(shapes))
 
 
 def _compute_shape(part: ComputeInstance) -> ComputeShape:

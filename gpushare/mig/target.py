@@ -30,7 +30,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
         return tuple(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
     lowered = word.lower()
     matches = (
-        _by_name(word, layouts)
+        [Target(layout.gpu, instance.id) for layout, instance in _instances_of(layouts) if instance.name == word]
         or _by_uuid(lowered, layouts)
         or _by_place(lowered, layouts)
         or _by_ids(lowered, layouts)
@@ -80,11 +80,6 @@ def is_profile(word: str) -> bool:
 
 def _instances_of(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
     return ((layout, instance) for layout in layouts for instance in layout.instances)
-
-
-def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    """Return the instances of this name."""
-    return [Target(layout.gpu, instance.id) for layout, instance in _instances_of(layouts) if instance.name == word]
 
 
 def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
@@ -186,21 +181,17 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         for instance in layout.instances
         for slices in [part.profile.slices for part in instance.compute] or [0]
     )
-    # Wishes with a place first; the other devices may serve those without.
     at_wanted_place = wanted & present
-    wanted -= at_wanted_place
+    missing = wanted - at_wanted_place
     unused = present - at_wanted_place
-    missing: Counter[DeviceCount] = Counter()
-    for kind, count in wanted.items():
-        still_wanted = count
-        serving = [device for device in unused if kind.start is None and replace(device, start=None) == kind]
-        for device in sorted(serving, key=lambda device: device.start or 0):
-            taken = min(still_wanted, unused[device])
-            still_wanted -= taken
+    # Devices that no wish with a place has taken serve those without.
+    for kind in [kind for kind in missing if kind.start is None]:
+        alike = (device for device in unused if replace(device, start=None) == kind)
+        for device in sorted(alike, key=lambda device: device.start or 0):
+            taken = min(missing[kind], unused[device])
+            missing[kind] -= taken
             unused[device] -= taken
-        if still_wanted:
-            missing[kind] = still_wanted
-    return Difference(missing=_device_counts(missing), extra=_device_counts(+unused))
+    return Difference(missing=_device_counts(+missing), extra=_device_counts(+unused))
 
 
 def _one_device(profile: Profile, slices: int, start: int | None) -> DeviceCount:

@@ -77,7 +77,6 @@ class Request:
 
     @property
     def one(self) -> str:
-        """Return one of the instances in words."""
         return str(replace(self, count=1))
 
 
@@ -85,7 +84,6 @@ Wish = tuple[Request, ...]
 
 
 def merged(wish: Wish) -> Wish:
-    """Return a wish with equal requests merged."""
     counts: Counter[Request] = Counter()
     for request in wish:
         counts[replace(request, count=1)] += request.count
