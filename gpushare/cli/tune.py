@@ -203,7 +203,7 @@ def keep_result(
     data = answer(host, device, options, result, None if tuned is None else name)
     errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
     # The next tune of these commands goes on from there.
-    keep_tried(host, device, options, result.measured)
+    keep_tried(host, device, options, result.outcome.curve)
     _keep_profiles(host, device, options, result)
     if tuned is not None:
         try:

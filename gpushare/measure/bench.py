@@ -726,9 +726,8 @@ def measure(
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings = prepared.settings
-    instances_needed = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
-    if settings.alone.kind is Way.MIG:
-        instances_needed = max(instances_needed, 1)
+    cells = (settings.alone_cell, *settings.cells)
+    instances_needed = max((copies for way, copies in cells if way.kind is Way.MIG), default=0)
     started = time.monotonic()
     # Around set-up and clean-up: no signal interrupts either.
     with Wakeups() as signals:

@@ -451,7 +451,7 @@ _LONGEST_LINE: Final = 4 * 1024**2
 _MAKE_ONE: Final = "make one: gpushare observe --for 10m"
 
 
-class RecordingFile:
+class RecordingFile(contextlib.AbstractContextManager["RecordingFile"]):
     """A recording being written: one line per write, so that it can be read whenever it ends."""
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -467,9 +467,6 @@ class RecordingFile:
                 f"{path} already exists", "give another name with --to, or remove it first", code="file_exists"
             ) from None
         self._write(_line({MARK: SCHEMA, **asdict(header)}))
-
-    def __enter__(self) -> RecordingFile:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

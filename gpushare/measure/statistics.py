@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.base.benchmark import Ratio, Summary
@@ -160,7 +162,7 @@ class Histogram:
     """Counts of a percentage in steps of 0.1: days of samples in at most 1001 numbers."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts: Counter[int] = Counter()
         self._sum = 0.0
         self._max = 0.0
         self.samples = 0
@@ -170,8 +172,7 @@ class Histogram:
         if percent is None:
             return
         percent = min(max(percent, 0.0), 100.0)
-        bin_ = round(percent * 10)
-        self._counts[bin_] = self._counts.get(bin_, 0) + 1
+        self._counts[round(percent * 10)] += 1
         self._sum += percent
         self._max = max(self._max, percent)
         self.samples += 1
@@ -181,13 +182,9 @@ class Histogram:
         if not self.samples:
             return None
         rank = math.ceil(0.95 * self.samples)
-        counted = 0
-        p95 = 0
-        for bin_ in sorted(self._counts):
-            counted += self._counts[bin_]
-            if counted >= rank:
-                p95 = bin_
-                break
+        steps = sorted(self._counts)
+        counted = accumulate(self._counts[step] for step in steps)
+        p95 = next(step for step, count in zip(steps, counted, strict=True) if count >= rank)
         # A step may lie above the largest sample in it.
         return Distribution(
             samples=self.samples,

@@ -196,7 +196,6 @@ class TuneResult:
 
     outcome: Outcome
     ways: tuple[WayResult, ...]
-    measured: tuple[Figures, ...]
     production: Alone
     others: Alone
     warning: str | None
@@ -509,13 +508,12 @@ class Tuner:
         first = next(stage for stage in self._stages if stage.measured)
         production = first.production_alone()
         others = self._figures_of_others()
-        strangers = {pid: name for stage in self._stages for pid, name in stage.strangers.items()}
+        strangers = {pid: name for stage in self._stages for pid, name in stage.usage.usage().other_names.items()}
         whole = outcome(goal, measured, stable=stable)
         sliced = whole.best is not None and whole.best.setting.way is Way.SLICES
         return TuneResult(
             outcome=whole,
             ways=tuple(self._ways.values()),
-            measured=tuple(measured),
             production=production,
             others=others,
             warning=None if sliced else memory_warning(others.dram, production.dram),
@@ -586,7 +584,7 @@ class Stage:
         self.request_us: float | None = None
         self.finished = False
         host, device = tuner.host, tuner.device
-        self._usage = UsageMeter(host, device)
+        self.usage = UsageMeter(host, device)
         self._recorders = [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)]
         # By window alone.
         self._production_use: list[_Use] = []
@@ -802,7 +800,7 @@ class Stage:
         for recorder in self._recorders:
             recorder.since_last()
         self.experiment.read_outputs()
-        self._usage.sample([program.pid for program in self.experiment.programs if program.runs])
+        self.usage.sample([program.pid for program in self.experiment.programs if program.runs])
         return self.experiment.now()
 
     def _end_window(self, start: float) -> float:
@@ -1030,10 +1028,6 @@ class Stage:
     @property
     def measured(self) -> bool:
         return any(seen.setting is not None for seen in self._log)
-
-    @property
-    def strangers(self) -> Mapping[int, str]:
-        return self._usage.usage().other_names
 
     def all_figures(self) -> Iterator[Figures]:
         """Yield the figures of all settings measured so far."""

@@ -7,6 +7,7 @@ Base units; one info metric for identity; an unknown value is absent, never zero
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -180,18 +181,16 @@ def _line_values(snapshot: Snapshot) -> Iterator[Value]:
             yield "gpushare_gpu_memory_jobs_reserved_bytes", _gpu_labels(gpu), gpu.jobs_reserved_bytes
             waiting = sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
             yield "gpushare_gpu_jobs_waiting", _gpu_labels(gpu), waiting
-    states = [job.state for job in snapshot.swapped_jobs]
-    for state in sorted(set(states)):
-        yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
+    for state, count in sorted(Counter(job.state for job in snapshot.swapped_jobs).items()):
+        yield "gpushare_swapped_jobs", {"state": state}, count
         since = min(job.since for job in snapshot.swapped_jobs if job.state == state)
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
 
 
 def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
     """Yield the values about the jobs: their number by state, and those of the first `MOST_JOBS`."""
-    states = [job.state for job in jobs]
-    for state in sorted(set(states)):
-        yield "gpushare_jobs", {"state": state}, states.count(state)
+    for state, count in sorted(Counter(job.state for job in jobs).items()):
+        yield "gpushare_jobs", {"state": state}, count
     gpus = {gpu.index: gpu for gpu in snapshot.gpus}
     for job in jobs[:MOST_JOBS]:
         labels = {key: text for key, text in (("name", job.name), ("pid", str(job.pid or ""))) if text}
@@ -267,9 +266,8 @@ def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> I
     yield "gpushare_mps_memory_limit_bytes", labels, daemon.memory_limit_bytes
     yield "gpushare_mps_client_priority", labels, daemon.priority
     yield "gpushare_mps_leases", labels, reading.mps_leases.get(daemon.pipe_directory or "")
-    statuses = [server.status for server in daemon.servers if server.status]
-    for status in sorted(set(statuses)):
-        yield "gpushare_mps_servers", {**labels, "status": status}, statuses.count(status)
+    for status, count in sorted(Counter(server.status for server in daemon.servers if server.status).items()):
+        yield "gpushare_mps_servers", {**labels, "status": status}, count
 
 
 def _mig_values(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:

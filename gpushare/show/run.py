@@ -44,18 +44,18 @@ class RunReport:
         """Say that a process is a client, and under which limits."""
         client = self._client(pid)
         if client is None:
-            self._say(f"process {pid} was attached to MPS on {self._device.title}")
+            self.news(f"process {pid} was attached to MPS on {self._device.title}")
             return
         server = f"MPS server {client.server_pid} on {self._device.title}"
         if client.threads_percent is None:
-            self._say(f"process {pid} was attached to {server}; its limits could not be read before it ended")
+            self.news(f"process {pid} was attached to {server}; its limits could not be read before it ended")
             return
         memory = "none" if client.memory_limit_bytes is None else format_bytes(client.memory_limit_bytes)
         low = "" if client.priority is None or not client.priority else ", low priority"
         threads = format_percent(client.threads_percent)
-        self._say(f"process {pid} is attached to {server} (threads {threads}, memory limit {memory}{low})")
+        self.news(f"process {pid} is attached to {server} (threads {threads}, memory limit {memory}{low})")
         if self._has_lower_limits(client):
-            self._say(
+            self.news(
                 f"the daemon of {self._device.title} has lower limits than requested, and they apply; change them: gpushare mps set"
             )
 
@@ -78,14 +78,14 @@ class RunReport:
         )
 
     def pending(self, pid: int) -> None:
-        self._say(
+        self.news(
             f"process {pid} waits: another user's clients hold the MPS server of {self._device.title}; "
             "one user at a time (see: gpushare mps status)"
         )
 
     def unproved(self) -> None:
         """Say that no context of the program was seen, so its limits are not proved."""
-        self._say(
+        self.news(
             "the program ended and no CUDA context of it was seen, so it is not proved that it ran inside its share"
         )
 
@@ -97,10 +97,7 @@ class RunReport:
 
     def ended(self, drain: Drain) -> None:
         how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
-        self._say(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
-
-    def news(self, text: str) -> None:
-        self._say(text)
+        self.news(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
     def trouble(self, text: str) -> None:
         """Say that something is not as it was asked for, even with --quiet."""
@@ -115,7 +112,8 @@ class RunReport:
         clients = (client for item in daemons for client in item.daemon.clients)
         return next((client for client in clients if client.pid == pid), None)
 
-    def _say(self, text: str) -> None:
+    def news(self, text: str) -> None:
+        """Write a line, unless --quiet is given."""
         if not self._quiet:
             self._write(f"gpushare: {text}\n")
 
@@ -145,7 +143,7 @@ class InstanceReport(RunReport):
         ids = (
             "" if mig is None else f" (GPU instance {mig.gpu_instance_id}, compute instance {mig.compute_instance_id})"
         )
-        self._say(f"process {pid} runs {self._place}{ids}")
+        self.news(f"process {pid} runs {self._place}{ids}")
 
     def outside(self, pid: int) -> None:
         """Say that a process runs elsewhere, even with --quiet."""
@@ -156,7 +154,7 @@ class InstanceReport(RunReport):
 
     def unproved(self) -> None:
         """Say that no context of the program was seen, so its place is not proved."""
-        self._say(
+        self.news(
             f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"
         )
 

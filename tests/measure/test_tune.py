@@ -73,7 +73,7 @@ def tuned(host: Host, monkeypatch: pytest.MonkeyPatch) -> Tuned:
 
 def shares(result: TuneResult) -> dict[Setting, float]:
     """Return what production kept under each setting."""
-    return {figures.setting: figures.kept for figures in result.measured}
+    return {figures.setting: figures.kept for figures in result.outcome.curve}
 
 
 def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(tuned: Tuned, host: Host) -> None:
@@ -105,7 +105,7 @@ def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) ->
 
 def test_what_needed_a_start_is_watched_longer_than_what_did_not(tuned: Tuned) -> None:
     result = tuned(job(30), goal=Goal(keep=0.9))
-    seconds = {figures.setting: figures.seconds for figures in result.measured if figures.windows == 1}
+    seconds = {figures.setting: figures.seconds for figures in result.outcome.curve if figures.windows == 1}
     # All were started without the first cap; a start and the pauses take over two seconds.
     started = [each for setting, each in seconds.items() if setting.threads not in {60.0, 100.0}]
     assert started
@@ -134,7 +134,7 @@ def test_what_leaves_the_others_all_makes_caps_needless(tuned: Tuned) -> None:
     (caps,) = (way for way in result.ways if way.way == "caps")
     assert caps.outcome is None
     assert (caps.left_out or "").startswith("slices leave the other 0.9")
-    assert {figures.setting.way for figures in result.measured} == {"slices"}
+    assert {figures.setting.way for figures in result.outcome.curve} == {"slices"}
 
 
 def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
@@ -290,7 +290,7 @@ class Stopping(TuneReporter):
 def test_what_was_measured_until_then_is_the_answer(tuned: Tuned, error: Any) -> None:
     result = tuned(job(30), reporter=Stopping(3, error))
     assert result.stopped is error
-    assert len(result.measured) == 2
+    assert len(result.outcome.curve) == 2
     assert result.outcome.best is not None
     assert not result.outcome.stable
     with pytest.raises(type(error)):
@@ -310,11 +310,11 @@ def test_the_end_of_the_budget_is_an_answer(tuned: Tuned) -> None:
 
 def test_a_second_search_goes_on_and_doubts_what_does_not_hold(tuned: Tuned) -> None:
     first = tuned(job(30))
-    earlier = [replace(figures, earlier="2026-11-25 10:00") for figures in first.measured]
+    earlier = [replace(figures, earlier="2026-11-25 10:00") for figures in first.outcome.curve]
     heard = Stopping(99, KeyboardInterrupt())
     second = tuned(job(30), earlier=earlier, reporter=heard)
     assert second.outcome.best.setting == Setting(threads=60.0)
-    assert sum(figures.earlier is None for figures in second.measured) < len(first.measured)
+    assert sum(figures.earlier is None for figures in second.outcome.curve) < len(first.outcome.curve)
     assert any("does it still hold?" in text for text in heard.said)
     # Production needs more than it did.
     third = tuned(job(60), earlier=earlier, reporter=heard)
@@ -335,7 +335,7 @@ def test_no_setting_is_measured_twice_without_a_reason(tuned: Tuned) -> None:
 def test_where_slices_cannot_be_set_caps_are_searched(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ToldExperiment, "refusal", REFUSAL)
     result = tuned(job(30), ways=("slices", "caps"))
-    assert {figures.setting.way for figures in result.measured} == {"caps"}
+    assert {figures.setting.way for figures in result.outcome.curve} == {"caps"}
     (slices,) = (way for way in result.ways if way.left_out)
     assert slices.left_out == "process 7: a sandbox forbids pidfd_getfd; run it on the host"
     with pytest.raises(NotSupported, match="pidfd_getfd"):
@@ -344,7 +344,7 @@ def test_where_slices_cannot_be_set_caps_are_searched(tuned: Tuned, monkeypatch:
 
 def test_jobs_that_share_the_slice_already_leave_slices_out(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.measure.tune.members", lambda *_: ("one",))
-    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).measured} == {"caps"}
+    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).outcome.curve} == {"caps"}
     with pytest.raises(InUse, match="other opportunistic jobs"):
         tuned(job(30), ways=("slices",))
 
@@ -352,7 +352,7 @@ def test_jobs_that_share_the_slice_already_leave_slices_out(tuned: Tuned, monkey
 def test_a_gpu_for_one_process_at_a_time_has_no_slices(tuned: Tuned, host: Host) -> None:
     with changing(StateFile(host.spec)) as (state, _):
         state.gpus[0].compute_mode = 3
-    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).measured} == {"caps"}
+    assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).outcome.curve} == {"caps"}
     with pytest.raises(InUse, match="compute mode"):
         tuned(job(30), ways=("slices",))
 
