@@ -136,11 +136,9 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile by linear interpolation, so that 50 is the median."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
-    below = math.floor(place)
+    below, above = math.floor(place), math.ceil(place)
     share = place - below
-    if share == 0:
-        return ordered[below]
-    return ordered[below] * (1 - share) + ordered[below + 1] * share
+    return ordered[below] * (1 - share) + ordered[above] * share
 
 
 def t_quantile(freedom: int) -> float:

@@ -881,7 +881,7 @@ class Stage:
             self._together_seconds = max(2 * self._window, self._together_seconds)
         self._log.append(seen)
         self._production_use.append(self._use_since_last())
-        memory = self._peak_memory(self._production)
+        memory = memory_now(self._tuner.host, self._tuner.device, self._production.program)
         self._memory = memory if self._memory is None else max(self._memory, memory or 0)
 
     def _measure_others(self, *, first: bool = False) -> None:
@@ -906,7 +906,7 @@ class Stage:
         if first:
             self._fit_windows_of_others(start, end, rates)
         self.others_use.append(use)
-        sizes = [self._peak_memory(job) for job in self._others]
+        sizes = [memory_now(self._tuner.host, self._tuner.device, job.program) for job in self._others]
         if None not in sizes:
             self.others_memory = [size or 0 for size in sizes]
         self._tuner.others_alone.append(_OthersAlone(start, end, rates))
@@ -922,9 +922,6 @@ class Stage:
         gap = (end - start) / max(1, self._fewest_outputs(start))
         self._others_seconds = max(2 * self._window, min(_LEAST_OF_OTHERS * gap, _LONGEST_FOR_OTHERS_SECONDS))
         self._together_seconds = max(self._together_seconds, self._others_seconds)
-
-    def _peak_memory(self, job: Running) -> int | None:
-        return memory_now(self._tuner.host, self._tuner.device, job.program)
 
     def _fewest_outputs(self, start: float) -> int:
         """Return how many outputs the opportunistic job that printed the least has printed since then."""

@@ -60,7 +60,7 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     return Result(
         data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
         tables=tuple(tables),
-        csv=_jobs_csv(jobs),
+        csv=records("jobs", CSV, jobs, _CSV_ONLY),
         notes=snapshot.warnings,
         errors=errors,
     )
@@ -192,7 +192,3 @@ _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
     "behind": lambda job: None if job.line is None else " ".join(job.line.behind) or None,
     "held_by": lambda job: None if job.line is None else " ".join(job.line.held_by) or None,
 }
-
-
-def _jobs_csv(jobs: Sequence[ListedJob]) -> Table:
-    return records("jobs", CSV, jobs, _CSV_ONLY)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from gpushare.base.benchmark import BenchSizesAnswer, Concurrency, SizeCell
 from gpushare.base.units import format_copies
 from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table, records
+
+_CSV: Final = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
 
 
 def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
@@ -28,7 +30,7 @@ def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any)
         data=data,
         text="\n".join([first, program, "", *map(_concurrency_sentence, data.concurrency)]),
         tables=(_times_table(data),),
-        csv=_cells_csv(data),
+        csv=records("cells", _CSV, data.cells),
         notes=tuple(notes),
         **more,
     )
@@ -100,11 +102,6 @@ def _time_text(cell: SizeCell | None) -> str | None:
         return "failed" if cell.failures else None
     text = format_time(cell.seconds)
     return f"{text} ({cell.seconds / cell.alone_seconds:.1f})" if cell.alone_seconds else text
-
-
-def _cells_csv(data: BenchSizesAnswer) -> Table:
-    keys = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
-    return records("cells", keys, data.cells)
 
 
 def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:
