@@ -43,21 +43,20 @@ def open_simulated(spec: str) -> SimulatedHost:
         NoPermission: its state cannot be written.
     """
     from gpushare.host.nvml import NvmlReader
+    from gpushare.sim.current import current
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.machine import SimulatedCapabilities, SimulatedMachine
     from gpushare.sim.processes import SimulatedProcesses
     from gpushare.sim.programs import SimulatedPrograms
-    from gpushare.sim.state import StateFile, initial_state, parse_spec
+    from gpushare.sim.state import StateFile, parse_spec
 
     canonical = parse_spec(spec).text
     state_file = StateFile(canonical)
-    state = state_file.read()
-    if state is None:
-        with state_file.changed(initial_state(canonical)) as state:
-            pass
+    # Not settled where it exists: only its owner may write it.
+    state = state_file.read() or current(state_file)
     directory, library, processes = state_file.directory, SimulatedLibrary(state_file), SimulatedProcesses(state_file)
-    own, shared = directory / _USERS / str(state.uid), directory / "run"
-    is_user = not state.root and own.is_dir()
+    shared, user_directory = directory / "run", directory / _USERS / str(state.uid)
+    has_own = not state.root and user_directory.is_dir()
     return SimulatedHost(
         spec=canonical,
         state_file=state_file,
@@ -72,8 +71,8 @@ def open_simulated(spec: str) -> SimulatedHost:
         open_checkpoint=late("sim.checkpoint:open_checkpoint", state_file),
         makes_vgpus=lambda: any(gpu.vgpus for gpu in (state_file.read() or state).gpus),
         user_directories=partial(_user_directories, state_file) if state.root else tuple,
-        run_directory=own / "gpushare" if is_user else shared,
-        shared_run_directories=(shared,) if is_user else (),
+        run_directory=user_directory / "gpushare" if has_own else shared,
+        shared_run_directories=(shared,) if has_own else (),
         # What outlives a reboot of the simulated host.
         state_directory=directory / "var",
         uid=state.uid,

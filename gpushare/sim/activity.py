@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from gpushare.base.units import MIB
+from gpushare.gpu_models import GpuModel
+from gpushare.host.capabilities import InstanceIds
 from gpushare.mig.profile import Profile
-from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
+from gpushare.sim.devices import daemon_devices
+from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target, profile_of
+from gpushare.sim.state import SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
 
 _RESERVED_MIB: Final = 512
 # DRAM bandwidth per SM utilization of our large matmul on an H200.
 _DRAWN_BY_SMS: Final = 20 / 96
 # Of an idle H200: 96 W of 700 W.
 IDLE_POWER: Final = 0.137
+# NVML_GPU_INSTANCE_PROFILE_1_SLICE.
+_SMALLEST: Final = 0
 
 
 class Resident(NamedTuple):
@@ -26,30 +30,49 @@ class Resident(NamedTuple):
     sm_percent: float
     graphics: bool = False
     mps_client: bool = False
-    gpu_instance_id: int | None = None
-    compute_instance_id: int | None = None
+    # None: it has a whole GPU.
+    instance_ids: InstanceIds | None = None
     # It has no context, only files open (`processes.holders_of`).
     holder: bool = False
 
     @property
-    def place(self) -> tuple[int | None, int | None]:
-        """Return the ids of its GPU and compute instance."""
-        return self.gpu_instance_id, self.compute_instance_id
+    def gpu_instance_id(self) -> int | None:
+        """Return the id of the GPU instance that it is in; None: none."""
+        return None if self.instance_ids is None else self.instance_ids[0]
+
+
+class Memory(NamedTuple):
+    """The memory of a GPU or MIG device in bytes (nvmlMemory_v2_t)."""
+
+    total: int
+    reserved: int
+    used: int
+
+    @property
+    def free(self) -> int:
+        return self.total - self.reserved - self.used
+
+
+class GpmSample(NamedTuple):
+    """The load of a GPU or MIG device when GPM sampled it, in percent of its SMs and of its memory bandwidth."""
+
+    utilization: float
+    bandwidth: float
 
 
 def is_busy(process: SimulatedProcess, at: float) -> bool:
     """Return whether a process keeps the GPU busy: it runs, or what it queued before SIGSTOP still drains."""
-    # A client that lost its context has no work on the GPU any more.
+    # Without its context or its channels, a process has no work on the GPU.
     if process.broken or process.channels_off or process.checkpoint:
         return False
     return process.stopped_at is None or at - process.stopped_at < process.queue_seconds
 
 
 def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
-    """Return the processes on a GPU, or on one MIG device, by PID: processes and MPS servers.
+    """Return the processes and MPS servers on a GPU, or on one MIG device, by PID.
 
-    ``sm_percent`` is what nvidia-smi pmon would show alone; 0 for one that is not busy. A client of
-    an MPS server has its own here, see `samples` for what NVML attributes to whom.
+    ``sm_percent`` is the load of each process itself, also of an MPS client; NVML counts it for the server
+    (`sm_percent_by_pid`).
     """
     at = now()
     entries = [
@@ -59,23 +82,26 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
             sm_percent=process.sm_percent * process.busy_percent / 100 if is_busy(process, at) else 0,
             graphics=process.graphics,
             mps_client=process.mps_daemon is not None,
-            gpu_instance_id=process.gpu_instance_id,
-            compute_instance_id=process.compute_instance_id,
+            instance_ids=process.instance_ids,
         )
         for process in state.processes
         if process.gpu_uuid == target.gpu.uuid and on_gpu(process)
     ]
-    entries.extend(_resident_servers(state, target.gpu))
-    instance = target.instance
-    on_target = [entry for entry in entries if instance is None or entry.place == instance.place]
-    return sorted(on_target, key=lambda entry: entry.pid)
+    for daemon in state.daemons:
+        # A server has a context on every device that its daemon offers.
+        for device in daemon_devices(state, daemon):
+            ids = device.mig.instance_ids if device.mig else None
+            if device.gpu.uuid == target.gpu.uuid:
+                entries += [Resident(server.pid, MPS_SERVER_BYTES, 0, instance_ids=ids) for server in daemon.servers]
+    if target.instance is not None:
+        entries = [entry for entry in entries if entry.instance_ids == target.instance.instance_ids]
+    return sorted(entries, key=lambda entry: entry.pid)
 
 
-def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
-    """Return SM utilization in percent by PID, as nvmlDeviceGetProcessUtilization attributes it.
+def sm_percent_by_pid(state: SimulatedHostState, target: Target) -> dict[int, float]:
+    """Return the SM utilization of each busy process in percent, as nvmlDeviceGetProcessUtilization attributes it.
 
-    Idle ones are missing. Work of MPS clients counts for their server (H200, driver 580), and
-    together nobody has more than the GPU.
+    The work of MPS clients counts for their server (H200, driver 580). All together have at most 100.
     """
     servers = {process.pid: process.mps_server for process in state.processes if process.mps_server is not None}
     percents: dict[int, float] = {}
@@ -83,8 +109,8 @@ def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
         if resident.sm_percent:
             pid = servers.get(resident.pid, resident.pid)
             percents[pid] = percents.get(pid, 0.0) + resident.sm_percent
-    total = sum(percents.values())
-    return {pid: percent * min(1.0, 100.0 / total) for pid, percent in percents.items()} if total else {}
+    scale = 100.0 / max(100.0, sum(percents.values()))
+    return {pid: percent * scale for pid, percent in percents.items()}
 
 
 def utilization(state: SimulatedHostState, target: Target) -> float:
@@ -94,21 +120,20 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
     """
     if target.instance is not None or not target.mig_enabled:
         return min(100.0, sum(resident.sm_percent for resident in residents(state, target)))
-    total = target.model.multiprocessors or math.inf
-    shares: dict[tuple[int | None, int | None], float] = {
-        instance.place: device_multiprocessors(target, instance) / total for instance in target.gpu.mig
-    }
-    return min(
-        100.0, sum(resident.sm_percent * shares.get(resident.place, 0.0) for resident in residents(state, target))
-    )
+    load = 0.0
+    for instance in target.gpu.mig:
+        in_device = residents(state, target._replace(instance=instance))
+        load += share_of_sms(target, instance) * sum(resident.sm_percent for resident in in_device)
+    return min(100.0, load)
 
 
-def bandwidth(state: SimulatedHostState, target: Target) -> float:
-    """Return the share of the memory's bandwidth that is drawn, in percent (GPM): what jobs say, and what SMs imply."""
+def gpm_sample(state: SimulatedHostState, target: Target) -> GpmSample:
+    """Return the load of a GPU or MIG device; processes that state no bandwidth draw as much as our large matmul."""
     busy = utilization(state, target)
     stated = [] if target.mig_enabled else with_stated_bandwidth(state, target.gpu.uuid)
-    rest = max(0.0, busy - sum(process.sm_percent for process in stated))
-    return min(100.0, sum(process.bandwidth_percent or 0 for process in stated) + rest * _DRAWN_BY_SMS)
+    by_others = max(0.0, busy - sum(process.sm_percent for process in stated))
+    bandwidth = sum(process.bandwidth_percent or 0 for process in stated) + by_others * _DRAWN_BY_SMS
+    return GpmSample(busy, min(100.0, bandwidth))
 
 
 def with_stated_bandwidth(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
@@ -116,8 +141,8 @@ def with_stated_bandwidth(state: SimulatedHostState, uuid: str) -> list[Simulate
     processes = [
         process for process in state.processes if process.gpu_uuid == uuid and process.bandwidth_percent is not None
     ]
-    time_now = now()
-    return [process for process in processes if on_gpu(process) and is_busy(process, time_now)]
+    at = now()
+    return [process for process in processes if on_gpu(process) and is_busy(process, at)]
 
 
 def memory_bandwidth(busy: float) -> int:
@@ -125,90 +150,66 @@ def memory_bandwidth(busy: float) -> int:
     return round(busy * _DRAWN_BY_SMS)
 
 
-def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]:
-    """Return total, reserved and used bytes (nvmlMemory_v2_t) of a GPU or MIG device.
-
-    Raises:
-        Refused: NOT_SUPPORTED, the model's memory is not known (unified memory).
-    """
-    total, reserved = target.model.memory_bytes, target.model.memory_reserved_bytes
-    if total is None:
+def memory_of(state: SimulatedHostState, target: Target) -> Memory:
+    """Return the memory of a GPU or MIG device; Refused: NOT_SUPPORTED, the GPU has none of its own (unified memory)."""
+    gpu_bytes, reserved = target.model.memory_bytes, target.model.memory_reserved_bytes
+    if gpu_bytes is None:
         raise Refused(Code.NOT_SUPPORTED)
+    on_gpu = residents(state, target._replace(instance=None))
+    if target.instance is not None:
+        total = profile_memory_mib(target.model, profile_of(target.model, target.instance)) * MIB
+        # Memory belongs to the GPU instance; its compute instances share it.
+        owner = target.instance.gpu_instance_id
+        used = sum(resident.memory_bytes for resident in on_gpu if resident.gpu_instance_id == owner)
+        return Memory(total, 0, min(used, total))
     if reserved is None:
         reserved = _RESERVED_MIB * MIB
-    if target.instance is not None:
-        total, reserved = profile_memory_mib(target, target.instance.profile) * MIB, 0
-        # Memory belongs to the GPU instance; its compute instances share it.
-        gpu_instance, target = target.instance.gpu_instance_id, target._replace(instance=None)
-        used = sum(
-            resident.memory_bytes for resident in residents(state, target) if resident.gpu_instance_id == gpu_instance
-        )
-        return total, reserved, min(used, total)
-    used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in residents(state, target))
-    return total, reserved, min(used, total - reserved)
+    used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in on_gpu)
+    return Memory(gpu_bytes, reserved, min(used, gpu_bytes - reserved))
 
 
-def _part_of_axis(target: Target, profile: Profile | None, total: int | None) -> int:
-    """Return a profile's part of what a GPU has, by memory slices; 0 where that is unknown: NVML has no word for it."""
-    if profile is None or profile.size is None or target.model.axis is None or total is None:
+def _by_memory_slices(model: GpuModel, profile: Profile, total: int | None) -> int:
+    """Return the part of a GPU's ``total`` that a profile has by its memory slices; 0, NVML's unknown: not published."""
+    if profile.size is None or model.axis is None or total is None:
         return 0
-    return total * profile.size // target.model.axis
+    return total * profile.size // model.axis
 
 
-def profile_memory_mib(target: Target, name: str) -> int:
-    """Return a GPU instance's memory in MiB; where it is not published, by its part of the axis."""
-    profile = target.model.profile(name)
-    if profile is not None and profile.memory_bytes is not None:
+def profile_memory_mib(model: GpuModel, profile: Profile) -> int:
+    """Return the memory of a GPU instance in MiB: as published, else by memory slices in steps of 64 MiB."""
+    if profile.memory_bytes is not None:
         return profile.memory_bytes // MIB
-    return _part_of_axis(target, profile, target.model.memory_mib) // 64 * 64
+    return _by_memory_slices(model, profile, model.memory_mib) // 64 * 64
 
 
-def profile_multiprocessors(target: Target, name: str) -> int:
-    """Return a GPU instance's SM count; where it is not published, by its part of the axis."""
-    profile = target.model.profile(name)
-    if profile is not None and profile.multiprocessors is not None:
+def profile_sms(model: GpuModel, profile: Profile) -> int:
+    """Return the SM count of a GPU instance: as published, else by memory slices."""
+    if profile.multiprocessors is not None:
         return profile.multiprocessors
-    return _part_of_axis(target, profile, target.model.multiprocessors)
+    return _by_memory_slices(model, profile, model.multiprocessors)
 
 
-def compute_multiprocessors(target: Target, profile: Profile, slices: int) -> int:
-    """Return the SM count of a compute instance with this many slices of a GPU instance."""
-    whole = profile_multiprocessors(target, profile.name)
+def compute_sms(model: GpuModel, profile: Profile, slices: int) -> int:
+    """Return the SM count of a compute instance with this many slices of a GPU instance.
+
+    A slice has no more SMs than the smallest GPU instance: a 1c of a 3g has 16 of its 60 (H100, driver 580).
+    """
+    whole = profile_sms(model, profile)
     if slices == profile.slices:
         return whole
-    # As many as the smallest GPU instances have: a 1c of a 3g has 16 of its 60 (H100, driver 580).
-    smallest = next((profile.multiprocessors for profile in target.model.profiles if profile.nvml_profile == 0), None)
-    share = whole // profile.slices
-    return slices * (share if smallest is None else min(share, smallest))
+    smallest = next((other.multiprocessors for other in model.profiles if other.nvml_profile == _SMALLEST), None)
+    by_slice = whole // profile.slices
+    return slices * (by_slice if smallest is None else min(by_slice, smallest))
 
 
-def device_multiprocessors(target: Target, instance: SimulatedMigInstance) -> int:
-    """Return the SM count of a MIG device: of its compute instance, or of a GPU instance that has none."""
-    profile = target.model.profile(instance.profile)
-    # A state file may name a profile that the model does not have.
-    if profile is None or instance.compute_profile is None:
-        return profile_multiprocessors(target, instance.profile)
+def device_sms(model: GpuModel, instance: SimulatedMigInstance) -> int:
+    """Return the SM count of a MIG device."""
     from gpushare.sim import mig
 
-    return compute_multiprocessors(target, profile, len(mig.span(profile, instance)))
+    profile = profile_of(model, instance)
+    return compute_sms(model, profile, len(mig.span(profile, instance)))
 
 
-def _resident_servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
-    """Yield the MPS servers that have a context on a GPU, once for each device of their daemon."""
-    if not state.daemons:
-        return
-    from gpushare.sim.devices import daemon_devices
-
-    for daemon in state.daemons:
-        # A server has a context on every device that its daemon offers.
-        for device in daemon_devices(state, daemon):
-            if device.gpu.uuid != gpu.uuid:
-                continue
-            for server in daemon.servers:
-                yield Resident(
-                    pid=server.pid,
-                    memory_bytes=MPS_SERVER_BYTES,
-                    sm_percent=0,
-                    gpu_instance_id=device.mig.gpu_instance_id if device.mig else None,
-                    compute_instance_id=device.mig.compute_instance_id if device.mig else None,
-                )
+def share_of_sms(target: Target, instance: SimulatedMigInstance) -> float:
+    """Return the share of the GPU's SMs that a MIG device has."""
+    return device_sms(target.model, instance) / (target.model.multiprocessors or math.inf)

@@ -13,6 +13,7 @@ from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFai
 from gpushare.base.units import GIB
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import find_model
+from gpushare.host.capabilities import InstanceIds
 from gpushare.host.process import ticks_now
 from gpushare.host.records import read_own
 from gpushare.sim import clients, faults
@@ -67,7 +68,7 @@ class ShownHost(SimulatedHostState):
 
 
 def list_hosts() -> list[UsedHost]:
-    """Return the simulated hosts of this user, by name."""
+    """Return the simulated hosts of this user that are in use, by name."""
     hosts = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
@@ -103,8 +104,6 @@ def reset(spec: str) -> ResetResult:
         ended = tuple(process.pid for process in state.processes if not process.real)
         ended += tuple(daemon.pid for daemon in state.daemons)
         running = tuple(process.pid for process in state.processes if process.real)
-        # The lock file goes last, with the directory: a writer that waits for it then starts again.
-        state_file.path.unlink()
         state.processes, state.daemons = [], []
         shutil.rmtree(state_file.directory / "run", ignore_errors=True)
     shutil.rmtree(state_file.directory, ignore_errors=True)
@@ -135,22 +134,20 @@ def add_process(
         raise BadUsage("a holder has no context", "give --holder without --mps and --graphics", code="bad_holder")
     with changing(_state_file(spec)) as (state, lines):
         index, chosen = _find_gpu(state, gpu)
-        opened = nvml_client_files(index, _held_place(chosen, mig)) if holder else []
+        opened = nvml_client_files(index, _held_ids(chosen, mig)) if holder else []
         instance = None if holder else _find_instance(chosen, mig)
-        uid = state.uid if user is None else uid_of(state, user)
-        given = dict(environment or {})
-        given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
+        variables = {"CUDA_VISIBLE_DEVICES": instance.uuid if instance else chosen.uuid, **(environment or {})}
         if not mps:
-            given[clients.OUTSIDE] = "1"
+            variables[clients.OUTSIDE] = "1"
         process = SimulatedProcess(
             pid=state.new_pid(),
             real=False,
             gpu_uuid="" if holder else chosen.uuid,
             name=name,
-            uid=uid,
+            uid=state.uid if user is None else uid_of(state, user),
             started=ticks_now(),
             command_line=[*command_line] or [name],
-            environment=given,
+            environment=variables,
             graphics=graphics,
             open_files=opened,
             **{"memory_bytes": GIB, "sm_percent": 50, "catches": [signals.SIGINT], **details},
@@ -189,7 +186,7 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
 
 
 def add_vgpu(spec: str, gpu: str, kind: str, vm: str, memory_bytes: int) -> str:
-    """Let a virtual machine use a vGPU of this type, half of whose memory is in use; return its UUID."""
+    """Let a virtual machine use a vGPU of this type (``kind``); return its UUID."""
     with changing(_state_file(spec)) as (state, _):
         index, chosen = _find_gpu(state, gpu)
         number = len(chosen.vgpus)
@@ -227,7 +224,7 @@ def _find_gpu(state: SimulatedHostState, text: str) -> tuple[int, SimulatedGpu]:
 
 
 def _find_instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | None:
-    """Return the MIG device that a UUID or a GPU instance id names; None: the whole GPU, or its first device."""
+    """Return the MIG device that a UUID or a GPU instance id names, without either the first; None: the GPU has none."""
     if text is None:
         return gpu.mig[0] if gpu.mig_mode and gpu.mig else None
     for instance in gpu.mig:
@@ -236,9 +233,10 @@ def _find_instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance 
     raise NotFound(f"there is no MIG device '{text}' on {gpu.uuid}", _SHOW, gpu=gpu.uuid)
 
 
-def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int | None, int | None]:
-    """Return the instance that a holder has open: also a GPU instance without a compute instance, by its id."""
-    if text in {str(instance.gpu_instance_id) for instance in gpu.bare}:
-        return int(text or 0), None
+def _held_ids(gpu: SimulatedGpu, text: str | None) -> InstanceIds | None:
+    """Return the ids of the instance whose nodes a holder has open, also of one that is no MIG device; None: the whole GPU."""
+    for bare in gpu.bare:
+        if text == str(bare.gpu_instance_id):
+            return bare.gpu_instance_id, None
     instance = None if text is None else _find_instance(gpu, text)
-    return (None, None) if instance is None else instance.place
+    return None if instance is None else instance.instance_ids

@@ -8,10 +8,11 @@ with a CUDA context has one client with a compute group of 8 channels and three 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.host import channels as rm
 from gpushare.host.channels import ChannelControl, KernelFiles, KernelProcess, Refused, answer
@@ -21,7 +22,6 @@ from gpushare.sim.devices import daemon_devices
 from gpushare.sim.processes import identity_in
 from gpushare.sim.state import (
     DEFAULT_SLICE_US,
-    FIRST_SIMULATED_PID,
     SimulatedHostState,
     SimulatedProcess,
     SimulatedServer,
@@ -38,12 +38,14 @@ HANGS: Final = "hang"
 _CHANNEL, _COMPUTE, _COPY = 0xC86F, 0xCBC0, 0xC8B5
 _DESCRIPTOR: Final = 5
 _NEWEST: Final = rm.CLIENT_BASE + 0x200
+# Where an ioctl writes in its argument (`rm.ARGUMENT`).
+_NEW_HANDLE, _STATUS = slice(8, 12), slice(28, 32)
 _DEVICE, _SUBDEVICE = rm.OBJECT_BASE + 1, rm.OBJECT_BASE + 2
 COMPUTE_GROUP: Final = rm.OBJECT_BASE + 0x10
 _COPY_GROUPS: Final = tuple(rm.OBJECT_BASE + at for at in (0x40, 0x50, 0x60))
 CHANNELS: Final = tuple(COMPUTE_GROUP + at for at in range(1, 9))
 _COPY_CHANNELS: Final = {group + at: group for group in _COPY_GROUPS for at in range(1, 5)}
-# (class, parent) of each object of a client.
+# Class and parent (0: the client) of each object of a client.
 _OBJECTS: Final[Mapping[int, tuple[int, int]]] = {
     _DEVICE: (rm.CLASS_DEVICE, 0),
     _SUBDEVICE: (rm.CLASS_SUBDEVICE, _DEVICE),
@@ -75,17 +77,25 @@ class SimulatedChannels(ChannelControl):
         super().__init__(ask)
 
 
+class _ControlFile(NamedTuple):
+    """An open control file of the driver: what the process that opened it has there."""
+
+    pid: int
+    # The handle of its client.
+    client: int
+    # The client itself and its objects, in the form of `_OBJECTS`.
+    objects: Mapping[int, tuple[int, int]]
+
+
 class SimulatedFiles(KernelFiles):
-    """The control files of simulated processes: a descriptor is a number that stands for a PID."""
+    """The control files of simulated processes; a descriptor is a number that this process alone knows."""
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
-        self._opened: dict[int, int] = {}
+        # A scan asks thousands of times: the state is read once for each file, and again after each change.
+        self._state = current(state_file)
+        self._opened: dict[int, _ControlFile] = {}
         self._next = 1000
-        self._state: SimulatedHostState | None = None
-        # What was asked about last: state, PID, the client's handle, and its objects.
-        self._asked: tuple[SimulatedHostState | None, int, int | None, Mapping[int, tuple[int, int]]]
-        self._asked = (None, 0, None, {})
 
     def check(self) -> None:
         """Raise Refused where a sandbox forbids descriptors of other processes."""
@@ -95,14 +105,13 @@ class SimulatedFiles(KernelFiles):
 
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
-        """Yield a process while it has this start (None: any start); Refused: it is gone, or a sandbox forbids it."""
+        """Yield a process; Refused: it is gone, has another start than this (None: any), or a sandbox forbids it."""
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
             raise Refused(state.channel_fault)
         identity = identity_in(state, pid)
         if identity is None or started not in {None, identity.started}:
             raise Refused("gone")
-        self._state = state
         yield _Process(self, state, identity)
 
     def open_control_node(self) -> int:
@@ -110,8 +119,13 @@ class SimulatedFiles(KernelFiles):
 
     def opened(self, pid: int) -> int:
         """Return a new descriptor for the control file of a process."""
+        self._state = current(self._state_file)
+        owner = _find_owner(self._state, pid)
+        is_mps_client = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
+        client = _client_handle(pid)
+        objects = {client: (rm.CLASS_ROOT_CLIENT, 0), **_OBJECTS, **(_OF_MPS if is_mps_client else {})}
         self._next += 1
-        self._opened[self._next] = pid
+        self._opened[self._next] = _ControlFile(pid, client, objects)
         return self._next
 
     def close(self, file: int) -> None:
@@ -131,48 +145,44 @@ class SimulatedFiles(KernelFiles):
         client, handle, command, _, _, size, _ = rm.ARGUMENT.unpack(argument)
         if request == rm.RM_ALLOC:
             status = rm.OK
-            argument[8:12] = _NEWEST.to_bytes(4, "little")
+            argument[_NEW_HANDLE] = _NEWEST.to_bytes(4, "little")
         elif request != rm.RM_CONTROL or size != len(parameters):
             status = INVALID_PARAM_STRUCT
+        elif client != self._opened[file].client:
+            status = rm.INVALID_CLIENT
         else:
-            status = self._control(self._opened[file], client, handle, command, parameters)
-        argument[28:32] = status.to_bytes(4, "little")
+            status = self._control(self._opened[file], handle, command, parameters)
+        argument[_STATUS] = status.to_bytes(4, "little")
 
-    def _control(self, pid: int, client: int, handle: int, command: int, parameters: bytearray) -> int:
-        """Answer one RM_CONTROL on the control file of a process; return the status."""
-        # A scan asks thousands of times: the state is read once for it, and again after each change.
-        state = self._state if self._state is not None else current(self._state_file)
-        if state is not self._asked[0] or pid != self._asked[1]:
-            owner = owner_of(state, pid)
-            of_mps = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
-            self._asked = (state, pid, client_of(state, pid), {**_OBJECTS, **(_OF_MPS if of_mps else {})})
-        if client != self._asked[2]:
-            return rm.INVALID_CLIENT
-        forced = state.channel_statuses.get(hex(command)) if state.channel_statuses else None
+    def _control(self, file: _ControlFile, handle: int, command: int, parameters: bytearray) -> int:
+        """Answer one RM_CONTROL; return the status."""
+        forced = self._state.channel_statuses.get(hex(command))
         if forced is not None:
             return forced
         if command == rm.HANDLE_INFO:
-            return _object_info(client, self._asked[3], handle, parameters)
+            return _object_info(file, handle, parameters)
         if command not in _CALLS:
             return rm.NOT_SUPPORTED
         if command not in {rm.SET_TIMESLICE, rm.DISABLE_CHANNELS}:
-            return _answer_call(state, pid, command, handle, parameters)
-        with changing(self._state_file) as (changed, _):
-            status = _answer_call(changed, pid, command, handle, parameters)
+            return _answer_call(self._state, file, command, handle, parameters)
+        with changing(self._state_file) as (state, _):
+            status = _answer_call(state, file, command, handle, parameters)
         self._state = current(self._state_file)
         return status
 
 
 class _Process(KernelProcess):
+    """Stands in for `KernelProcess`: a process of the host, whose control file can be duplicated."""
+
     def __init__(self, files: SimulatedFiles, state: SimulatedHostState, identity: Identity) -> None:
         self._files, self._state, self.identity = files, state, identity
 
     def control_descriptors(self) -> list[int]:
         """Return the descriptors with which the process has the driver's control file open: one, if it has a context."""
-        owner = owner_of(self._state, self.identity.pid)
         if self._state.channel_fault == "wsl":
             raise Refused("wsl")
-        if owner is None or (isinstance(owner, SimulatedProcess) and not (owner.gpu_uuid and on_gpu(owner))):
+        owner = _find_owner(self._state, self.identity.pid)
+        if owner is None or (isinstance(owner, SimulatedProcess) and not on_gpu(owner)):
             return []
         self._permit(owner)
         return [_DESCRIPTOR]
@@ -182,58 +192,62 @@ class _Process(KernelProcess):
 
     def duplicate(self, number: int) -> int:
         """Return a descriptor of ours for the control file that the process has open."""
-        owner = owner_of(self._state, self.identity.pid)
+        owner = _find_owner(self._state, self.identity.pid)
         if owner is None or number != _DESCRIPTOR:
-            raise Refused("stale", os.strerror(9))
+            raise Refused("stale", os.strerror(errno.EBADF))
         self._permit(owner)
         if self._state.channel_fault == "forged":
             raise Refused("forged", str(number))
-        return self._files.opened(self.identity.pid)
+        return self._files.opened(owner.pid)
 
     def _permit(self, owner: Owner) -> None:
         """Raise Refused where the kernel would not let this user copy the process's descriptors."""
-        if not self._state.may(owner.uid):
+        if not self._state.may_touch(owner.uid):
             raise Refused("other_user")
-        if self._state.channel_fault in {"seccomp", "ptrace_scope", "no_ptrace"}:
-            raise Refused(self._state.channel_fault, "1" if self._state.channel_fault == "ptrace_scope" else "")
+        fault = self._state.channel_fault
+        if fault in {"seccomp", "ptrace_scope", "no_ptrace"}:
+            # With the scope of Yama.
+            raise Refused(fault, "1" if fault == "ptrace_scope" else "")
 
 
-def owner_of(state: SimulatedHostState, pid: int) -> Owner | None:
+def _find_owner(state: SimulatedHostState, pid: int) -> Owner | None:
     """Return the process, or the MPS server, with this PID."""
-    everybody: list[Owner] = [*state.processes, *state.servers]
-    return next((owner for owner in everybody if owner.pid == pid), None)
+    owners: list[Owner] = [*state.processes, *state.servers]
+    return next((owner for owner in owners if owner.pid == pid), None)
 
 
-def client_of(state: SimulatedHostState, pid: int) -> int | None:
-    """Return the handle of a process's client; None: there is no such process."""
-    if owner_of(state, pid) is None:
-        return None
-    return rm.CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
+def _client_handle(pid: int) -> int:
+    """Return the handle of a process's client: one of the 256 below the newest client of the driver."""
+    return _NEWEST - 0x100 + pid % 0x100
 
 
-def _object_info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, parameters: bytearray) -> int:
-    """Answer HANDLE_INFO: the class or the parent of an object of a client. Return the status."""
+def _object_info(file: _ControlFile, handle: int, parameters: bytearray) -> int:
+    """Answer HANDLE_INFO: the class or the parent of the client, or of one of its objects. Return the status."""
     object_handle, index, _ = rm.INFO.unpack(parameters)
-    entry = (rm.CLASS_ROOT_CLIENT, 0) if object_handle == client else objects.get(object_handle)
-    if handle != client or entry is None:
+    if handle != file.client or object_handle not in file.objects:
         return rm.OBJECT_NOT_FOUND
+    object_class, parent = file.objects[object_handle]
     if index not in {rm.PARENT, rm.CLASS}:
         return INVALID_ARGUMENT
-    rm.INFO.pack_into(parameters, 0, object_handle, index, entry[0] if index == rm.CLASS else entry[1] or client)
+    value = object_class if index == rm.CLASS else parent or file.client
+    rm.INFO.pack_into(parameters, 0, object_handle, index, value)
     return rm.OK
 
 
-def _answer_call(state: SimulatedHostState, pid: int, command: int, handle: int, parameters: bytearray) -> int:
-    """Answer a call of `_CALLS`, if the process has an object of the class that it is for; return the status."""
-    needed, call = _CALLS[command]
-    owner = owner_of(state, pid)
-    if owner is None or needed not in {None, _OBJECTS.get(handle, (0, 0))[0]}:
+def _answer_call(
+    state: SimulatedHostState, file: _ControlFile, command: int, handle: int, parameters: bytearray
+) -> int:
+    """Answer a call of `_CALLS` on an object of the class that the call is for; return the status."""
+    needed_class, call = _CALLS[command]
+    object_class, _ = file.objects.get(handle, (0, 0))
+    owner = _find_owner(state, file.pid)
+    if owner is None or needed_class not in {None, object_class}:
         return rm.OBJECT_NOT_FOUND
     return call(state, owner, handle, parameters)
 
 
 def _child_handle(_state: SimulatedHostState, _owner: Owner, _handle: int, parameters: bytearray) -> int:
-    """Answer CHILD_HANDLE: the handle of the device below an internal parent. Return the status."""
+    """Answer CHILD_HANDLE: the handle of a parent's device that the driver uses internally. Return the status."""
     parent, kind, _ = rm.CHILD.unpack(parameters)
     if kind != rm.INTERNAL_DEVICE:
         return rm.OBJECT_NOT_FOUND
@@ -241,44 +255,53 @@ def _child_handle(_state: SimulatedHostState, _owner: Owner, _handle: int, param
     return rm.OK
 
 
-def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[str, int], str, int]:
-    """Return the time-slices among which a group's is, its name there, and its default: of a client of MPS its server's."""
+def _slices(state: SimulatedHostState, owner: Owner) -> dict[str, int]:
+    """Return the time-slices of a process or server that are not the default: of a client of MPS its server's."""
     server = None if isinstance(owner, SimulatedServer) else owner.mps_server
-    holder: Owner = next((each for each in state.servers if each.pid == server), owner)
-    if group == COMPUTE_GROUP:
-        return holder.slices, "compute", DEFAULT_SLICE_US
-    return holder.slices, hex(group), DEFAULT_SLICE_US // 2
+    return next((each.slices for each in state.servers if each.pid == server), owner.slices)
 
 
-def _read_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+def _group_name(group: int) -> str:
+    """Return the key of a channel group in ``slices``."""
+    return "compute" if group == COMPUTE_GROUP else hex(group)
+
+
+def _slice_of(state: SimulatedHostState, owner: Owner, group: int) -> int:
+    """Return the time-slice of a group in microseconds; one that copies has half of the default."""
+    default = DEFAULT_SLICE_US if group == COMPUTE_GROUP else DEFAULT_SLICE_US // 2
+    return _slices(state, owner).get(_group_name(group), default)
+
+
+def _read_slice(state: SimulatedHostState, owner: Owner, group: int, parameters: bytearray) -> int:
     """Read the time-slice of a group; return the status."""
-    slices, name, default = _slices(state, owner, handle)
-    rm.SLICE.pack_into(parameters, 0, slices.get(name, default))
+    rm.SLICE.pack_into(parameters, 0, _slice_of(state, owner, group))
     return rm.OK
 
 
-def _set_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+def _set_slice(state: SimulatedHostState, owner: Owner, group: int, parameters: bytearray) -> int:
     """Set the time-slice of a group; 0 is refused, as by the driver. Return the status."""
-    slice_us = int(rm.SLICE.unpack(parameters)[0])
+    (slice_us,) = rm.SLICE.unpack(parameters)
     if slice_us == 0:
         return INVALID_ARGUMENT
-    slices, name, default = _slices(state, owner, handle)
-    slices.pop(name, None)
-    if slice_us != default:
-        slices[name] = slice_us
+    slices = _slices(state, owner)
+    slices.pop(_group_name(group), None)
+    # What is the default now is not kept.
+    if slice_us != _slice_of(state, owner, group):
+        slices[_group_name(group)] = slice_us
     return rm.OK
 
 
 def _switch_channels(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
-    """Take channels of the owner's client off the GPU, or put them back."""
+    """Take channels of the owner's client off the GPU, or put them back; return the status."""
     off, count, _, _, _, *lists = rm.DISABLE.unpack(parameters)
-    clients, channels = lists[:count], set(lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count])
-    if count > rm.CHANNELS_PER_CALL or set(clients) - {client_of(state, owner.pid)} or channels - set(CHANNELS):
+    clients, channels = set(lists[:count]), set(lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count])
+    are_its_own = clients <= {_client_handle(owner.pid)} and channels <= set(CHANNELS)
+    if count > rm.CHANNELS_PER_CALL or not are_its_own:
         return INVALID_ARGUMENT
     server_pid = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
     members: list[Owner] = [owner]
     if server_pid is not None:
-        # Under MPS the channels of one stop the server and all its clients (measured).
+        # Channels of one client stop the server and all its clients (measured).
         members = [process for process in state.processes if process.mps_server == server_pid]
         members += [server for server in state.servers if server.pid == server_pid]
     for member in members:
@@ -291,9 +314,9 @@ def _list_pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters
     """Answer GPU_GET_PIDS: the processes on the owner's GPU, and all MPS servers. Return the status."""
     gpu = _gpu_of(state, owner)
     pids = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
-    pids = [*pids, *(server.pid for server in state.servers)][:950]
-    kind, asked, _, *_ = rm.PIDS.unpack(parameters)
-    rm.PIDS.pack_into(parameters, 0, kind, asked, len(pids), *pids, *[0] * (950 - len(pids)))
+    kind, asked_for, _, *empty = rm.PIDS.unpack(parameters)
+    pids = [*pids, *(server.pid for server in state.servers)][: len(empty)]
+    rm.PIDS.pack_into(parameters, 0, kind, asked_for, len(pids), *pids, *empty[len(pids) :])
     return rm.OK
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, Final
 
 from gpushare.host.checkpoint import (
@@ -45,42 +46,38 @@ class SimulatedCheckpoint:
         return SUCCESS
 
     def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "lock", RUNNING, lambda _state, process: _set_state(process, LOCKED))
+        return self._change(pid, "lock", RUNNING, lambda _, process: _set_state(process, LOCKED))
 
     def cuCheckpointProcessUnlock(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "unlock", LOCKED, lambda _state, process: _set_state(process, RUNNING))
+        return self._change(pid, "unlock", LOCKED, lambda _, process: _set_state(process, RUNNING))
 
     def cuCheckpointProcessCheckpoint(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "checkpoint", LOCKED, _move_out)
+        return self._change(pid, "checkpoint", LOCKED, _move_to_host)
 
     def cuCheckpointProcessRestore(self, pid: int, arguments: Any) -> int:
-        """Move it back, or to the GPU that the pairs name: without room it fails, then and ever after."""
         restore = ctypes.cast(arguments, ctypes.POINTER(RestoreArguments)).contents
-        pairs = (
-            {bytes(pair.old).hex(): bytes(pair.new).hex() for pair in restore.gpuPairs[: restore.gpuPairsCount]}
-            if restore.gpuPairsCount
-            else {}
-        )
-        return self._move(pid, "restore", CHECKPOINTED, lambda state, process: _restore(state, process, pairs))
+        # A NULL pointer has no slice.
+        pairs = restore.gpuPairs[: restore.gpuPairsCount] if restore.gpuPairsCount else []
+        new_uuids = {bytes(pair.old).hex(): bytes(pair.new).hex() for pair in pairs}
+        return self._change(pid, "restore", CHECKPOINTED, lambda state, process: _restore(state, process, new_uuids))
 
-    def _move(self, pid: int, name: str, required_state: int, move: Any) -> int:
-        """Call ``move`` if the process may go on from ``required_state`` now; return the CUresult."""
+    def _change(self, pid: int, call: str, required_state: int, change: Callable[..., int]) -> int:
+        """Let ``change`` carry out a call, if the process is in the state that the call requires; return the CUresult."""
         with changing(self._state_file) as (state, _):
             process = state.process(pid)
             if process is None:
                 return NOT_INITIALIZED
-            if not state.may(process.uid):
+            if not state.may_touch(process.uid):
                 return NOT_PERMITTED
             if process.mps_daemon is not None or process.gpu_instance_id is not None:
                 return NOT_SUPPORTED
-            if name in state.checkpoint_faults:
-                return state.checkpoint_faults[name]
+            if call in state.checkpoint_faults:
+                return state.checkpoint_faults[call]
             if process.checkpoint == FAILED:
                 return OPERATING_SYSTEM
             if process.checkpoint != required_state:
                 return ILLEGAL_STATE
-            code: int = move(state, process)
-            return code
+            return change(state, process)
 
 
 def open_checkpoint(state_file: StateFile) -> Checkpoint:
@@ -92,40 +89,33 @@ def _set_state(process: SimulatedProcess, value: int) -> int:
     return SUCCESS
 
 
-def _move_out(_state: SimulatedHostState, process: SimulatedProcess) -> int:
+def _move_to_host(_state: SimulatedHostState, process: SimulatedProcess) -> int:
+    """Move the memory of a process from its GPU to the host; return the CUresult."""
     process.image_bytes, process.memory_bytes = process.memory_bytes, 0
     return _set_state(process, CHECKPOINTED)
 
 
-def _plain_uuid(uuid: str) -> str:
-    return uuid.removeprefix("GPU-").replace("-", "")
+def _restore(state: SimulatedHostState, process: SimulatedProcess, new_uuids: dict[str, str]) -> int:
+    """Move the memory of a process back, to the GPU that ``new_uuids`` has for its own (empty: the same one).
 
-
-def _restore(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, str]) -> int:
-    """Bring a process back, to the GPU that ``pairs`` (old UUID: new UUID) name for its own; return the CUresult."""
-    gpus = {_plain_uuid(gpu.uuid): gpu for gpu in state.gpus}
-    if pairs:
-        target = gpus.get(pairs.get(_plain_uuid(process.gpu_uuid), ""))
+    Return the CUresult. Without room on the GPU the process fails for good.
+    """
+    gpus = {gpu.uuid.removeprefix("GPU-").replace("-", ""): gpu for gpu in state.gpus}
+    old = next(gpu for gpu in state.gpus if gpu.uuid == process.gpu_uuid)
+    target = old
+    if new_uuids:
         # As H100s answer (driver 580): every GPU of the host is named, on both sides.
-        if set(pairs) != set(gpus) or set(pairs.values()) != set(gpus) or target is None:
+        if set(new_uuids) != set(gpus) or set(new_uuids.values()) != set(gpus):
             return INVALID_VALUE
-        if target.model != gpus[_plain_uuid(process.gpu_uuid)].model:
+        target = next(gpus[new] for uuid, new in new_uuids.items() if gpus[uuid] is old)
+        if target.model != old.model:
             return INVALID_VALUE
-        old_uuid, process.gpu_uuid = process.gpu_uuid, target.uuid
-        code = _restore_memory(state, process)
-        if code != SUCCESS:
-            process.gpu_uuid = old_uuid
-        return code
-    return _restore_memory(state, process)
-
-
-def _restore_memory(state: SimulatedHostState, process: SimulatedProcess) -> int:
-    """Give a process its memory on the GPU back; without room it fails for good. Return the CUresult."""
-    total, reserved, used = activity.memory_of(state, target_of(state, process))
-    if process.image_bytes > total - reserved - used:
-        _set_state(process, FAILED)
+    process.gpu_uuid = target.uuid
+    if process.image_bytes > activity.memory_of(state, target_of(state, process)).free:
+        process.gpu_uuid = old.uuid
+        process.checkpoint = FAILED
         return OUT_OF_MEMORY
     process.memory_bytes, process.image_bytes = process.image_bytes, 0
-    # As on an H200 (driver 580.159.04): whatever slice it had.
+    # Whatever slice it had before: seen on an H200 (driver 580.159.04).
     process.slices = {"compute": DEFAULT_SLICE_US // 2}
     return _set_state(process, LOCKED)

@@ -10,8 +10,10 @@ import os
 import signal as signals
 from collections.abc import Mapping
 
+from gpushare.base.model import ComputeMode
+from gpushare.base.units import MIB
 from gpushare.sim import mps_servers
-from gpushare.sim.devices import Device, daemon_devices, host_devices, may_open_nodes, split, visible
+from gpushare.sim.devices import Device, daemon_devices, host_devices, open_nodes, split, visible
 from gpushare.sim.mps_servers import LogLine, control_line, server_lines
 from gpushare.sim.state import (
     SimulatedDaemon,
@@ -31,13 +33,12 @@ _KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, si
 
 
 def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
-    """Return the live daemon whose pipe directory the environment names, or None."""
+    """Return the live daemon whose pipe directory the environment names, perhaps by a symbolic link; None: there is none."""
     pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY
     for daemon in state.daemons:
-        if daemon.pipe_directory == pipe_directory:
+        if os.path.realpath(daemon.pipe_directory) == os.path.realpath(pipe_directory):
             return daemon
-    directory = os.path.realpath(pipe_directory) if state.daemons else ""
-    return next((daemon for daemon in state.daemons if os.path.realpath(daemon.pipe_directory) == directory), None)
+    return None
 
 
 def clients_of(state: SimulatedHostState, server_pid: int) -> list[SimulatedProcess]:
@@ -46,46 +47,53 @@ def clients_of(state: SimulatedHostState, server_pid: int) -> list[SimulatedProc
 
 
 def attach(state: SimulatedHostState, process: SimulatedProcess) -> list[LogLine]:
-    """Do what libcuda does at the first CUDA context of a process of the state.
+    """Do what libcuda does at the first CUDA context of a process; return the log lines of MPS.
 
-    With a live daemon at CUDA_MPS_PIPE_DIRECTORY it becomes a client (or waits, or is refused); with
+    With a live daemon at CUDA_MPS_PIPE_DIRECTORY the process becomes a client (or waits, or is refused); with
     none it silently runs outside MPS, on the whole GPU, without limits.
     """
     process.attach_at, environment = None, process.environment
     daemon = None if environment.get(OUTSIDE) == "1" else daemon_of(state, environment)
     if daemon is not None:
         return _attach_client(state, process, daemon)
-    devices = visible(host_devices(state), split(environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices or not may_open_nodes(devices[0], process.uid):
-        _refuse(process, "CUDA_ERROR_NO_DEVICE")
-    elif _is_shut_out(state, process, devices[0], daemon):
+    devices = _usable_devices(process, host_devices(state))
+    if devices and _is_shut_out(state, process, devices[0], None):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
-    else:
+    elif devices:
         _put_on(process, devices[0])
     return []
 
 
+def _usable_devices(process: SimulatedProcess, devices: list[Device]) -> list[Device]:
+    """Return the devices that a process sees, of which it uses the first; refuse it if it may not."""
+    shown = visible(devices, split(process.environment.get("CUDA_VISIBLE_DEVICES")))
+    if shown and open_nodes(shown[0], process.uid):
+        return shown
+    _refuse(process, "CUDA_ERROR_NO_DEVICE")
+    return []
+
+
 def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None) -> list[LogLine]:
-    """Remove a process that died (``signal``: by what; None: it ended by itself) with what that does to others."""
+    """Remove a process that ended, by a signal or (None) by itself, with what that does to other clients of its server."""
     state.processes = [other for other in state.processes if other.pid != process.pid]
     lines: list[LogLine] = []
     for daemon in state.daemons:
         for server in daemon.servers:
             if server.pid == process.mps_server:
-                others = clients_of(state, server.pid)
-                broken = breaks_neighbours(process, signal, now())
-                end_of_client = mps_servers.set_fault if broken else mps_servers.disconnected_lines
-                lines = end_of_client(daemon, server, process, others)
-    return lines + _progress(state)
+                breaks = breaks_neighbours(process, signal, now())
+                end_of_client = mps_servers.set_fault if breaks else mps_servers.disconnected_lines
+                lines += end_of_client(daemon, server, process, clients_of(state, server.pid))
+    return lines + _recover_and_admit(state)
 
 
 def breaks_neighbours(process: SimulatedProcess, signal: int | None, at: float) -> bool:
-    """Return whether this end of an MPS client tears its neighbours' contexts down: work that it launched is on the GPU.
+    """Return whether the end of an MPS client breaks the contexts of its neighbours: its queued work is still on the GPU.
 
     Measured: SIGKILL with a deep queue 6 of 9, SIGTERM 1 of 3; SIGSTOP, drained queue, SIGKILL 0 of 11; shallow queue or
     idle 0.
     """
-    if process.broken or signal not in _KILLING or (signal in process.catches and signal != signals.SIGKILL):
+    catches = signal in process.catches and signal != signals.SIGKILL
+    if process.broken or catches or signal not in _KILLING:
         return False
     if process.queue_seconds <= HARMLESS_QUEUE_SECONDS:
         return False
@@ -93,14 +101,14 @@ def breaks_neighbours(process: SimulatedProcess, signal: int | None, at: float) 
 
 
 def settle(state: SimulatedHostState) -> list[LogLine]:
-    """Bring the state up to date: real processes that died, contexts that are due, clients that waited."""
+    """Bring the state up to date: remove real processes that died, make contexts that are due, let waiting clients in."""
     lines: list[LogLine] = []
     for process in [process for process in state.processes if process.real and not lives(process)]:
         lines += end(state, process, None)
     for process in state.processes:
         if process.attach_at is not None and process.attach_at <= now():
             lines += attach(state, process)
-    return lines + _progress(state)
+    return lines + _recover_and_admit(state)
 
 
 def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
@@ -113,7 +121,7 @@ def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
 
 def drop_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     """Remove a server that was shut down; clients that are left lose their contexts, waiting ones come in."""
-    return _remove_server(state, daemon, server) + _progress(state)
+    return _remove_server(state, daemon, server) + _recover_and_admit(state)
 
 
 def _lose_context(process: SimulatedProcess, error: str) -> None:
@@ -135,29 +143,28 @@ def _attach_client(state: SimulatedHostState, process: SimulatedProcess, daemon:
     process.mps_daemon, process.mps_server, process.gpu_uuid = daemon.pid, None, ""
     if daemon.stopped:
         return []
-    devices = visible(daemon_devices(state, daemon), split(process.environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices or not may_open_nodes(devices[0], process.uid):
-        _refuse(process, "CUDA_ERROR_NO_DEVICE")
+    devices = _usable_devices(process, daemon_devices(state, daemon))
+    if not devices:
         return []
-    log = [control_line(daemon, "Accepting connection...")]
+    accepting = control_line(daemon, "Accepting connection...")
     new = f"NEW CLIENT {process.pid} from user {process.uid}: "
     pending = control_line(daemon, f"{new}Server is not ready, push client to pending list")
-    # With -M one server of root serves all users.
-    uid = 0 if daemon.multiuser else process.uid
-    if any(other.uid != uid and clients_of(state, other.pid) for other in daemon.servers):
-        return [*log, pending]
+    if _must_wait(state, process, daemon):
+        return [accepting, pending]
     if _is_shut_out(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
-        return log
+        return [accepting]
+    uid = _server_uid(process, daemon)
     server = next((server for server in daemon.servers if server.uid == uid), None)
     if server is not None:
-        log.append(control_line(daemon, f"{new}Server already exists"))
-        return log + _connect(state, process, daemon, server, devices)
-    log.append(pending)
+        existing = control_line(daemon, f"{new}Server already exists")
+        return [accepting, existing, *_connect(state, process, daemon, server, devices)]
+    lines = [accepting, pending]
+    # Those of other users, which have no clients: a daemon has one server at a time.
     for other in list(daemon.servers):
-        log += _remove_server(state, daemon, other)
-    server, lines = mps_servers.start_server(state, daemon, uid)
-    return log + lines + _connect(state, process, daemon, server, devices)
+        lines += _remove_server(state, daemon, other)
+    server, started = mps_servers.start_server(state, daemon, uid)
+    return [*lines, *started, *_connect(state, process, daemon, server, devices)]
 
 
 def _connect(
@@ -167,7 +174,7 @@ def _connect(
     server: SimulatedServer,
     devices: list[Device],
 ) -> list[LogLine]:
-    """Make a process a client of a server, with the limits of both; or refuse it. Return the log lines."""
+    """Make a process a client of a server, on the first of these devices, or refuse it. Return the log lines."""
     if server.status == "FAULT":
         _refuse(process, "CUDA_ERROR_MPS_SERVER_NOT_READY")
         text = f"MPS server teardown in progress. Refusing to accept new client {{PID: {process.pid}, Context ID: 0}}"
@@ -182,42 +189,47 @@ def _connect(
     own_threads = mps_servers.parse_threads(process.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     process.threads = server.threads if own_threads is None else min(own_threads, server.threads)
     process.sm_percent = round(process.sm_percent * process.threads / 100)
-    # Both limits hold, the server's and its own; one for a GPU that it cannot see drops all.
-    own_limits = mps_servers.parse_environment(process.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    if not mps_servers.names_invisible(own_limits, devices):
-        limits = [
-            mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
-            mps_servers.limit_of(own_limits, devices, devices[0]),
-        ]
-        process.memory_limit_bytes = min(
-            (limit * mps_servers.MIB for limit in limits if limit is not None), default=None
-        )
-    if process.memory_limit_bytes is not None:
+    server_limit = mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0])
+    limit_mib = _memory_limit_mib(process, devices, server_limit)
+    if limit_mib is not None:
+        process.memory_limit_bytes = limit_mib * MIB
         process.memory_bytes = min(process.memory_bytes, process.memory_limit_bytes)
     client = f"{{PID: {process.pid}, Context ID: 1}}"
     return server_lines(daemon, server, f"Received new client request for {client}", f"Client {client} connected")
 
 
+def _memory_limit_mib(process: SimulatedProcess, devices: list[Device], server_limit: int | None) -> int | None:
+    """Return the lower one of the memory limits of a client: its server's, and its own on the first of its devices.
+
+    An entry of its own for a GPU that it cannot see drops both.
+    """
+    own_limits = mps_servers.parse_memory_limits(process.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    if mps_servers.names_invisible(own_limits, devices):
+        return None
+    limits = (server_limit, mps_servers.limit_of(own_limits, devices, devices[0]))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _is_shut_out(
     state: SimulatedHostState, process: SimulatedProcess, device: Device, daemon: SimulatedDaemon | None
 ) -> bool:
-    """Return whether the compute mode shuts the process out (MIG devices have none)."""
-    if device.mig is not None or device.gpu.compute_mode == 0:
+    """Return whether the compute mode keeps a process off a device: as a client of ``daemon``, or (None) outside MPS."""
+    # MIG devices have no compute mode.
+    if device.mig is not None or device.gpu.compute_mode == ComputeMode.DEFAULT:
         return False
-    if device.gpu.compute_mode == 2:
+    if device.gpu.compute_mode == ComputeMode.PROHIBITED:
         return True
-    plain = any(
+    # EXCLUSIVE_PROCESS: the GPU takes one process outside MPS, or the server of one daemon.
+    if daemon is not None and daemon.servers:
+        return False
+    used_outside_mps = any(
         other.gpu_uuid == device.gpu.uuid and on_gpu(other) and other.mps_server is None and not other.graphics
         for other in state.processes
         if other.pid != process.pid
     )
-    foreign = any(
-        other.servers and device in daemon_devices(state, other)
-        for other in state.daemons
-        if daemon is None or other.pid != daemon.pid
+    return used_outside_mps or any(
+        other.servers and device in daemon_devices(state, other) for other in state.daemons if other is not daemon
     )
-    served = daemon is not None and bool(daemon.servers)
-    return (plain or foreign) and not served
 
 
 def _refuse(process: SimulatedProcess, error: str) -> None:
@@ -225,25 +237,36 @@ def _refuse(process: SimulatedProcess, error: str) -> None:
 
 
 def _put_on(process: SimulatedProcess, device: Device) -> None:
-    """Let a process have its context on a device."""
+    """Give a process its context on a device."""
+    ids = device.mig.instance_ids if device.mig else (None, None)
     process.gpu_uuid = device.gpu.uuid
-    process.gpu_instance_id = device.mig.gpu_instance_id if device.mig else None
-    process.compute_instance_id = device.mig.compute_instance_id if device.mig else None
+    process.gpu_instance_id, process.compute_instance_id = ids
 
 
-def _progress(state: SimulatedHostState) -> list[LogLine]:
+def _recover_and_admit(state: SimulatedHostState) -> list[LogLine]:
     """Recover servers whose affected clients are gone, then let waiting clients in."""
     lines: list[LogLine] = []
     for daemon in state.daemons:
         for server in daemon.servers:
             if server.status == "FAULT" and not any(client.broken for client in clients_of(state, server.pid)):
-                lines += mps_servers.recover(daemon, server)
+                server.status = "ACTIVE"
+                lines += server_lines(daemon, server, "Creating server context on device 0")
         if daemon.stopped:
             continue
         for process in state.processes:
-            pending = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None
-            # A waiting client of another user asks again only when it could be let in: else its log line repeats.
-            others = (server for server in daemon.servers if server.uid != process.uid)
-            if pending and not any(clients_of(state, server.pid) for server in others):
+            waits = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None
+            # One that must go on waiting does not ask again: its log line would repeat.
+            if waits and not _must_wait(state, process, daemon):
                 lines += _attach_client(state, process, daemon)
     return lines
+
+
+def _server_uid(process: SimulatedProcess, daemon: SimulatedDaemon) -> int:
+    """Return the user of the server that serves a process: with -M, one server of root serves all users."""
+    return 0 if daemon.multiuser else process.uid
+
+
+def _must_wait(state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon) -> bool:
+    """Return whether another user's server has clients: then a process waits until they are gone."""
+    others = (server for server in daemon.servers if server.uid != _server_uid(process, daemon))
+    return any(clients_of(state, server.pid) for server in others)

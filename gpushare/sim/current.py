@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.sim.state import SimulatedHostState, StateFile, due, initial_state
+from gpushare.sim.state import SimulatedHostState, StateFile, initial_state, settle_is_due
 
 if TYPE_CHECKING:
     from gpushare.sim.mps_servers import LogLine
@@ -18,14 +18,15 @@ PATIENCE: Final = "GPUSHARE_SIM_PATIENCE"
 
 
 def clock() -> float:
-    """Return the time in seconds by which simulated programs wait; monotonic."""
+    """Return the seconds of a monotonic clock by which simulated programs wait; `PATIENCE` lets it run faster."""
     return time.monotonic() / float(os.environ.get(PATIENCE) or 1)
 
 
 def current(state_file: StateFile) -> SimulatedHostState:
-    """Return the settled state; takes the lock only when a process died or is due to attach."""
+    """Return the state with `clients.settle` done; a host that was never used is created."""
     state = state_file.read()
-    if state is not None and not due(state):
+    # Most looks change nothing, and take no lock.
+    if state is not None and not settle_is_due(state):
         return state
     with changing(state_file) as (state, _):
         return state
@@ -33,11 +34,10 @@ def current(state_file: StateFile) -> SimulatedHostState:
 
 @contextlib.contextmanager
 def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[LogLine]]]:
-    """Yield the settled state under the lock, and a list for log lines, which are written at the end.
+    """Yield the state with `clients.settle` done, under the lock, and a list for log lines; both are written at the end.
 
     A host that was never used is created.
     """
-    # What MPS does is loaded when something changes; most looks change nothing.
     from gpushare.sim import clients, mps_servers
 
     lines: list[LogLine] = []

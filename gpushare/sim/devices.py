@@ -23,40 +23,37 @@ class Device:
 
 
 def host_devices(state: SimulatedHostState) -> list[Device]:
-    """Return every device that a process can name: GPUs without MIG, and MIG devices."""
-    there = (gpu for gpu in state.gpus if not gpu.lost)
-    return [Device(gpu, mig) for gpu in there for mig in (gpu.mig if gpu.mig_mode else [None])]
+    """Return every device that a process can name: GPUs without MIG, and the MIG devices of the others."""
+    devices = []
+    for gpu in state.gpus:
+        if not gpu.lost:
+            devices += [Device(gpu, mig) for mig in gpu.mig] if gpu.mig_mode else [Device(gpu)]
+    return devices
 
 
 def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
-    """Return the devices that CUDA shows for the entries of CUDA_VISIBLE_DEVICES.
+    """Return the devices that CUDA shows for the entries of CUDA_VISIBLE_DEVICES (none: all that CUDA enumerates).
 
-    Empty: all of them, but of each MIG GPU only the first instance, as CUDA enumerates. Ordinals count
-    that list; UUIDs may be cut short. The first entry that names nothing ends the list.
+    An entry is an ordinal in what CUDA enumerates: the GPUs, of one in MIG mode its first MIG device. Or it is the
+    beginning of a UUID, also of another MIG device. The first entry that names no device ends the list.
     """
-    # The first of each GPU.
-    enumerated = list({device.gpu.uuid: device for device in reversed(devices)}.values())[::-1]
+    first_of_gpu: dict[str, Device] = {}
+    for device in devices:
+        first_of_gpu.setdefault(device.gpu.uuid, device)
+    enumerated = list(first_of_gpu.values())
     if not names:
         return enumerated
     shown: list[Device] = []
     for name in names:
-        chosen = _device_named(devices, enumerated, name)
-        if chosen is None:
+        named: list[Device] = []
+        if name.isdigit():
+            named = enumerated[int(name) :]
+        elif len(name) > len("GPU-"):
+            named = [each for each in devices if each.uuid.startswith(name) or each.gpu.uuid.startswith(name)]
+        if not named:
             break
-        if chosen not in shown:
-            shown.append(chosen)
+        shown += [device for device in named[:1] if device not in shown]
     return shown
-
-
-def _device_named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -> Device | None:
-    """Return the device of one entry of CUDA_VISIBLE_DEVICES: an ordinal in ``enumerated``, or a UUID cut short."""
-    if name.isdigit():
-        return enumerated[int(name)] if int(name) < len(enumerated) else None
-    if len(name) < len("GPU-x"):
-        return None
-    return next(
-        (device for device in devices if device.uuid.startswith(name) or device.gpu.uuid.startswith(name)), None
-    )
 
 
 def split(value: str | None) -> list[str]:
@@ -73,52 +70,62 @@ def daemon_devices(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[D
 _FIRST, _PER_GPU, _PER_GPU_INSTANCE = 3, 135, 9
 
 
-def capability_minor(gpu: int, place: InstanceIds) -> int:
+def capability_minor(gpu: int, ids: InstanceIds) -> int:
     """Return the N of ``/dev/nvidia-caps/nvidia-capN`` (``/proc/driver/nvidia-caps/mig-minors``)."""
-    first = _FIRST + _PER_GPU * gpu + _PER_GPU_INSTANCE * place[0]
-    return first if place[1] is None else first + 1 + place[1]
+    gpu_instance, compute_instance = ids
+    minor = _FIRST + _PER_GPU * gpu + _PER_GPU_INSTANCE * gpu_instance
+    return minor if compute_instance is None else minor + 1 + compute_instance
 
 
-def node_of(gpu: int, place: InstanceIds) -> str:
+def node_of(gpu: int, ids: InstanceIds) -> str:
     """Return the device node of an instance."""
-    return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, place)}"
+    return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, ids)}"
 
 
-def may_open_nodes(device: Device, uid: int) -> bool:
-    """Let nvidia-modprobe see to the nodes of a device, as CUDA does first; return whether a user may open them."""
+def nodes_of(gpu: int, ids: InstanceIds | None) -> list[str]:
+    """Return the device nodes that a process needs for a compute instance, a GPU instance, or (None) a whole GPU."""
+    nodes = [f"/dev/nvidia{gpu}"]
+    if ids is not None:
+        gpu_instance, compute_instance = ids
+        nodes.append(node_of(gpu, (gpu_instance, None)))
+        if compute_instance is not None:
+            nodes.append(node_of(gpu, ids))
+    return nodes
+
+
+def open_nodes(device: Device, uid: int) -> bool:
+    """Open the capability nodes of a MIG device as CUDA does; return whether the user may.
+
+    CUDA first runs nvidia-modprobe, which puts a node back that has DeviceFileModify set: then everybody may.
+    """
     if device.mig is None:
         return True
-    instance = device.mig
+    nodes = device.gpu.nodes
     allowed = True
-    for key in (place_key((instance.gpu_instance_id, None)), place_key(instance.place)):
-        node = device.gpu.nodes.get(key)
+    for ids in ((device.mig.gpu_instance_id, None), device.mig.instance_ids):
+        node = nodes.get(node_key(ids))
         if node is not None and node.modify:
-            del device.gpu.nodes[key]
+            del nodes[node_key(ids)]
         elif node is not None:
-            readable = node.mode & (0o400 if uid == node.owner else 0o004)
-            allowed = allowed and (uid in {0, *node.users} or bool(readable))
+            allowed = allowed and node.may_read(uid)
     return allowed
 
 
-def forget_gone(gpu: SimulatedGpu) -> None:
-    """Drop what was set at the nodes of instances that are gone: a new one at their place starts fresh."""
+def drop_stale_nodes(gpu: SimulatedGpu) -> None:
+    """Drop the changed nodes of instances that are gone: a new instance with the same ids starts with default nodes."""
     if gpu.nodes:
-        there = {place_key(place) for place in places_of(gpu)}
-        gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in there}
+        present = {node_key(ids) for ids in ids_of_instances(gpu)}
+        gpu.nodes = {key: node for key, node in gpu.nodes.items() if key in present}
 
 
-def places_of(gpu: SimulatedGpu) -> Iterator[InstanceIds]:
-    """Yield the GPU instances of a GPU and their compute instances."""
-    from gpushare.sim.mig import gpu_instances
-
-    for instance in gpu_instances(gpu) if gpu.mig_mode else ():
-        yield instance.gpu_instance_id, None
-        for mig in gpu.mig:
-            if mig.gpu_instance_id == instance.gpu_instance_id:
-                yield mig.place
+def ids_of_instances(gpu: SimulatedGpu) -> Iterator[InstanceIds]:
+    """Yield the ids of each GPU instance of a GPU, and then those of its compute instances."""
+    for gpu_instance in sorted({instance.gpu_instance_id for instance in (*gpu.mig, *gpu.bare)}):
+        yield gpu_instance, None
+        yield from (mig.instance_ids for mig in gpu.mig if mig.gpu_instance_id == gpu_instance)
 
 
-def place_key(place: InstanceIds) -> str:
-    """Return the key of an instance's device node in `SimulatedGpu.nodes`: ``3``, or ``3/0`` for a compute instance in it."""
-    gpu_instance, compute_instance = place
+def node_key(ids: InstanceIds) -> str:
+    """Return the key of an instance in `SimulatedGpu.nodes`: ``3``, or ``3/0`` for a compute instance in it."""
+    gpu_instance, compute_instance = ids
     return str(gpu_instance) if compute_instance is None else f"{gpu_instance}/{compute_instance}"

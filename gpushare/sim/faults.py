@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
@@ -13,7 +13,6 @@ from gpushare.host.capabilities import SIMULATED_USERS, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
 
-_Amount = tuple[str, str, "int | str"]
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     "utilization": ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetProcessUtilization"),
@@ -35,68 +34,68 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-# Faults without a value, with the field that they set; of each GPU, and of the host.
-_GPU_FLAGS: Final = {
+# Faults without a value: the field that each sets, and to what.
+_FLAGS: Final = {
     "lost": ("lost", True),
     "persistence-off": ("persistence", False),
     "reset-required": ("reset_required", True),
-}
-_HOST_FLAGS: Final = {
     "no-driver": ("driver_loaded", False),
     "no-nvml": ("nvml_installed", False),
     "no-permission": ("permission_denied", True),
     "blind": ("pid_namespace_is_host", False),
     "mismatch": ("library_mismatch", True),
 }
-# Those that take a number or a size: the field that has it, what it is, and an example, which is a text for a size.
-_GPU_AMOUNTS: Final[Mapping[str, _Amount]] = {
-    "slowed": ("slowed", "the sum of nvmlClocksEventReasons", 4),
-    "power-cap": ("power_cap_watts", "the watts that it may draw", 300),
-    "unlisted-memory": ("unlisted_bytes", "how much memory no process has", "3G"),
+
+
+class _Amount(NamedTuple):
+    """A fault that takes a number, or a size."""
+
+    field: str
+    meaning: str
+    # A text for a size.
+    example: int | str
+
+
+_XID: Final = _Amount("xids", "its number", 79)
+_AMOUNTS: Final = {
+    "slowed": _Amount("slowed", "the sum of nvmlClocksEventReasons", 4),
+    "power-cap": _Amount("power_cap_watts", "the watts that it may draw", 300),
+    "unlisted-memory": _Amount("unlisted_bytes", "how much memory no process has", "3G"),
+    "collide": _Amount("collisions", "how many conversations", 3),
+    "fail-step": _Amount("fail_step", "which changing NVML call from now on", 3),
+    "crash-step": _Amount("crash_step", "which changing NVML call from now on", 3),
+    "descriptors": _Amount("descriptor_limit", "how many files a process may have open", 1024),
+    "mps-version": _Amount("mps_binary", "the binary version of the MPS programs", 13020),
+    "shm": _Amount("shared_memory_bytes", "how large /dev/shm is", "64M"),
+    "host-memory": _Amount("host_memory_bytes", "how much host memory is available", "8G"),
 }
-_HOST_AMOUNTS: Final[Mapping[str, _Amount]] = {
-    "collide": ("collisions", "how many conversations", 3),
-    "fail-step": ("fail_step", "which changing NVML call from now on", 3),
-    "crash-step": ("crash_step", "which changing NVML call from now on", 3),
-    "descriptors": ("descriptor_limit", "how many files a process may have open", 1024),
-    "mps-version": ("mps_binary", "the binary version of the MPS programs", 13020),
-    "shm": ("shared_memory_bytes", "how large /dev/shm is", "64M"),
-    "host-memory": ("host_memory_bytes", "how much host memory is available", "8G"),
-}
-# Those that take an entry point, or a program: the field with their list.
+# Faults that take an NVML entry point, or a program: the field with the list to which it is added.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", *_GPU_AMOUNTS)
+_GPU_KINDS: Final = (
+    *("lost", "persistence-off", "reset-required"),
+    *_ENTRY_LISTS,
+    *("xid", "slowed", "power-cap", "unlisted-memory"),
+)
+_HOST_FLAGS, _HOST_AMOUNTS = ([kind for kind in table if kind not in _GPU_KINDS] for table in (_FLAGS, _AMOUNTS))
 KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_HOST_AMOUNTS, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
     {"spec", "gpus", "processes", "daemons", "users", "next_pid", "created_at", "driver", "toolkit_installed"}
 )
+# What `clear` puts back on each GPU.
+_GPU_FIELDS: Final = (
+    *("lost", "persistence", "reset_required", "not_supported", "refused"),
+    *("xids", "slowed", "power_cap_watts", "unlisted_bytes"),
+)
 
 
 def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, value: str | None) -> None:
-    """Set one fault (see ``gpushare sim fault --help``); those of GPUs hit the given ones.
+    """Set a fault (see ``gpushare sim fault --help``): of the host, or of these GPUs.
 
     Raises:
         BadUsage: no such fault, or its value is wrong.
     """
-    if kind in _GPU_KINDS:
-        for gpu in gpus:
-            _set_gpu_fault(gpu, kind, value)
-    elif kind in _HOST_FLAGS:
-        setattr(state, *_HOST_FLAGS[kind])
-    elif kind in _HOST_AMOUNTS:
-        _set_amount(state, kind, value, _HOST_AMOUNTS[kind])
-    elif kind in _PROGRAM_LISTS:
-        if value not in {SMI, MPS_CONTROL, TOOLKIT}:
-            raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
-        _add_once(getattr(state, _PROGRAM_LISTS[kind]), value)
-    else:
-        _set_host_fault(state, kind, value)
-
-
-def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
-    """Set a fault of the host that is neither a flag, a number nor a list of programs."""
     if kind == "user":
         if value is None:
             raise _bad_fault_error("user needs a user", "give a user id or name")
@@ -105,59 +104,59 @@ def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> 
         if value is None or not value.split(".")[0].isdigit():
             raise _bad_fault_error("driver needs a version", "give for example 535.261.03 or 580.159.04")
         state.driver = value
+    elif kind in KINDS:
+        for owner in gpus if kind in _GPU_KINDS else [state]:
+            _set_field(owner, kind, value)
     else:
         raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
+
+
+def _set_field(owner: SimulatedGpu | SimulatedHostState, kind: str, value: str | None) -> None:
+    """Set the field in which a GPU or the host keeps a fault."""
+    if kind in _FLAGS:
+        setattr(owner, *_FLAGS[kind])
+    elif kind in _AMOUNTS:
+        setattr(owner, _AMOUNTS[kind].field, _parse_amount(kind, value, _AMOUNTS[kind]))
+    elif kind in _ENTRY_LISTS:
+        _add_new(getattr(owner, _ENTRY_LISTS[kind]), _parse_entry_points(kind, value))
+    elif kind in _PROGRAM_LISTS:
+        if value not in {SMI, MPS_CONTROL, TOOLKIT}:
+            raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
+        _add_new(getattr(owner, _PROGRAM_LISTS[kind]), [value])
+    elif isinstance(owner, SimulatedGpu):
+        owner.xids.append(_parse_amount(kind, value, _XID))
 
 
 def clear(state: SimulatedHostState) -> None:
     """Take every fault back."""
     vars(state).update({name: value for name, value in vars(SimulatedHostState(spec="")).items() if name not in _KEPT})
     for gpu in state.gpus:
-        gpu.lost, gpu.persistence, gpu.not_supported, gpu.reset_required = False, True, [], False
-        gpu.refused, gpu.xids, gpu.slowed, gpu.power_cap_watts, gpu.unlisted_bytes = [], [], 0, None, 0
+        faultless = SimulatedGpu(model=gpu.model, uuid=gpu.uuid, pci_bus_id=gpu.pci_bus_id)
+        vars(gpu).update({name: getattr(faultless, name) for name in _GPU_FIELDS})
 
 
-def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
-    """Set a fault of one GPU: a flag, an Xid, a limit, or entry points that refuse."""
-    if kind in _GPU_FLAGS:
-        setattr(gpu, *_GPU_FLAGS[kind])
-    elif kind == "xid":
-        gpu.xids.append(_parse_number("xid", value, "its number", 79))
-    elif kind in _GPU_AMOUNTS:
-        _set_amount(gpu, kind, value, _GPU_AMOUNTS[kind])
-    elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
-        raise _bad_fault_error(
-            f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
-        )
-    else:
-        for name in ENTRY_POINTS.get(value, (value,)):
-            _add_once(getattr(gpu, _ENTRY_LISTS[kind]), name)
-
-
-def _add_once(names: list[str], name: str) -> None:
-    if name not in names:
-        names.append(name)
+def _add_new(names: list[str], added: Iterable[str]) -> None:
+    names += [name for name in added if name not in names]
 
 
 def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
-def _set_amount(owner: object, kind: str, value: str | None, fault: _Amount) -> None:
-    """Set the number or size that a fault takes."""
-    name, meaning, example = fault
-    if isinstance(example, int):
-        setattr(owner, name, _parse_number(kind, value, meaning, example))
-    elif value is None:
-        raise _bad_fault_error(f"{kind} needs a size", f"give {meaning}: {kind} {example}")
-    else:
-        setattr(owner, name, parse_memory_limit(value, kind))
+def _parse_amount(kind: str, value: str | None, amount: _Amount) -> int:
+    is_number = isinstance(amount.example, int)
+    if value is None or (is_number and not (value.isascii() and value.isdigit())):
+        wanted = "a number" if is_number else "a size"
+        raise _bad_fault_error(f"{kind} needs {wanted}", f"give {amount.meaning}: {kind} {amount.example}")
+    return int(value) if is_number else parse_memory_limit(value, kind)
 
 
-def _parse_number(kind: str, value: str | None, meaning: str, example: int) -> int:
-    if value is None or not value.isascii() or not value.isdigit():
-        raise _bad_fault_error(f"{kind} needs a number", f"give {meaning}: {kind} {example}")
-    return int(value)
+def _parse_entry_points(kind: str, value: str | None) -> Sequence[str]:
+    """Return the NVML entry points that a short name stands for, or the one that is named itself."""
+    if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
+        names = ", ".join(ENTRY_POINTS)
+        raise _bad_fault_error(f"{kind} needs an NVML entry point", f"give nvml..., or one of: {names}")
+    return ENTRY_POINTS.get(value, (value,))
 
 
 # Above what useradd, systemd and containers take.
@@ -166,10 +165,7 @@ _MOST_MADE_UP: Final = 1 << 28
 
 
 def uid_of(state: SimulatedHostState, text: str) -> int:
-    """Return the id of a user given by id or name. A name that neither this machine nor the host has is made up.
-
-    Raises BadUsage.
-    """
+    """Return the id of a user given by id or name; a name that this machine lacks gets an id; BadUsage: it is no name."""
     try:
         return user_id(text)
     except NotFound:

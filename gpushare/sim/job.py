@@ -38,10 +38,10 @@ from gpushare.host.identity import ancestors, identity_of
 from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
-from gpushare.sim.processes import real_process
+from gpushare.sim.processes import add_real_process
 from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 
-_FOUND_SECONDS: Final = 10.0
+_CONTEXT_SECONDS: Final = 10.0
 # As torchrun sets it: the number of a process on this host, and of its GPU.
 _RANK: Final = "LOCAL_RANK"
 _SWITCH_US: Final = 250.0
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end)
     file = StateFile(spec)
-    pid = _appear(file, options, ended)
+    pid = _start(file, options, ended)
     return 1 if pid is None else _run(file, pid, options, ended)
 
 
@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=int, default=1, help="streams in one process")
     parser.add_argument("--threads", type=int, default=0, help="threads in one process: one stream, in turn")
     parser.add_argument("--priority", action="store_true", help="accepted: streams have no priorities here")
-    parser.add_argument("--seconds", type=float, default=None, help="seconds after which it ends")
-    parser.add_argument("--work", type=float, default=None, help="units of work after which it ends")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="seconds after which it ends")
+    parser.add_argument("--work", type=float, default=math.inf, help="units of work after which it ends")
     parser.add_argument("--footprint", default=None, help="device memory: 1G")
     parser.add_argument("--bandwidth", type=float, default=None, help="percent of the memory's bandwidth that it draws")
     parser.add_argument("--contention", type=float, default=0.0, help="percent lost when clients want too much")
@@ -99,19 +99,14 @@ def _run(file: StateFile, pid: int, options: argparse.Namespace, ended: list[int
         pace = pace_of(state, process, options.need, options.streams, options.contention)
         speed = pace.rate * (1 + random.uniform(-options.noise, options.noise) / 100)  # noqa: S311 - not a secret
         rate = options.rate * options.streams * speed
-        pause = options.every
-        if options.work is not None and rate > 0:
-            pause = min(pause, max(0.0, options.work - done) / rate)
-        time.sleep(pause)
+        time.sleep(min(options.every, (options.work - done) / rate) if rate > 0 else options.every)
         at = time.monotonic()
         done, last = done + rate * (at - last), at
         sys.stdout.write(f"rate={rate:.3f}\n")
         if options.latency is not None and speed > 0:
             sys.stdout.write(f"latency_ms={options.latency * options.streams * pace.latency * pace.rate / speed:.4f}\n")
         sys.stdout.flush()
-        if options.work is not None and done >= options.work:
-            break
-        if options.seconds is not None and at - started >= options.seconds:
+        if done >= options.work or at - started >= options.seconds:
             break
     return 0
 
@@ -129,75 +124,98 @@ def pace_of(
     """Return how fast a job runs on its GPU now."""
     if not on_gpu(process) or process.stopped_at is not None or process.channels_off or process.checkpoint:
         return Pace(0.0, math.inf)
-    at, here = now(), (process.gpu_uuid, process.place)
-    beside = [process for process in state.processes if (process.gpu_uuid, process.place) == here]
-    busy = [other for other in beside if on_gpu(other) and activity.is_busy(other, at)]
-    want = need * streams
-    reach = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
-    speed = reach / want * (_squeeze(state, process, busy, contention) if process.mps_server is not None else 1.0)
+    at, device = now(), (process.gpu_uuid, process.instance_ids)
+    busy = [
+        other
+        for other in state.processes
+        if (other.gpu_uuid, other.instance_ids) == device and on_gpu(other) and activity.is_busy(other, at)
+    ]
+    wanted = need * streams
+    speed = min(wanted, _allowed_percent(state, process)) / wanted
+    if process.mps_server is not None:
+        speed *= _squeeze(state, process, busy, contention)
+    # The clients of one MPS server are one context.
     contexts: dict[int, list[SimulatedProcess]] = {}
     for other in busy:
         contexts.setdefault(other.mps_server or other.pid, []).append(other)
-    others = [clients for key, clients in contexts.items() if key != (process.mps_server or process.pid)]
-    return _in_turn(state, process, speed, others)
+    contexts.pop(process.mps_server or process.pid, None)
+    return _in_turn(state, process, speed, list(contexts.values()))
 
 
 def _squeeze(
     state: SimulatedHostState, process: SimulatedProcess, busy: Sequence[SimulatedProcess], contention: float
 ) -> float:
-    """Return what clients of a server leave each other: a share of the speed of each."""
+    """Return the factor by which the clients of its MPS server slow a process down, at most 1."""
     clients = [other for other in busy if other.mps_server == process.mps_server]
-    always = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
+    with_all = _factor_among(state, process, clients, contention)
+    if process.busy_percent < 100:
+        return with_all
+    # Clients that have work now and then are there for a part of the time only.
+    steady = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
+    busy_part = min(1.0, sum(client.busy_percent for client in clients if client not in steady) / 100 / with_all)
+    return busy_part * with_all + (1 - busy_part) * _factor_among(state, process, steady, contention)
 
-    def share_among(present: Sequence[SimulatedProcess]) -> float:
-        """Return the share of its speed that each of these clients has when all work."""
-        load = sum(client.sm_percent for client in present)
-        squeeze = 100 / load * (1 - contention / 100) if load > 100 else 1.0
-        if process.bandwidth_percent is not None:
-            draws = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in present]
-            squeeze = min(squeeze, 100 / max(100, sum(client.bandwidth_percent or 0 for client in draws)))
-        return squeeze
 
-    with_all = share_among(clients)
-    # Those that have work now and then are there for a part of the time only.
-    busy_part = min(1.0, sum(client.busy_percent for client in clients if client not in always) / 100 / with_all)
-    return with_all if process.busy_percent < 100 else busy_part * with_all + (1 - busy_part) * share_among(always)
+def _factor_among(
+    state: SimulatedHostState, process: SimulatedProcess, clients: Sequence[SimulatedProcess], contention: float
+) -> float:
+    """Return the factor by which these clients slow the process down while all of them work."""
+    load = sum(client.sm_percent for client in clients)
+    by_sms = 100 / load * (1 - contention / 100) if load > 100 else 1.0
+    if process.bandwidth_percent is None:
+        return by_sms
+    drawing = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in clients]
+    return min(by_sms, 100 / max(100, sum(client.bandwidth_percent or 0 for client in drawing)))
+
+
+class _Context(NamedTuple):
+    """A process, or an MPS server with its clients, as the scheduler of the GPU sees it."""
+
+    slice_us: int
+    # The part of the time in which it has work.
+    busy_part: float
+    # How long one of its requests takes when it has the GPU alone.
+    request_us: float
+
+
+def _context_of(state: SimulatedHostState, clients: Sequence[SimulatedProcess]) -> _Context:
+    """Return the context of a process, or of the clients of one MPS server; the first stands for all."""
+    first = clients[0]
+    slices = next((server.slices for server in state.servers if server.pid == first.mps_server), first.slices)
+    slice_us = slices.get("compute", DEFAULT_SLICE_US)
+    busy_part = min(1.0, sum(client.busy_percent for client in clients) / 100)
+    return _Context(slice_us, busy_part, (first.request_ms or slice_us / 1000) * 1000)
 
 
 def _in_turn(
     state: SimulatedHostState, process: SimulatedProcess, speed: float, others: Sequence[Sequence[SimulatedProcess]]
 ) -> Pace:
     """Return the pace of a process that has this ``speed`` in its turns, next to the contexts of others."""
-    if process.busy_percent >= 100 and not others:
+    own = _context_of(state, [process])
+    contexts = [_context_of(state, clients) for clients in others]
+    if own.busy_part < 1:
+        return _pace_of_requests(own, speed, contexts)
+    if not contexts:
         return Pace(speed, 1 / speed)
-    own_slice, slices = _slice(state, process), [_slice(state, clients[0]) for clients in others]
-    busy_parts = [_work(clients) for clients in others]
-    if process.busy_percent < 100:
-        alone = (process.request_ms or own_slice / 1000) * 1000
-        waits = sum(slice_us * part + _SWITCH_US for slice_us, part in zip(slices, busy_parts, strict=True))
-        takes = alone / speed + math.ceil(alone / speed / own_slice) * waits
-        return Pace(min(1.0, alone / takes / (process.busy_percent / 100)), takes / alone)
-    always = [slice_us for slice_us, part in zip(slices, busy_parts, strict=True) if part >= 1]
+    # What the others take that have work now and then: their requests, and the switches around each slice of these.
     rest = 1.0
-    for beside, part, slice_us in zip(others, busy_parts, slices, strict=True):
-        if part < 1:
-            request = (beside[0].request_ms or slice_us / 1000) * 1000
-            rest -= part * (1 + math.ceil(request / slice_us) * _SWITCH_US / request)
-    round_us = [own_slice, *always]
-    turn = sum(round_us) + (_SWITCH_US * len(round_us) if always and min(round_us) < _SHORT_US else 0.0)
-    rate = speed * max(0.0, rest) * own_slice / turn
+    for context in contexts:
+        if context.busy_part < 1:
+            switches = math.ceil(context.request_us / context.slice_us)
+            rest -= context.busy_part * (1 + switches * _SWITCH_US / context.request_us)
+    slices = [own.slice_us, *(context.slice_us for context in contexts if context.busy_part >= 1)]
+    # Switches cost only where a slice is short (see the top of this file).
+    switching_us = _SWITCH_US * len(slices) if len(slices) > 1 and min(slices) < _SHORT_US else 0.0
+    rate = speed * max(0.0, rest) * own.slice_us / (sum(slices) + switching_us)
     return Pace(rate, 1 / rate if rate else math.inf)
 
 
-def _work(clients: Sequence[SimulatedProcess]) -> float:
-    """Return the part of the time in which a context has work."""
-    return min(1.0, sum(client.busy_percent for client in clients) / 100)
-
-
-def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
-    """Return the time-slice that a process runs in, in microseconds: under MPS its server's."""
-    servers = {server.pid: server for server in state.servers}
-    return servers.get(process.mps_server or 0, process).slices.get("compute", DEFAULT_SLICE_US)
+def _pace_of_requests(own: _Context, speed: float, contexts: Sequence[_Context]) -> Pace:
+    """Return the pace of a process whose requests arrive one by one: each of their slices waits for all other contexts."""
+    wait_us = sum(context.slice_us * context.busy_part + _SWITCH_US for context in contexts)
+    working_us = own.request_us / speed
+    total_us = working_us + math.ceil(working_us / own.slice_us) * wait_us
+    return Pace(min(1.0, own.request_us / total_us / own.busy_part), total_us / own.request_us)
 
 
 def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
@@ -206,75 +224,73 @@ def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
     return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
 
-def _capacity(state: SimulatedHostState, process: SimulatedProcess) -> float:
-    """Return what the device of a process has, in percent of the whole GPU."""
+def _device_percent(state: SimulatedHostState, process: SimulatedProcess) -> float:
+    """Return the size of a process's device in percent of the whole GPU: less than 100 for a MIG device."""
     target = target_of(state, process)
-    whole = target.model.multiprocessors
-    for instance in target.gpu.mig:
-        if instance.place == process.place and whole:
-            return 100.0 * activity.device_multiprocessors(target, instance) / whole
-    return 100.0
+    instance = next((mig for mig in target.gpu.mig if mig.instance_ids == process.instance_ids), None)
+    return 100.0 if instance is None else 100.0 * activity.share_of_sms(target, instance)
 
 
-def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> int | None:
-    """Write the job's need down at its process in the simulated host; return that process, or None: CUDA refused."""
-    deadline = time.monotonic() + _FOUND_SECONDS
-    family = ancestors()
+def _allowed_percent(state: SimulatedHostState, process: SimulatedProcess) -> float:
+    """Return what a process may use at most, in percent of the whole GPU: its device, less by its thread limit."""
+    return _device_percent(state, process) * (process.threads or 100.0) / 100
+
+
+def _start(file: StateFile, options: argparse.Namespace, ended: list[int]) -> int | None:
+    """Wait for the CUDA context of this job and write down what it uses; return its PID, or None: CUDA refused it.
+
+    The process of the simulated host is this one, or the ancestor that `gpushare run` started.
+    """
+    family = [os.getpid(), *ancestors()]
     if _RANK in os.environ:
-        _join(file, int(os.environ[_RANK]))
+        _add_rank(file, int(os.environ[_RANK]))
+    deadline = time.monotonic() + _CONTEXT_SECONDS
     while time.monotonic() < deadline and not ended:
-        state = current(file)
-        seen = state.process(os.getpid()) or next(
-            (process for process in state.processes if process.pid in family), None
-        )
-        if seen is not None and seen.checkpoint and seen.refused is None:
-            # A call of CUDA waits for as long as its process is locked or out of the GPU.
-            deadline = time.monotonic() + _FOUND_SECONDS
-            time.sleep(0.01)
-            continue
-        if seen is None or (seen.refused is None and not on_gpu(seen)):
-            time.sleep(0.01)
-            continue
-        if seen.refused is not None:
-            _report(seen.refused)
+        processes = {process.pid: process for process in current(file).processes}
+        process = next((processes[pid] for pid in family if pid in processes), None)
+        if process is not None and process.refused is not None:
+            _report(process.refused)
             return None
-        with changing(file) as (state, _):
-            process = state.process(seen.pid)
-            if process is not None and not process.checkpoint:
-                return seen.pid if _allocate(state, process, options) else None
+        if process is not None and process.checkpoint:
+            # A call of CUDA waits for as long as its process is locked or out of the GPU.
+            deadline = time.monotonic() + _CONTEXT_SECONDS
+        elif process is not None and on_gpu(process):
+            with changing(file) as (state, _):
+                same = state.process(process.pid)
+                if same is not None and not same.checkpoint:
+                    return same.pid if _allocate(state, same, options) else None
+        time.sleep(0.01)
     _report("CUDA_ERROR_NO_DEVICE")
     return None
 
 
-def _join(file: StateFile, rank: int) -> None:
-    """Be a process of its own on the GPU of this number of CUDA_VISIBLE_DEVICES: a rank of a job of several GPUs."""
+def _add_rank(file: StateFile, rank: int) -> None:
+    """Add this process, a rank of a job of several GPUs, to the GPU with its number in CUDA_VISIBLE_DEVICES."""
     own = identity_of(os.getpid())
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if own is None or rank >= len(devices):
         return
     with changing(file) as (state, lines):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]}
-        process = real_process(state, own, [sys.executable, *sys.argv], environment)
+        process = add_real_process(state, own, [sys.executable, *sys.argv], environment)
         lines += clients.attach(state, process)
 
 
 def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
-    """Set what a job uses of its GPU; return False where its memory does not fit."""
-    capacity = _capacity(state, process)
-    allowed = capacity * (process.threads or 100.0) / 100
-    process.sm_percent = max(1, round(100 * min(options.need * options.streams, allowed) / capacity))
+    """Write down what a job uses of its GPU; return False, with an error on stderr, where its memory does not fit."""
+    allowed, wanted = _allowed_percent(state, process), options.need * options.streams
+    process.sm_percent = max(1, round(100 * min(wanted, allowed) / _device_percent(state, process)))
     if options.bandwidth is not None:
-        part = min(1.0, allowed / (options.need * options.streams))
-        process.bandwidth_percent = round(min(100.0, options.bandwidth * options.streams * part))
+        drawn = options.bandwidth * options.streams * min(1.0, allowed / wanted)
+        process.bandwidth_percent = round(min(100.0, drawn))
     process.busy_percent, process.request_ms = options.busy, options.latency
     if options.footprint is None:
         return True
     size = parse_memory_limit(options.footprint) * options.streams
-    limit = process.memory_limit_bytes
+    # What it has before is the simulation's guess, and makes room.
     process.memory_bytes = 0
-    total, reserved, used = activity.memory_of(state, target_of(state, process))
-    over = limit is not None and size > limit
-    if over or size > total - reserved - used:
+    limit, free = process.memory_limit_bytes, activity.memory_of(state, target_of(state, process)).free
+    if size > free or (limit is not None and size > limit):
         _report("CUDA_ERROR_OUT_OF_MEMORY")
         return False
     process.memory_bytes = size

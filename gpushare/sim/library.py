@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,11 +10,11 @@ from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import NoPermission
+from gpushare.base.model import ComputeMode
 from gpushare.gpu_models import model_of
 from gpushare.sim import activity, current
 from gpushare.sim import nvml_abi as abi
-from gpushare.sim import state as liveness
-from gpushare.sim.activity import Resident
+from gpushare.sim.activity import GpmSample, Resident
 from gpushare.sim.mps_servers import binary_version
 from gpushare.sim.nvml_abi import (
     ENTRY_POINTS,
@@ -30,17 +29,25 @@ from gpushare.sim.nvml_abi import (
     On,
     Refused,
     Target,
+    profile_of,
     unversioned,
 )
-from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, StateFile, initial_state, now
+from gpushare.sim.state import (
+    SimulatedGpu,
+    SimulatedGpuInstance,
+    SimulatedHostState,
+    StateFile,
+    initial_state,
+    now,
+    settle_is_due,
+)
 
-_EXCLUSIVE_THREAD, _COMPUTE_MODES = 1, 4
+_FULL_LOAD_POWER = 0.9
 _RESETLESS_MIG, _MIG_QUERY_WITHOUT_MIG = 184, 199
 
 
 @abi.entry_point("nvmlInitWithFlags", "nvmlInit_v2", needs_init=False)
 def _init(library: SimulatedLibrary, *_flags: Any) -> None:
-    library.forget()
     state = library.state
     failures = (
         (not state.nvml_installed, Code.LIBRARY_NOT_FOUND),
@@ -70,32 +77,33 @@ def _handle_by_index(library: SimulatedLibrary, index: Any, device: Any) -> None
 @abi.entry_point("nvmlDeviceGetHandleByUUID")
 def _handle_by_uuid(library: SimulatedLibrary, uuid: Any, device: Any) -> None:
     wanted = bytes(getattr(uuid, "value", uuid) or b"").decode(errors="replace")
+    handles: dict[str, Handle] = {}
     for index, gpu in enumerate(library.state.gpus):
-        for instance in gpu.mig if gpu.mig_mode == 1 else []:
-            if wanted == instance.uuid:
-                library.gpu(index)
-                return abi.put_handle(device, Handle(HandleKind.MIG_DEVICE, index, *instance.place))
-        if wanted == gpu.uuid:
-            return abi.put_handle(device, library.gpu(index).handle)
-    raise Refused(Code.NOT_FOUND)
+        handles[gpu.uuid] = Handle(HandleKind.GPU, index)
+        for mig in gpu.mig:
+            handles[mig.uuid] = Handle(HandleKind.MIG_DEVICE, index, *mig.instance_ids)
+    if wanted not in handles:
+        raise Refused(Code.NOT_FOUND)
+    # Refused here already if the GPU is lost.
+    library.gpu(handles[wanted].index)
+    abi.put_handle(device, handles[wanted])
 
 
 @abi.entry_point("nvmlDeviceSetComputeMode", on=On.GPU)
 def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> None:
     wanted = abi.number(mode)
-    if not 0 <= wanted < _COMPUTE_MODES:
+    if wanted not in list(ComputeMode):
         raise Refused(Code.INVALID_ARGUMENT)
     with library.changed_host() as state:
         # EXCLUSIVE_THREAD is gone since CUDA 8; with MIG on there is only DEFAULT.
-        if wanted == _EXCLUSIVE_THREAD or target.mig_enabled:
+        if wanted == ComputeMode.EXCLUSIVE_THREAD or target.mig_enabled:
             raise Refused(Code.NOT_SUPPORTED)
         state.gpus[target.handle.index].compute_mode = wanted
 
 
-def _mig_mode(_library: SimulatedLibrary, target: Target) -> tuple[int, int] | None:
+def _mig_mode(_library: SimulatedLibrary, target: Target) -> tuple[int, int | None] | None:
     """Return the mode now, and the one after the next reset; None: no MIG."""
-    mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
-    return None if mode is None else (mode, mode if next_mode is None else next_mode)
+    return None if target.gpu.mig_mode is None else (target.gpu.mig_mode, target.gpu.mig_pending)
 
 
 def _compute_capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
@@ -107,7 +115,7 @@ def _compute_capability(_library: SimulatedLibrary, target: Target) -> list[int]
 def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values: Any) -> None:
     array = abi.target_of(values)
     for index in range(abi.number(count)):
-        value = _field_value(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
+        value = _field_value(target, array[index].fieldId)
         array[index].nvmlReturn = Code.NOT_SUPPORTED if value is None else Code.SUCCESS
         if value is not None:
             array[index].timestamp = int(now() * 1e6)
@@ -116,10 +124,11 @@ def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values
             array[index].value.uiVal = value
 
 
-def _field_value(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | None:
+def _field_value(target: Target, field: int) -> int | None:
     """Return the value of a field of nvmlDeviceGetFieldValues; None: the GPU does not have it."""
-    if gpu.mig_mode is None:
+    if target.gpu.mig_mode is None:
         return None
+    needs_reset = target.model.reset_for_mode_change
     if field == _RESETLESS_MIG:
         return None if needs_reset is None else int(not needs_reset)
     # R580 lists GPU instance profiles with MIG off.
@@ -127,11 +136,11 @@ def _field_value(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> 
 
 
 def _name(_library: SimulatedLibrary, target: Target) -> str:
-    profile = None if target.instance is None else target.model.profile(target.instance.profile)
-    if target.instance is None or profile is None:
+    if target.instance is None:
         return target.model.name
     from gpushare.sim.mig import device_name
 
+    profile = profile_of(target.model, target.instance)
     return f"{target.model.name} MIG {device_name(profile, target.instance)}"
 
 
@@ -150,17 +159,17 @@ def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:
 
 
 def _memory(library: SimulatedLibrary, target: Target) -> dict[str, int]:
-    total, reserved, used = activity.memory_of(library.state, target)
+    memory = activity.memory_of(library.state, target)
     # Version 1 counts reserved memory as used.
-    return {"total": total, "used": used + reserved, "free": total - used - reserved}
+    return {"total": memory.total, "used": memory.used + memory.reserved, "free": memory.free}
 
 
 def _memory_v2(library: SimulatedLibrary, target: Target) -> dict[str, int]:
-    total, reserved, used = activity.memory_of(library.state, target)
-    return {"total": total, "reserved": reserved, "used": used, "free": total - used - reserved}
+    memory = activity.memory_of(library.state, target)
+    return {"total": memory.total, "reserved": memory.reserved, "used": memory.used, "free": memory.free}
 
 
-def _cores(_library: SimulatedLibrary, target: Target) -> int | None:
+def _core_count(_library: SimulatedLibrary, target: Target) -> int | None:
     # 64 FP32 lanes per SM up to GA100, 128 from GA10x on.
     narrow = target.model.arch in {"pascal", "volta", "turing"} or target.model.compute_capability == "8.0"
     sms = target.model.multiprocessors
@@ -184,12 +193,12 @@ def _energy(library: SimulatedLibrary, target: Target) -> int | None:
 
 
 def _power(library: SimulatedLibrary, target: Target) -> int | None:
-    """Return milliwatts: idle power, and the rest of the limit by load."""
+    """Return milliwatts: idle power without load, and 90 % of the limit under full load (a guess)."""
     watts = target.model.power_limit_watts
     if watts is None:
         return None
     busy = activity.utilization(library.state, target) / 100
-    wanted = watts * (activity.IDLE_POWER + (0.9 - activity.IDLE_POWER) * busy)
+    wanted = watts * (activity.IDLE_POWER + (_FULL_LOAD_POWER - activity.IDLE_POWER) * busy)
     return round(1000 * min(wanted, target.gpu.power_cap_watts or watts))
 
 
@@ -203,11 +212,14 @@ def _usual_power_limit(_library: SimulatedLibrary, target: Target) -> int | None
 
 
 def _clock(library: SimulatedLibrary, target: Target, kind: int) -> int | None:
-    """Return MHz of the SMs (1): the highest under load, a sixth of it idle. Others are not published."""
-    most = target.model.max_sm_clock_mhz
-    if kind != 1 or most is None:
-        return None
-    return most if activity.utilization(library.state, target) else most // 6
+    """Return a clock in MHz: that of the SMs (kind 1) is the highest under load, and a sixth of it when idle."""
+    highest = _max_clock(library, target, kind)
+    return highest if highest is None or activity.utilization(library.state, target) else highest // 6
+
+
+def _max_clock(_library: SimulatedLibrary, target: Target, kind: int) -> int | None:
+    """Return the highest clock in MHz of the SMs (kind 1); None: those of memory and video are not in the catalogue."""
+    return target.model.max_sm_clock_mhz if kind == 1 else None
 
 
 def _traffic(library: SimulatedLibrary, target: Target, _way: int) -> int:
@@ -220,7 +232,7 @@ def _cuda_version(library: SimulatedLibrary) -> int:
     return binary_version(library.state) if library.state.branch >= 525 else 11080
 
 
-# Entry points that hand one value over: names, what they are called on, how the value goes, where it is from.
+# Entry points that return one value: names, what they are called on, how they hand the value over, what returns it.
 _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT, lambda library: library.state.driver),
     ("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER, _cuda_version),
@@ -235,7 +247,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetMinorNumber", On.GPU, Form.NUMBER, lambda _, target: target.handle.index),
     ("nvmlDeviceGetMemoryInfo", On.DEVICE, Form.FIELDS, _memory),
     ("nvmlDeviceGetMemoryInfo_v2", On.DEVICE, Form.VERSIONED_FIELDS, _memory_v2),
-    ("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER, _cores),
+    ("nvmlDeviceGetNumGpuCores", On.GPU, Form.NUMBER, _core_count),
     ("nvmlDeviceGetUtilizationRates", On.DEVICE, Form.FIELDS, _utilization),
     ("nvmlDeviceGetTotalEnergyConsumption", On.GPU, Form.NUMBER, _energy),
     ("nvmlDeviceGetPowerUsage", On.GPU, Form.NUMBER, _power),
@@ -248,12 +260,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         lambda library, target, _: 31 + round(0.4 * activity.utilization(library.state, target)),
     ),
     ("nvmlDeviceGetClockInfo", On.GPU, Form.NUMBER, _clock),
-    (
-        "nvmlDeviceGetMaxClockInfo",
-        On.GPU,
-        Form.NUMBER,
-        lambda _, target, kind: target.model.max_sm_clock_mhz if kind == 1 else None,
-    ),
+    ("nvmlDeviceGetMaxClockInfo", On.GPU, Form.NUMBER, _max_clock),
     # GPUs of servers have no fan of their own.
     ("nvmlDeviceGetFanSpeed", On.GPU, Form.NUMBER, lambda *_: None),
     ("nvmlDeviceGetPcieThroughput", On.GPU, Form.NUMBER, _traffic),
@@ -270,15 +277,6 @@ for _getter in _GETTERS:
     abi.register_getter(*_getter)
 
 
-# MPS clients are in the compute list and in the MPS list, their server in the compute list
-# (H200, driver 580.159.04).
-_LISTS: Final[dict[str, Callable[[Resident], bool]]] = {
-    "Compute": lambda entry: not entry.graphics,
-    "Graphics": lambda entry: entry.graphics,
-    "MPSCompute": lambda entry: entry.mps_client,
-}
-
-
 def _register_process_list(kind: str, belongs: Callable[[Resident], bool]) -> None:
     """Register the three versions of an entry point that lists the processes of a kind."""
     name = f"nvmlDeviceGet{kind}RunningProcesses"
@@ -286,65 +284,51 @@ def _register_process_list(kind: str, belongs: Callable[[Resident], bool]) -> No
     @abi.entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
         # NVML's PIDs are the host's: in another PID namespace the list is empty.
-        seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
-        _fill(count, infos, [_process_info(entry) for entry in seen if belongs(entry)])
+        residents = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
+        _put_all(count, infos, [_process_info(resident) for resident in residents if belongs(resident)])
 
 
-for _kind, _wanted in _LISTS.items():
-    _register_process_list(_kind, _wanted)
+# An MPS client is in two lists, its server in the first alone (H200, driver 580.159.04).
+_register_process_list("Compute", lambda resident: not resident.graphics)
+_register_process_list("MPSCompute", lambda resident: resident.mps_client)
+_register_process_list("Graphics", lambda resident: resident.graphics)
 
 
 def _process_info(resident: Resident) -> dict[str, int]:
     """Return the fields of nvmlProcessInfo_t."""
+    gpu_instance, compute_instance = resident.instance_ids or (NO_INSTANCE, NO_INSTANCE)
     return {
         "pid": resident.pid,
         "usedGpuMemory": resident.memory_bytes,
-        "gpuInstanceId": NO_INSTANCE if resident.gpu_instance_id is None else resident.gpu_instance_id,
-        "computeInstanceId": NO_INSTANCE if resident.compute_instance_id is None else resident.compute_instance_id,
+        "gpuInstanceId": gpu_instance,
+        "computeInstanceId": NO_INSTANCE if compute_instance is None else compute_instance,
     }
 
 
-def _fill(count: Any, infos: Any, entries: list[dict[str, int]]) -> None:
-    """Fill a caller's array; tell the size needed when it is too small (INSUFFICIENT_SIZE)."""
-    if count is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    room = abi.number(abi.target_of(count)) if infos is not None else 0
-    abi.put(count, len(entries))
-    if room < len(entries):
-        raise Refused(Code.INSUFFICIENT_SIZE)
-    if entries:
-        for index, entry in enumerate(entries):
-            abi.put_fields(abi.target_of(infos)[index], entry)
+def _put_all(count: Any, array: Any, entries: list[dict[str, int]]) -> None:
+    """Write the fields of each entry to a caller's array, and to ``count`` how many entries there are."""
+    abi.put_count(count, array, len(entries))
+    structs = abi.target_of(array)
+    for index, entry in enumerate(entries):
+        abi.put_fields(structs[index], entry)
 
 
 @abi.entry_point("nvmlDeviceGetProcessUtilization", on=On.GPU)
 def _process_utilization(library: SimulatedLibrary, target: Target, infos: Any, count: Any, seen_until: Any) -> None:
-    _fill(count, infos, _utilization_samples(library, target, abi.number(seen_until)))
-
-
-def _utilization_samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list[dict[str, int]]:
-    """Return the samples newer than a time in microseconds.
-
-    Raises:
-        Refused: NOT_SUPPORTED with MIG on; NOT_FOUND when there is none, the GPU is idle.
-    """
+    """Write a sample of now for each busy process; NOT_FOUND: the GPU is idle, or now is not later than ``seen_until``."""
     if target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    stamp = int(now() * 1e6)
-    percents = activity.samples(library.state, target) if library.state.pid_namespace_is_host else {}
-    if not percents or stamp <= seen_until:
+    microseconds = int(now() * 1e6)
+    percents = activity.sm_percent_by_pid(library.state, target) if library.state.pid_namespace_is_host else {}
+    if not percents or microseconds <= abi.number(seen_until):
         raise Refused(Code.NOT_FOUND)
-    return [
-        {"pid": pid, "timeStamp": stamp, "smUtil": round(busy), "memUtil": activity.memory_bandwidth(busy)}
+    samples = [
+        {"pid": pid, "timeStamp": microseconds, "smUtil": round(busy), "memUtil": activity.memory_bandwidth(busy)}
         for pid, busy in sorted(percents.items())
     ]
+    _put_all(count, infos, samples)
 
 
-# Entry points that few hosts need: loaded at the first name that the others do not have.
-RARE_ROOMS: Final = ("library_mig", "library_rare")
-# How long a look at real processes holds, in seconds: they end without anybody writing the state.
-_SETTLED_FOR: Final = 0.05
-_SUCCESS: Final = int(Code.SUCCESS)
 _Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
 
 
@@ -362,68 +346,64 @@ class SimulatedLibrary:
     def __init__(self, file: StateFile) -> None:
         self.file: Final = file
         self.calls: Final[Counter[str]] = Counter()
-        # Samples of nvmlGpmSampleAlloc by pointer value: utilization and bandwidth in percent that they saw.
-        self.samples: Final[dict[int, tuple[float, float] | None]] = {}
+        # By the pointers of nvmlGpmSampleAlloc; None: nothing was sampled yet.
+        self.samples: Final[dict[int, GpmSample | None]] = {}
+        # How many calls of nvmlInit no nvmlShutdown has answered.
         self.references = 0
         self._state: SimulatedHostState | None = None
-        # Whole GPUs by index, as the last state has them.
-        self._whole: dict[int, Target] = {}
-        self._path: Final = os.fspath(file.path)
+        # What `_file_stamp` was when the state was read.
         self._stamp: tuple[int, int, int] | None = None
-        self._settled_at = 0.0
-        # One call looks at the file once.
-        self._in_call = self._looked = False
+        # Whether this call of an entry point has looked at the file: one look is enough.
+        self._looked = False
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name == "nvmlErrorString":
             # The only entry point that returns no code; ctypes lets its restype be set.
             return lambda code: ERROR_TEXTS.get(abi.number(code), "Unknown Error").encode()
-        entry = ENTRY_POINTS.get(name) or _rare_entry_point(name)
-        if entry is None:
+        if name not in ENTRY_POINTS:
+            # Few hosts need these: they are loaded at the first name that this file does not have.
+            import_module("gpushare.sim.library_mig")
+            import_module("gpushare.sim.library_rare")
+        if name not in ENTRY_POINTS:
             raise AttributeError(name)
 
         def call(*arguments: Any) -> int:
             self.calls[name] += 1
-            return self._call(entry, arguments)
+            return self._call(ENTRY_POINTS[name], arguments)
 
         return call
 
     @property
     def state(self) -> SimulatedHostState:
-        """Return the host's state: read again when the file changed, and what time did to it settled."""
+        """Return the state of the host with `clients.settle` done: read again in a call after the file has changed."""
         if self._looked and self._state is not None:
             return self._state
-        self._looked = self._in_call
+        self._looked = True
         stamp = self._file_stamp()
-        at = time.monotonic()
         if self._state is None or stamp != self._stamp:
             self._state, self._stamp = self.file.read() or initial_state(self.file.spec), stamp
-        elif at - self._settled_at < _SETTLED_FOR:
-            return self._state
-        self._settled_at = at
-        if liveness.due(self._state):
-            self._settle()
+        if settle_is_due(self._state):
+            self._state = self._settled(self._state)
         return self._state
 
-    def _settle(self) -> None:
-        """Let what is due on the host happen: processes that ended, and contexts that are made now."""
+    def _settled(self, state: SimulatedHostState) -> SimulatedHostState:
+        """Return the state after `clients.settle`, which is written to the file too."""
         try:
-            self._state = current.current(self.file)
-            self._stamp = self._file_stamp()
+            settled = current.current(self.file)
         except NoPermission:
-            # Another user's host: what happened is seen here, and written by its owner.
-            if self._state is not None:
-                from gpushare.sim import clients
+            # Only its owner may write another user's host: here the state is settled in memory alone.
+            from gpushare.sim import clients
 
-                clients.settle(self._state)
-
-    def forget(self) -> None:
-        """Read the state again at the next call."""
-        self._state = None
+            clients.settle(state)
+            return state
+        self._stamp = self._file_stamp()
+        return settled
 
     @contextmanager
     def changed_host(self) -> Iterator[SimulatedHostState]:
         """Yield the host to change, under the lock of its file; a block that refuses must have changed nothing yet.
+
+        The process dies after the block if the fault ``crash-step`` is due.
 
         Raises:
             Refused: NO_PERMISSION, every setter needs root; UNKNOWN by the fault ``fail-step``; what the block raises.
@@ -433,8 +413,8 @@ class SimulatedLibrary:
         refused: Refused | None = None
         crashes = False
         with current.changing(self.file) as (state, _):
-            # A refused call counts for the faults too, so what they count is written in either case.
-            if step_due(state, "fail_step"):
+            # A refusal is raised after the state is written: a refused call counts for the faults too.
+            if _count_down(state, "fail_step"):
                 refused = Refused(Code.UNKNOWN)
             else:
                 try:
@@ -442,8 +422,8 @@ class SimulatedLibrary:
                 except Refused as raised:
                     refused = raised
                 else:
-                    crashes = step_due(state, "crash_step")
-        self.forget()
+                    crashes = _count_down(state, "crash_step")
+        self._state = None
         if refused is not None:
             raise refused
         if crashes:
@@ -451,24 +431,18 @@ class SimulatedLibrary:
             os._exit(137)
 
     def gpu(self, index: int) -> Target:
-        """Return a GPU by its index.
-
-        Raises:
-            Refused: INVALID_ARGUMENT, there is none; GPU_IS_LOST.
-        """
+        """Return a GPU by its index; Refused: INVALID_ARGUMENT, there is none; GPU_IS_LOST."""
         gpus = self.state.gpus
         if not 0 <= index < len(gpus):
             raise Refused(Code.INVALID_ARGUMENT)
-        gpu, whole = gpus[index], self._whole.get(index)
+        gpu = gpus[index]
         if gpu.lost:
             raise Refused(Code.GPU_IS_LOST)
-        if whole is None or whole.gpu is not gpu:
-            whole = self._whole[index] = Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
-        return whole
+        return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
         """Carry out one call of an entry point; return its nvmlReturn_t."""
-        self._in_call, self._looked = True, False
+        self._looked = False
         try:
             if entry.needs_init and not self.references:
                 raise Refused(Code.UNINITIALIZED)
@@ -478,56 +452,51 @@ class SimulatedLibrary:
                 entry.function(self, *arguments)
         except Refused as refused:
             return int(refused.code)
-        finally:
-            self._in_call = self._looked = False
-        return _SUCCESS
+        return int(Code.SUCCESS)
 
     def _target(self, entry: EntryPoint, pointer: Any) -> Target:
-        """Return what a handle names; Refused: the entry point does not take it, or a fault is set."""
+        """Return what a handle names; Refused: the entry point does not take it, a fault is set, or the instance is gone."""
         handle = Handle.unpack(abi.pointer_value(pointer))
         if handle.kind not in entry.on:
             # A MIG device where only a whole GPU will do.
             raise Refused(Code.NOT_SUPPORTED if handle.kind is HandleKind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)
-        for refused, code in ((whole.gpu.not_supported, Code.NOT_SUPPORTED), (whole.gpu.refused, Code.NO_PERMISSION)):
-            if refused and unversioned(entry.name) in map(unversioned, refused):
-                raise Refused(code)
+        _check_faults(whole.gpu, entry.name)
         if handle.kind is HandleKind.GPU:
             return whole
-        devices = whole.gpu.mig if whole.mig_enabled else []
         if handle.kind is HandleKind.GPU_INSTANCE:
-            owners: list[SimulatedGpuInstance] = [*devices, *(whole.gpu.bare if whole.mig_enabled else [])]
+            owners: list[SimulatedGpuInstance] = [*whole.gpu.mig, *whole.gpu.bare]
             owner = first_matching(owners, lambda each: each.gpu_instance_id == handle.gpu_instance)
             return Target(handle, whole.gpu, whole.model, gpu_instance=owner)
-        place = (handle.gpu_instance, handle.compute_instance)
-        instance = first_matching(devices, lambda each: each.place == place)
+        wanted = (handle.gpu_instance, handle.compute_instance)
+        instance = first_matching(whole.gpu.mig, lambda each: each.instance_ids == wanted)
         return Target(handle, whole.gpu, whole.model, instance, instance)
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
         """Return what changes when the state file is written; None: there is none."""
         try:
-            status = os.stat(self._path)
+            status = os.stat(self.file.path)
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-def step_due(state: SimulatedHostState, counter: str) -> bool:
-    """Count one call down for a fault (``fail_step``, ``crash_step``); return whether it is this one that it hits."""
-    calls = getattr(state, counter)
-    if calls > 0:
-        setattr(state, counter, calls - 1)
-    return bool(calls == 1)
+def _check_faults(gpu: SimulatedGpu, name: str) -> None:
+    """Refuse an entry point that the faults ``not-supported`` and ``refused`` name, in any version."""
+    for names, code in ((gpu.not_supported, Code.NOT_SUPPORTED), (gpu.refused, Code.NO_PERMISSION)):
+        if names and unversioned(name) in map(unversioned, names):
+            raise Refused(code)
 
 
-def _rare_entry_point(name: str) -> EntryPoint | None:
-    for room in RARE_ROOMS:
-        import_module(f"gpushare.sim.{room}")
-    return ENTRY_POINTS.get(name)
+def _count_down(state: SimulatedHostState, field: str) -> bool:
+    """Count down the calls until a fault (``fail_step``, ``crash_step``) hits; return whether it hits this call."""
+    calls: int = getattr(state, field)
+    setattr(state, field, max(0, calls - 1))
+    return calls == 1
 
 
 def first_matching(instances: Iterable[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
-    """Return the first instance that matches; INVALID_ARGUMENT: it was destroyed after the caller took the handle."""
+    """Return the first instance that matches; Refused: INVALID_ARGUMENT, it was destroyed after the handle was taken."""
     for instance in instances:
         if matches(instance):
             return instance

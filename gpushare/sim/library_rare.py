@@ -10,14 +10,13 @@ import os
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpushare.gpu_models import model_of
 from gpushare.sim import activity
 from gpushare.sim import nvml_abi as abi
-from gpushare.sim.library import SimulatedLibrary
+from gpushare.sim.library import SimulatedLibrary, first_matching
 from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
 from gpushare.sim.state import SimulatedVgpu
 
-_SUPPORTED_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
+_GPM_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
 _METRICS_GET_VERSION: Final = 1
 # Metric by id as a share of the utilization, from a large matmul on our H200: SM 96, occupancy 17.
 # 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY; and 10 DRAM_BW_UTIL.
@@ -25,45 +24,42 @@ _METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
 _BANDWIDTH: Final = 10
 
 
-def _supported(target: Target) -> bool:
-    return target.model.arch in _SUPPORTED_ARCHITECTURES
-
-
 @abi.entry_point("nvmlGpmSampleAlloc")
 def _alloc(library: SimulatedLibrary, sample: Any) -> None:
-    serials = (Handle(HandleKind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF) for serial in range(1, 0xFFFF))
-    handle = next(handle for handle in serials if handle.pack() not in library.samples)
+    # A sample is no instance; the ids of its handle only number it.
+    handles = (Handle(HandleKind.GPM_SAMPLE, 0, number >> 8, number & 0xFF) for number in range(1, 0xFFFF))
+    handle = next(handle for handle in handles if handle.pack() not in library.samples)
     library.samples[handle.pack()] = None
     abi.put_handle(sample, handle)
 
 
 @abi.entry_point("nvmlGpmSampleFree")
 def _free(library: SimulatedLibrary, sample: Any) -> None:
-    if library.samples.pop(abi.pointer_value(sample), False) is False:
+    del library.samples[_sample_pointer(library, sample)]
+
+
+def _sample_pointer(library: SimulatedLibrary, sample: Any) -> int:
+    """Return the pointer of a sample; Refused: INVALID_ARGUMENT, `_alloc` did not make it."""
+    pointer = abi.pointer_value(sample)
+    if pointer not in library.samples:
         raise Refused(Code.INVALID_ARGUMENT)
+    return pointer
 
 
 @abi.entry_point("nvmlGpmMigSampleGet", on=On.GPU)
 def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
     number = abi.number(gpu_instance_id)
-    devices = target.gpu.mig if target.mig_enabled else []
-    instance = next((device for device in devices if device.gpu_instance_id == number), None)
-    if instance is None:
-        raise Refused(Code.INVALID_ARGUMENT)
-    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, number, instance.compute_instance_id)
-    _gpm_sample(library, Target(handle, target.gpu, target.model, instance), sample)
+    instance = first_matching(target.gpu.mig, lambda mig: mig.gpu_instance_id == number)
+    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, *instance.instance_ids)
+    _gpm_sample(library, Target(handle, target.gpu, target.model, instance, instance), sample)
 
 
 @abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
 def _gpm_sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
-    """Note utilization and bandwidth of a GPU or MIG device in a sample, for `_metrics`."""
-    if not _supported(target):
+    """Keep the load of a GPU or MIG device in a sample; `_metrics` reads it."""
+    if target.model.arch not in _GPM_ARCHITECTURES:
         raise Refused(Code.NOT_SUPPORTED)
-    pointer = abi.pointer_value(sample)
-    if pointer not in library.samples:
-        raise Refused(Code.INVALID_ARGUMENT)
-    state = library.state
-    library.samples[pointer] = (activity.utilization(state, target), activity.bandwidth(state, target))
+    library.samples[_sample_pointer(library, sample)] = activity.gpm_sample(library.state, target)
 
 
 @abi.entry_point("nvmlGpmMetricsGet")
@@ -75,8 +71,9 @@ def _metrics(library: SimulatedLibrary, argument: Any) -> None:
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.
-    busy, drawn = ((first_value + second_value) / 2 for first_value, second_value in zip(first, second, strict=True))
-    values = {_BANDWIDTH: drawn, **{metric: busy * share for metric, share in _METRICS.items()}}
+    utilization = (first.utilization + second.utilization) / 2
+    values = {metric: utilization * share for metric, share in _METRICS.items()}
+    values[_BANDWIDTH] = (first.bandwidth + second.bandwidth) / 2
     for index in range(struct.numMetrics):
         metric = struct.metrics[index]
         metric.nvmlReturn = Code.SUCCESS if metric.metricId in values else Code.NOT_SUPPORTED
@@ -90,22 +87,18 @@ _GPU_SHIFT: Final = 8
 
 @abi.entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
 def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
-    vgpus = target.gpu.vgpus
-    room = abi.number(abi.target_of(count)) if instances is not None else 0
-    abi.put(count, len(vgpus))
-    if room < len(vgpus):
-        raise Refused(Code.INSUFFICIENT_SIZE)
-    for place in range(len(vgpus)):
-        instances[place] = target.handle.index << _GPU_SHIFT | place + 1
+    abi.put_count(count, instances, len(target.gpu.vgpus))
+    for slot in range(len(target.gpu.vgpus)):
+        instances[slot] = target.handle.index << _GPU_SHIFT | slot + 1
 
 
 def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
-    """Return the vGPU of an instance number: the GPU's index and its place there, from 1."""
-    index, place = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
+    """Return the vGPU of an instance number as `_active` makes it: the GPU's index, and the vGPU's number on it, from 1."""
+    index, slot = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
     gpus = library.state.gpus
-    if index >= len(gpus) or not 0 <= place < len(gpus[index].vgpus):
+    if index >= len(gpus) or not 0 <= slot < len(gpus[index].vgpus):
         raise Refused(Code.NOT_FOUND)
-    return gpus[index].vgpus[place]
+    return gpus[index].vgpus[slot]
 
 
 @abi.entry_point("nvmlVgpuInstanceGetVmID")
@@ -120,7 +113,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         "nvmlGpmQueryDeviceSupport",
         On.DEVICE,
         Form.FIELDS,
-        lambda _, target: {"isSupportedDevice": int(_supported(target))},
+        lambda _, target: {"isSupportedDevice": int(target.model.arch in _GPM_ARCHITECTURES)},
     ),
     (
         "nvmlDeviceGetVirtualizationMode",
@@ -149,7 +142,7 @@ for _getter in _GETTERS:
     abi.register_getter(*_getter)
 
 
-# Boards with NVLink to all others of the host (HGX, DGX), and those with a bridge between two.
+# Beginnings of the keys of boards with NVLink to all others of the host (HGX, DGX), and with a bridge between two.
 _ALL: Final = ("a100-40gb", "a100-80gb", "h100-sxm", "h20-", "h200-141gb", "b200", "b300", "gb200", "gb300", "v100")
 _PAIRS: Final = ("h100-nvl", "h200-nvl")
 # NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM, NVML_P2P_CAPS_INDEX_NVLINK.
@@ -160,7 +153,8 @@ _OK, _NOT_SUPPORTED = 0, 5
 
 def _numa_node(library: SimulatedLibrary, index: int) -> int:
     """Return the NUMA node of a GPU: 0 for the first half of the GPUs, 1 for the others."""
-    return int(2 * index >= len(library.state.gpus) > 1)
+    count = len(library.state.gpus)
+    return 1 if count > 1 and index >= count / 2 else 0
 
 
 def _index_of(argument: Any) -> int:
@@ -180,21 +174,21 @@ def _p2p(library: SimulatedLibrary, target: Target, other: Any, capability: Any,
         raise Refused(Code.NOT_SUPPORTED)
     gpus = library.state.gpus
     first, second = target.handle.index, _index_of(other)
-    keys = [model_of(gpus[index].model).key for index in (first, second)]
-    linked = all(key.startswith(_ALL) for key in keys) or (
-        all(key.startswith(_PAIRS) for key in keys) and first // 2 == second // 2
-    )
-    abi.put(status, _OK if linked else _NOT_SUPPORTED)
+    models = [gpus[first].model, gpus[second].model]
+    linked_to_all = all(model.startswith(_ALL) for model in models)
+    linked_as_pair = all(model.startswith(_PAIRS) for model in models) and first // 2 == second // 2
+    abi.put(status, _OK if linked_to_all or linked_as_pair else _NOT_SUPPORTED)
 
 
 @abi.entry_point("nvmlDeviceGetCpuAffinity", on=On.GPU)
 def _cpus(library: SimulatedLibrary, target: Target, words: Any, cpus: Any) -> None:
-    # The processes of a simulated host run on the CPUs that there are.
+    # The processes of a simulated host run on the CPUs of this machine; each NUMA node has half of them.
     cpus_here = sorted(os.sched_getaffinity(0))
     middle = (len(cpus_here) + 1) // 2
     node = _numa_node(library, target.handle.index)
     cpus_of_node = (cpus_here[middle:] or cpus_here) if node else cpus_here[:middle]
+    mask = sum(1 << cpu for cpu in cpus_of_node)
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     array = abi.target_of(cpus)
     for word in range(abi.number(words)):
-        array[word] = sum(1 << cpu % bits for cpu in cpus_of_node if cpu // bits == word)
+        array[word] = mask >> word * bits & (1 << bits) - 1

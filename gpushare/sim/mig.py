@@ -6,20 +6,21 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.profile import ComputeProfile, Profile
 from gpushare.mig.wish import parse_wish, resolve
+from gpushare.sim.nvml_abi import profile_of
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 _NAMESPACE: Final = uuid.UUID("b1c58b0e-7b1f-5d0e-8f7a-5d4f0e9a2c33")
 
-# Spans "start:size" in memory slices by GPU instance id: the driver numbers them as a buddy tree
-# (open-gpu-kernel-modules, SwizzIdToSpan: 0 is the whole axis, 1-2 its halves, 3-6 its quarters).
-_AXES: Final[dict[int, tuple[int, ...]]] = {8: (8, 4, 2, 1), 12: (12, 6, 3), 4: (4, 2, 1)}
+# The sizes of GPU instances by the memory slices of the GPU, its axis. The driver numbers their places as a buddy tree
+# (open-gpu-kernel-modules, SwizzIdToSpan): 0 is the whole axis, 1-2 are its halves, 3-6 its quarters.
+_SIZES: Final[dict[int, tuple[int, ...]]] = {8: (8, 4, 2, 1), 12: (12, 6, 3), 4: (4, 2, 1)}
 
 
 @dataclass(frozen=True)
@@ -36,32 +37,24 @@ class Occupied:
 
 
 def gpu_instance_id(axis: int, start: int, size: int) -> int:
-    """Return the id that the driver gives a GPU instance at this place (buddy-tree number).
-
-    Raises:
-        ValueError: no instance can lie there.
-    """
-    first = 0
-    for level in _AXES[axis]:
-        if level == size and start % size == 0 and start + size <= axis:
-            return first + start // size
-        first += axis // level
+    """Return the id that the driver gives a GPU instance with these memory slices; ValueError: none can lie there."""
+    first_of_size = 0
+    for node_size in _SIZES[axis]:
+        if node_size == size and start % size == 0 and start + size <= axis:
+            return first_of_size + start // size
+        first_of_size += axis // node_size
     message = f"no GPU instance of size {size} at {start} on an axis of {axis}"
     raise ValueError(message)
 
 
 def mig_uuid(gpu_uuid: str, gpu_instance: int, compute_instance: int) -> str:
-    """Return the UUID of a MIG device: from GPU and ids alone, as the driver's version-5 UUID is.
-
-    So the same place gives the same UUID, whatever the profile.
-    """
+    """Return the UUID of a MIG device: of the same ids always the same, whatever the profile, as the driver's."""
     return f"MIG-{uuid.uuid5(_NAMESPACE, f'{gpu_uuid}/{gpu_instance}/{compute_instance}')}"
 
 
 def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
-    """Return the GPU instances of a GPU, each once, in the order of their ids."""
-    profiles = [(model.profile(instance.profile), instance.start) for instance in gpu_instances(gpu)]
-    return [Occupied(profile, start) for profile, start in profiles if profile is not None]
+    """Return what the GPU instances of a GPU occupy, in the order of their ids."""
+    return [Occupied(profile_of(model, instance), instance.start) for instance in gpu_instances(gpu)]
 
 
 def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
@@ -71,9 +64,9 @@ def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
 
 
 def may_join(profile: Profile, present: Sequence[Occupied]) -> bool:
-    """Return whether a profile is allowed next to those present: media engines and counts, not placement.
+    """Return whether counts and media engines allow a profile next to those present; its place is another question.
 
-    ``+me`` exists once per GPU; ``+me.all`` leaves room for ``-me`` only (nvml.h).
+    Only one instance may have ``+me``; next to ``+me.all`` only ``-me`` is allowed (nvml.h).
     """
     others = [instance.profile for instance in present]
     if profile.instances is not None and sum(other.name == profile.name for other in others) >= profile.instances:
@@ -86,7 +79,7 @@ def may_join(profile: Profile, present: Sequence[Occupied]) -> bool:
 
 
 def free_starts(profile: Profile, present: Sequence[Occupied]) -> list[int]:
-    """Return the free placements of a profile; the media rule is `may_join`'s."""
+    """Return the memory slices at which an instance of a profile fits between those present."""
     if profile.starts is None or profile.size is None:
         return []
     taken = {memory_slice for instance in present for memory_slice in instance.span}
@@ -106,11 +99,12 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
     if not model.mig:
         raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="no_mig")
     wishes = [wish for request in requests for wish in parse_wish(request)]
-    parts = next((wish for wish in wishes if wish.compute), None)
-    if parts is not None:
+    divided = next((wish for wish in wishes if wish.compute), None)
+    if divided is not None:
         hint = "give the GPU instance; divide it by: gpushare mig apply"
-        raise BadUsage(f"{parts} has compute instances of its own", hint, code="bad_profile")
-    wanted = [(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
+        raise BadUsage(f"{divided} has compute instances of its own", hint, code="bad_profile")
+    wanted = [_Wanted(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
+    # Some sets fit only from the last memory slice down.
     layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):
         names = ", ".join(request.strip() for request in requests)
@@ -120,46 +114,54 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
             code="never_fits",
         )
     instances = []
-    for occupied in layout:
-        identity = gpu_instance_id(model.axis or 0, occupied.start, occupied.profile.size or 0)
+    for placed in layout:
+        identity = gpu_instance_id(model.axis or 0, placed.start, len(placed.span))
         instances.append(
-            SimulatedMigInstance(occupied.profile.name, occupied.start, identity, 0, mig_uuid(gpu.uuid, identity, 0))
+            SimulatedMigInstance(placed.profile.name, placed.start, identity, 0, mig_uuid(gpu.uuid, identity, 0))
         )
     instances.sort(key=lambda instance: instance.gpu_instance_id)
     # EXCLUSIVE_PROCESS does not exist with MIG on.
     return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
 
 
-def _lay_out(wanted: Sequence[tuple[Profile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
-    """Return the instances at the places that ``choose`` takes of the free ones; none, if one has no place."""
-    present: list[Occupied] = []
+class _Wanted(NamedTuple):
+    """A GPU instance to place, at ``start`` (memory slice) or (None) anywhere."""
+
+    profile: Profile
+    start: int | None
+
+
+def _lay_out(wanted: Sequence[_Wanted], choose: Callable[[list[int]], int]) -> list[Occupied]:
+    """Place instances, each at the free start that ``choose`` takes; return none if one does not fit."""
+    placed: list[Occupied] = []
     # Fixed places first, then the largest: they have the fewest choices left.
-    for profile, start in sorted(wanted, key=lambda item: (item[1] is None, -(item[0].size or 0), item[0].name)):
-        free = free_starts(profile, present) if may_join(profile, present) else []
-        places = [place for place in free if start in {None, place}]
-        if not places:
+    for profile, start in sorted(
+        wanted, key=lambda each: (each.start is None, -(each.profile.size or 0), each.profile.name)
+    ):
+        starts = [free for free in free_starts(profile, placed) if start in {None, free}]
+        if not starts or not may_join(profile, placed):
             return []
-        present.append(Occupied(profile, choose(places)))
-    return present
+        placed.append(Occupied(profile, choose(starts)))
+    return placed
 
 
 # NVML_COMPUTE_INSTANCE_PROFILE_COUNT.
 PROFILE_COUNT: Final = 9
 
 
-def offered(profile: Profile) -> dict[int | None, ComputeProfile]:
-    """Return the compute instance profiles of a GPU instance, by NVML_COMPUTE_INSTANCE_PROFILE_*, also the id (-lcip)."""
+def compute_profiles(profile: Profile) -> dict[int | None, ComputeProfile]:
+    """Return the compute instance profiles of a GPU instance by id (NVML_COMPUTE_INSTANCE_PROFILE_*, the ID of -lcip)."""
     return {part.id: part for part in profile.compute}
 
 
-def number_of(profile: Profile, instance: SimulatedMigInstance) -> int | None:
-    """Return the profile of a compute instance, by its number."""
+def compute_profile_id(profile: Profile, instance: SimulatedMigInstance) -> int | None:
+    """Return the id of a compute instance's profile."""
     return profile.whole.id if instance.compute_profile is None else instance.compute_profile
 
 
 def span(profile: Profile, instance: SimulatedMigInstance) -> range:
     """Return the compute slices of the GPU instance that a compute instance takes."""
-    size = offered(profile)[number_of(profile, instance)].slices
+    size = compute_profiles(profile)[compute_profile_id(profile, instance)].slices
     return range(instance.compute_start, instance.compute_start + size)
 
 
@@ -170,17 +172,15 @@ def device_name(profile: Profile, instance: SimulatedMigInstance) -> str:
     return name if slices == profile.slices else f"{slices}c.{name}"
 
 
-def starts(profile: Profile, number: int) -> range:
-    """Return where a compute instance profile may start (-lcipp), in compute slices of the GPU instance.
+def compute_starts(profile: Profile, slices: int) -> range:
+    """Return where a compute instance of this size may start (-lcipp), in compute slices of the GPU instance.
 
-    Aligned to a power of two, as GPU instances are; so each fits as often as -lcip says.
+    Starts are multiples of a power of two, as those of GPU instances are: then as many fit as -lcip says.
     """
-    size = offered(profile)[number].slices
-    return range(0, profile.slices - size + 1, 1 << (size - 1).bit_length())
+    return range(0, profile.slices - slices + 1, 1 << (slices - 1).bit_length())
 
 
-def free_compute_starts(profile: Profile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
-    """Return the placements of a compute instance profile that overlap none of those present."""
+def free_compute_starts(profile: Profile, slices: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
+    """Return the compute slices at which a compute instance of this size fits between those present."""
     taken = {compute_slice for instance in present for compute_slice in span(profile, instance)}
-    size = offered(profile)[number].slices
-    return [start for start in starts(profile, number) if taken.isdisjoint(range(start, start + size))]
+    return [start for start in compute_starts(profile, slices) if taken.isdisjoint(range(start, start + slices))]

@@ -36,6 +36,9 @@ NO_DAEMON = "Cannot find MPS control daemon process\n"
 CANNOT_SEND = "Cannot send command to MPS control daemon process\n"
 NO_LOGS = "Warning: Failed writing log files to directory [{}]. No logs will be available.\n"
 RUNNING = "An instance of this daemon is already running\n"
+# What ``-v`` prints (drivers 580 and up).
+_VERSION = "CUDA MPS Control for Linux/Unix/QNX. Binary version: {}\nCopyright (C) 2003 - 2025 NVIDIA Corporation.\n\n"
+# Inodes of PID namespaces.
 _HOST_NAMESPACE, _OTHER_NAMESPACE = 4026531836, 4026532198
 
 
@@ -43,45 +46,39 @@ def main(
     argv: Sequence[str], stdin: str, env: Mapping[str, str], state_file: StateFile, timeout: float = 10.0
 ) -> Completed:
     """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds."""
-    deadline, words = clock() + timeout, list(argv[1:])
+    deadline, options = clock() + timeout, list(argv[1:])
     state = current(state_file)
-    multiuser = words == ["-d", "-M"] and state.branch >= 580
-    if words == ["-d"] or multiuser:
+    if options == ["-d"] or (options == ["-d", "-M"] and state.branch >= 580):
         with changing(state_file) as (state, lines):
-            code, printed, started = _start(state, env, multiuser=multiuser)
-            lines += started
-        return Completed(tuple(argv), code, printed, "")
+            started = _start(state, env, multiuser="-M" in options)
+            lines += started.lines
+        return Completed(tuple(argv), started.exit_code, started.printed, "")
     # The older programs take any other argument for the UI, and read commands from stdin alone.
-    if words and state.branch >= 580:
-        if words == ["-v"]:
-            return Completed(tuple(argv), 0, _version(state.mps_binary or binary_version(state)), "")
-        if any(word.startswith("-") for word in words):
+    if options and state.branch >= 580:
+        if options == ["-v"]:
+            return Completed(tuple(argv), 0, _VERSION.format(state.mps_binary or binary_version(state)), "")
+        if any(option.startswith("-") for option in options):
             return Completed(tuple(argv), 0, "Unrecognized option \0\n", "")
-        stdin = " ".join(words)
+        stdin = " ".join(options)
     return _Session(tuple(argv), env, state_file, deadline, timeout).run(stdin)
 
 
 class MpsRequest(NamedTuple):
-    """One command: the settled state under the lock, the daemon, and the words after the command's name.
-
-    ``elapsed`` counts seconds since the command came: one that blocks answers None and is asked again.
-    """
+    """One command to a daemon, which may change the state: it is under the lock."""
 
     state: SimulatedHostState
     daemon: SimulatedDaemon
+    # Those after the command's name.
     words: list[str]
+    # Seconds since the daemon read the command.
     elapsed: float
+    # The log lines that the command writes.
     lines: list[LogLine]
 
     @property
-    def major(self) -> int:
-        """Return the driver branch: commands and texts differ by it."""
-        return self.state.branch
-
-    @property
-    def owner(self) -> bool:
+    def may_control(self) -> bool:
         """Return whether the user started the daemon, or is root."""
-        return self.state.may(self.daemon.uid)
+        return self.state.may_touch(self.daemon.uid)
 
     def word(self, index: int) -> str:
         """Return a word, or an empty text when it is missing."""
@@ -120,11 +117,7 @@ class _Session:
         if clients.daemon_of(state, self._env) is None:
             return Completed(self._argv, 1, "", NO_DAEMON)
         if state.collisions:
-            # Of two conversations at once one is dropped: in silence with exit 0, or with an error, in turn.
-            with changing(self._state_file) as (state, _):
-                state.collisions -= 1
-                silent = state.collisions % 2 == 0
-            return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", CANNOT_SEND)
+            return self._collide()
         output = ""
         for command in stdin.removesuffix("\n").split("\n") if stdin else ():
             reply = self._answer(command.strip())
@@ -139,25 +132,30 @@ class _Session:
                 lines.append(control_line(daemon, "UI closed"))
         return Completed(self._argv, 0, output, "")
 
+    def _collide(self) -> Completed:
+        """Return what the dropped one of two conversations prints: nothing, with exit 0, or an error, in turn."""
+        with changing(self._state_file) as (state, _):
+            state.collisions -= 1
+            silent = state.collisions % 2 == 0
+        return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", CANNOT_SEND)
+
     def _answer(self, command: str) -> str | None:
         """Return the daemon's reply; None: the daemon is gone. Raises TimedOut.
 
         The command is executed at each poll until it has a reply: some wait for clients to end.
         """
-        asked_at: float | None = None
+        read_at: float | None = None
         while True:
             with changing(self._state_file) as (state, lines):
                 daemon = clients.daemon_of(state, self._env)
                 if daemon is None:
                     return None
                 if not daemon.stopped:
-                    request = MpsRequest(state, daemon, command.split()[1:], clock() - (asked_at or clock()), lines)
-                    if not self._opened:
-                        request.log("Accepting connection...", "NEW UI")
-                        self._opened = True
-                    if asked_at is None:
-                        request.log(f"Cmd:{command}")
-                        asked_at = clock()
+                    if read_at is None:
+                        opening = [] if self._opened else ["Accepting connection...", "NEW UI"]
+                        lines += [control_line(daemon, text) for text in (*opening, f"Cmd:{command}")]
+                        self._opened, read_at = True, clock()
+                    request = MpsRequest(state, daemon, command.split()[1:], clock() - read_at, lines)
                     reply = execute(command, request)
                     if reply is not None:
                         request.log(*reply.splitlines())
@@ -168,33 +166,34 @@ class _Session:
 
 
 def execute(command: str, request: MpsRequest) -> str | None:
-    """Carry one command out; None when it blocks and must be asked again."""
+    """Carry one command out and return its reply; None: it waits, and is to be executed again."""
     name = command.split(maxsplit=1)[0] if command else ""
-    since, function = _COMMANDS.get(name, (0, None))
-    if function is None or request.major < since:
+    # Driver 550 brought it.
+    is_too_new = name == "get_server_status" and request.state.branch < 550
+    if name in _COMMANDS and not is_too_new:
+        return _COMMANDS[name](request)
+    if name not in _OF_DAEMON | _OF_SERVER:
         return f'Unknown command "{name}"\n'
     # 535 lets any user change the settings.
-    if name.startswith("set_") and not request.owner and request.major >= 550:
+    if name.startswith("set_") and not request.may_control and request.state.branch >= 550:
         return (
             f"Insufficient privileges for UID {request.state.uid}. Control deamon settings can only be modified "
             "by the user started it or by the root user.\n"
         )
-    if "default" in name:
-        return function(request, request.daemon)
+    if name in _OF_DAEMON:
+        return _OF_DAEMON[name](request, request.daemon)
     server = request.server()
-    if not name.endswith(("percentage", "limit")):
-        return function(request, server)
     if server is None:
         return request.not_found()
-    return function(request._replace(words=request.words[1:]), server)
+    return _OF_SERVER[name](request._replace(words=request.words[1:]), server)
 
 
-# Whose setting it is: a server's, or the daemon's default for upcoming servers.
+# Whose setting it is: a server's, or the daemon's, which upcoming servers begin with.
 _Owner = SimulatedDaemon | SimulatedServer
 
 
 def _set_threads(request: MpsRequest, owner: _Owner) -> str:
-    """Change the share for upcoming servers or clients, and print what is in force: the old value when refused."""
+    """Change the thread percentage, and print the one in force: still the old one if the new one is refused."""
     threads = mps_servers.parse_threads(request.word(0))
     if threads is None:
         request.log("Invalid percentage, expected between (0.0, 100.0]")
@@ -208,32 +207,30 @@ def _get_threads(_request: MpsRequest, owner: _Owner) -> str:
 
 
 def _read_device(request: MpsRequest) -> tuple[str | None, str]:
-    """Return the device that the words name and the text of the value, as `mps_servers.read_device`."""
-    key, text = mps_servers.read_device(request.words, request.major)
-    if key is None and request.major < 580:
+    """Return the device and the value in the words; before driver 580 a device out of range is logged."""
+    device, value = mps_servers.read_device(request.words, request.state.branch)
+    if device is None and request.state.branch < 580:
         request.log("Invalid device ordinal!")
-    return key, text
+    return device, value
 
 
-def _set_limit(request: MpsRequest, owner: _Owner) -> str:
-    """Change the memory limit; prints nothing, whatever it made of the value."""
-    key, text = _read_device(request)
-    if key is not None:
-        # Taken out first: the order of the entries says which was set last.
-        owner.memory.pop(key, None)
-        value = mps_servers.parse_memory(text)
-        uuids = {device.uuid for device in daemon_devices(request.state, request.daemon)}
-        if value is not None and (key.isdigit() or key in uuids):
-            owner.memory[key] = value
+def _set_memory_limit(request: MpsRequest, owner: _Owner) -> str:
+    """Set the memory limit of a device, or clear it: by a value that is no size, or for an unknown UUID. Print nothing."""
+    device, value = _read_device(request)
+    if device is not None:
+        uuids = {each.uuid for each in daemon_devices(request.state, request.daemon)}
+        is_known = device.isdigit() or device in uuids
+        mps_servers.set_last(owner.memory, device, mps_servers.parse_memory(value) if is_known else None)
     return ""
 
 
 def _get_memory_limit(request: MpsRequest, owner: _Owner) -> str:
     """Print the memory limit of a device: nothing if unset, and from 1024M up whole G, rounded down, as the daemon does."""
-    value = owner.memory.get(_read_device(request)[0] or "")
-    if value is None:
+    device, _ = _read_device(request)
+    if device not in owner.memory:
         return ""
-    return f"{value // 1024}G\n" if value >= 1024 else f"{value}M\n"
+    mebibytes = owner.memory[device]
+    return f"{mebibytes // 1024}G\n" if mebibytes >= 1024 else f"{mebibytes}M\n"
 
 
 def _set_priority(request: MpsRequest, owner: _Owner) -> str:
@@ -249,25 +246,24 @@ def _get_priority(_request: MpsRequest, owner: _Owner) -> str:
     return f"{owner.priority}\n"
 
 
-def _server_list(request: MpsRequest, _server: SimulatedServer | None) -> str:
+def _server_list(request: MpsRequest) -> str:
     return "".join(f"{server.pid}\n" for server in request.daemon.servers)
 
 
-def _server_status(request: MpsRequest, server: SimulatedServer | None) -> str:
+def _server_status(request: MpsRequest) -> str:
     if not re.match("[+-]?[0-9]", request.word(0)):
         return "A server PID is required\n"
+    server = request.server()
     return f"{server.status}\n" if server else request.not_found()
 
 
-def _quit(request: MpsRequest, _server: SimulatedServer | None) -> str | None:
-    """End the daemon when every client is gone; ``-t SECONDS`` bounds the wait, then forces."""
-    if not request.owner:
+def _quit(request: MpsRequest) -> str | None:
+    """End the daemon, once every client is gone or the seconds of ``-t SECONDS`` have passed; until then return None."""
+    if not request.may_control:
         return "Not enough privilege to execute quit command\n"
-    connected = [
-        client for server in request.daemon.servers for client in clients.clients_of(request.state, server.pid)
-    ]
-    forced = request.word(0) == "-t" and request.elapsed >= max(request.integer(1), 0)
-    if connected and not forced:
+    has_clients = any(clients.clients_of(request.state, server.pid) for server in request.daemon.servers)
+    is_forced = request.word(0) == "-t" and request.elapsed >= max(request.integer(1), 0)
+    if has_clients and not is_forced:
         return None
     request.log(*(f"Server {server.pid} exited with status 0" for server in request.daemon.servers))
     remove_ended(request.state, request.daemon, cleanly=True)
@@ -275,58 +271,59 @@ def _quit(request: MpsRequest, _server: SimulatedServer | None) -> str | None:
     return ""
 
 
-def _ps(request: MpsRequest, _server: SimulatedServer | None) -> str:
-    """Print the table of clients."""
+# Title and width.
+_PS_COLUMNS = (
+    *(("PID", 10), ("ID", 10), ("SERVER", 15), ("DEVICE", 26), ("NAMESPACE", 15), ("COMMAND", 15)),
+    ("ATTRIBUTES", 15),
+)
+
+
+def _ps(request: MpsRequest) -> str:
+    """Print the table of clients; the last column came with driver 595."""
     if not request.daemon.servers:
         return "Server not found\n"
-    rows: list[tuple[str, ...]] = [("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")]
+    columns = _PS_COLUMNS if request.state.branch >= 595 else _PS_COLUMNS[:-1]
+    rows: list[Sequence[str]] = [[title for title, _ in _PS_COLUMNS]]
     for server in request.daemon.servers:
-        rows += [_client_row(request, client) for client in clients.clients_of(request.state, server.pid)]
-    last = "%-15s%-15s" if request.major >= 595 else "%-15s"
-    shown = 7 if request.major >= 595 else 6
-    return "".join(("%-10s%-10s%-15s%-26s%-15s" + last + "\n") % row[:shown] for row in rows)
+        rows += [_client_cells(request, client) for client in clients.clients_of(request.state, server.pid)]
+    lines = ("".join(cell.ljust(width) for cell, (_, width) in zip(row, columns, strict=False)) for row in rows)
+    return "".join(f"{line}\n" for line in lines)
 
 
-def _client_row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
+def _client_cells(request: MpsRequest, client: SimulatedProcess) -> Sequence[str]:
     """Return the cells of a client in the table of ``ps``."""
-    place = (client.gpu_uuid, client.gpu_instance_id)
+    ids = (client.gpu_uuid, client.gpu_instance_id)
     devices = daemon_devices(request.state, request.daemon)
-    here = (device.uuid for device in devices if (device.gpu.uuid, device.mig and device.mig.gpu_instance_id) == place)
+    uuids = [each.uuid for each in devices if each.mig and (each.gpu.uuid, each.mig.gpu_instance_id) == ids]
+    # The last group of the UUID is cut off.
+    shown_uuid = (uuids or [client.gpu_uuid])[0].rsplit("-", 2)[0]
     namespace = _HOST_NAMESPACE if request.state.pid_namespace_is_host else _OTHER_NAMESPACE
     command = client.command_line[0] if client.command_line else client.name
-    # The last group of the UUID is cut off.
-    uuid = next(here, client.gpu_uuid).rsplit("-", 2)[0]
-    return str(client.pid), "1", str(client.mps_server), uuid, str(namespace), command, ""
+    return str(client.pid), "1", str(client.mps_server), shown_uuid, str(namespace), command, ""
 
 
-# The driver branch that brought a command, and what it does.
-_COMMANDS: dict[str, tuple[int, Callable[..., str | None]]] = {
-    "get_server_list": (0, _server_list),
-    "get_server_status": (550, _server_status),
-    "get_default_active_thread_percentage": (0, _get_threads),
-    "set_default_active_thread_percentage": (0, _set_threads),
-    "get_active_thread_percentage": (0, _get_threads),
-    "set_active_thread_percentage": (0, _set_threads),
-    "get_default_device_pinned_mem_limit": (0, _get_memory_limit),
-    "set_default_device_pinned_mem_limit": (0, _set_limit),
-    "get_device_pinned_mem_limit": (0, _get_memory_limit),
-    "set_device_pinned_mem_limit": (0, _set_limit),
-    "get_default_client_priority": (0, _get_priority),
-    "set_default_client_priority": (0, _set_priority),
-    "ps": (0, _ps),
-    "quit": (0, _quit),
+# The settings that upcoming servers begin with.
+_OF_DAEMON: dict[str, Callable[[MpsRequest, _Owner], str]] = {
+    "get_default_active_thread_percentage": _get_threads,
+    "set_default_active_thread_percentage": _set_threads,
+    "get_default_device_pinned_mem_limit": _get_memory_limit,
+    "set_default_device_pinned_mem_limit": _set_memory_limit,
+    "get_default_client_priority": _get_priority,
+    "set_default_client_priority": _set_priority,
 }
-
-
-# -- the daemon ----------------------------------------------------------------------------------------------------------
-
-
-def _version(binary: int) -> str:
-    """Return what ``-v`` prints (drivers 580 and up)."""
-    return (
-        f"CUDA MPS Control for Linux/Unix/QNX. Binary version: {binary}\n"
-        "Copyright (C) 2003 - 2025 NVIDIA Corporation.\n\n"
-    )
+# The settings of the server whose PID is the first word.
+_OF_SERVER: dict[str, Callable[[MpsRequest, _Owner], str]] = {
+    "get_active_thread_percentage": _get_threads,
+    "set_active_thread_percentage": _set_threads,
+    "get_device_pinned_mem_limit": _get_memory_limit,
+    "set_device_pinned_mem_limit": _set_memory_limit,
+}
+_COMMANDS: dict[str, Callable[[MpsRequest], str | None]] = {
+    "get_server_list": _server_list,
+    "get_server_status": _server_status,
+    "ps": _ps,
+    "quit": _quit,
+}
 
 
 PID_FILE = "nvidia-cuda-mps-control.pid"
@@ -336,31 +333,34 @@ _CUDA_ERROR_NO_DEVICE = 100
 _NO_LIBCUDA = 244
 
 
-def _start(
-    state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool = False
-) -> tuple[int, str, list[LogLine]]:
-    """Start a daemon as ``nvidia-cuda-mps-control -d`` does; return the exit code, what goes to stdout, and the log lines."""
-    if state.branch >= 580:
-        if not state.nvml_installed:
-            return _NO_LIBCUDA, "", []
-        if not state.driver_loaded:
-            return _CUDA_ERROR_NO_DEVICE, "", []
-    pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
+class _Started(NamedTuple):
+    """What ``nvidia-cuda-mps-control -d`` returned, printed on stdout and wrote to its log."""
+
+    exit_code: int
+    printed: str = ""
+    lines: Sequence[LogLine] = ()
+
+
+def _start(state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool) -> _Started:
+    """Start a daemon as ``nvidia-cuda-mps-control -d`` does."""
+    if state.branch >= 580 and not state.nvml_installed:
+        return _Started(_NO_LIBCUDA)
+    if state.branch >= 580 and not state.driver_loaded:
+        return _Started(_CUDA_ERROR_NO_DEVICE)
     if multiuser and not state.root:
-        return 1, "Only root user may enable -multiuser-server!\n", []
-    daemon = _new_daemon(state, env, pipe)
-    daemon.multiuser = multiuser
+        return _Started(1, "Only root user may enable -multiuser-server!\n")
+    daemon = _new_daemon(state, env, multiuser=multiuser)
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
-    error = _open_pipe(state, pipe)
+    error = _open_pipe(state, daemon.pipe_directory)
     if error is not None:
         # An error goes to the logs too; missing logs are reported again.
-        return 1, warning + error + (warning if error else ""), []
+        return _Started(1, warning + error + (warning if error else ""))
     if state.branch >= 580 and not daemon_devices(state, daemon):
-        return _CUDA_ERROR_NO_DEVICE, "", []
+        return _Started(_CUDA_ERROR_NO_DEVICE)
     state.daemons.append(daemon)
-    if state.branch >= 550 and not _of_real_mps(pipe):
-        _write_file(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
-    return 0, warning, [] if warning else _first_log_lines(state, daemon)
+    if state.branch >= 550 and not _of_real_mps(daemon.pipe_directory):
+        _write_file(os.path.join(daemon.pipe_directory, PID_FILE), str(daemon.pid), 0o666)
+    return _Started(0, warning, () if warning else _first_log_lines(state, daemon))
 
 
 def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
@@ -377,16 +377,17 @@ def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly:
             os.unlink(os.path.join(daemon.pipe_directory, name))
 
 
-def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> SimulatedDaemon:
+def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool) -> SimulatedDaemon:
     """Return a daemon with the settings that it takes from its environment."""
     daemon = SimulatedDaemon(
         pid=state.new_pid(),
         uid=state.uid,
-        pipe_directory=pipe,
+        pipe_directory=env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY,
         log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_DIRECTORY,
         visible=split(env.get("CUDA_VISIBLE_DEVICES")),
         started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
+        multiuser=multiuser,
     )
     # One out of range is accepted: the default stays 100, with a line in control.log only.
     daemon.threads = parse_threads(env.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")) or 100.0
@@ -396,17 +397,21 @@ def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], pipe: str) ->
 
 
 def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
-    """Make the files of a pipe directory; return what the daemon says when it cannot, or None."""
+    """Make the files of a pipe directory; return the daemon's error: empty if the path is too long, None if there is none."""
     if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
         return RUNNING
+    if _of_real_mps(pipe):
+        return None
+    is_too_long = len(os.fsencode(pipe)) > MAX_PIPE_DIRECTORY
     try:
-        return None if _of_real_mps(pipe) or _make_files(pipe) else ""
+        _make_files(pipe, sockets=not is_too_long)
     except OSError:
         return f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n"
+    return "" if is_too_long else None
 
 
 def _open_logs(directory: str) -> bool:
-    """Make the log files; return whether they can be written. In a real daemon's directory nothing is made or written."""
+    """Make the log files, but none in the directory of the machine's own MPS; return whether they can be written."""
     if _of_real_mps(directory):
         return True
     try:
@@ -446,24 +451,26 @@ def _of_real_mps(directory: str) -> bool:
     return directory in {clients.DEFAULT_PIPE_DIRECTORY, DEFAULT_DIRECTORY} or directory.startswith(ours)
 
 
-def _make_files(pipe: str) -> bool:
-    """Make the directory, not its parents, the lock, the fifo and the sockets; False: the path is too long for these."""
+def _make_files(pipe: str, *, sockets: bool) -> None:
+    """Make a pipe directory, but not its parents, with its lock, its fifo and perhaps its sockets."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(pipe)
         # Without a sticky bit, as the daemon does.
         os.chmod(pipe, 0o777)  # noqa: S103
     _write_file(os.path.join(pipe, "control_lock"), "", 0o666)
-    for name in ("log", "control", "control_privileged")[: 3 if len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY else 1]:
+    files = [("log", os.mkfifo, 0o777), ("control", _bind, 0o666), ("control_privileged", _bind, 0o755)]
+    for name, make, mode in files if sockets else files[:1]:
         path = os.path.join(pipe, name)
+        # An earlier daemon may have left it.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
-        if name == "log":
-            os.mkfifo(path)
-        else:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(path)
-        os.chmod(path, {"log": 0o777, "control": 0o666, "control_privileged": 0o755}[name])
-    return len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY
+        make(path)
+        os.chmod(path, mode)
+
+
+def _bind(path: str) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
 
 
 def _write_file(path: str, text: str, mode: int) -> None:

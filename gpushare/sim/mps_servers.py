@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 
+from gpushare.base.units import MIB
 from gpushare.base.values import dataclass
 from gpushare.sim.devices import Device, daemon_devices
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer
@@ -57,13 +58,14 @@ _DEVICE = re.compile(r"\s*([+-]?[0-9]{1,9})")
 _MAX_DEVICES = 32
 # The branch whose daemon knows a GPU by its UUID; the older ones read "GPU-..." as device 0.
 _UUIDS_SINCE = 580
-MIB = 1 << 20
 
 
 def parse_memory(text: str) -> int | None:
-    """Return the mebibytes that the daemon makes of a value; None clears the limit (seen on 535, 550 and 555)."""
+    """Return the mebibytes that the daemon makes of a value; None, also of 0: no limit (seen on 535, 550 and 555)."""
     match = _MEMORY.match(text)
-    return None if match is None else int(match[1]) * (1024 if match[2] else 1) or None
+    if match is None or int(match[1]) == 0:
+        return None
+    return int(match[1]) * (1024 if match[2] else 1)
 
 
 def parse_threads(text: str | None) -> float | None:
@@ -73,19 +75,19 @@ def parse_threads(text: str | None) -> float | None:
 
 
 def leading_integer(text: str) -> tuple[int, str]:
-    """Return a number as C's strtol reads it, and the rest: 0 and all of it when there is none."""
+    """Return the number at the beginning of a text, as C's strtol reads it (0: none), and the rest of the text."""
     match = _DEVICE.match(text)
     return (0, text) if match is None else (int(match[1]), text[match.end() :])
 
 
-def read_device(words: list[str], major: int) -> tuple[str | None, str]:
-    """Return the entry that the words name, None for a number out of range, and the text of the value.
+def read_device(words: list[str], branch: int) -> tuple[str | None, str]:
+    """Return the device (None: a number out of range) and the text of the value that the words of a command name.
 
     The value begins where the number ends: ``1x 7G`` is device 1 and the value ``x``, ``abc 7G`` is device 0 and the
-    value ``abc``, which clears it.
+    value ``abc``, which clears the limit.
     """
-    word, value = (*words, "", "")[:2]
-    if word.startswith(("GPU-", "MIG-")) and major >= _UUIDS_SINCE:
+    word, value, *_ = (*words, "", "")
+    if word.startswith(("GPU-", "MIG-")) and branch >= _UUIDS_SINCE:
         return word, value
     number, rest = leading_integer(word)
     return (str(number) if 0 <= number < _MAX_DEVICES else None), rest or value
@@ -100,8 +102,8 @@ def limit_of(limits: Mapping[str, int], devices: list[Device], device: Device) -
     return limit
 
 
-def parse_environment(text: str | None) -> dict[str, int]:
-    """Return the entries of CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in MiB: ``0=1G,GPU-...=512M``."""
+def parse_memory_limits(text: str | None) -> dict[str, int]:
+    """Return the limits in CUDA_MPS_PINNED_DEVICE_MEM_LIMIT in MiB by device: ``0=1G,GPU-...=512M``."""
     entries = (entry.partition("=")[::2] for entry in (text or "").split(","))
     limits = {key.strip(): parse_memory(value.strip()) for key, value in entries}
     return {key: limit for key, limit in limits.items() if limit is not None}
@@ -133,30 +135,41 @@ def binary_version(state: SimulatedHostState) -> int:
 
 def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -> tuple[SimulatedServer, list[LogLine]]:
     """Start a server for a user with the daemon's defaults of this moment; return it with its log lines."""
-    memory = parse_environment(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    for key, value in daemon.memory.items():
-        # Taken out first: the order of the entries says which was set last.
-        memory.pop(key, None)
-        memory[key] = value
+    memory = parse_memory_limits(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    for device, limit in daemon.memory.items():
+        set_last(memory, device, limit)
     server = SimulatedServer(
         pid=state.new_pid(), uid=uid, threads=daemon.threads, memory=memory, priority=daemon.priority
     )
     daemon.servers.append(server)
-    lines = [
-        LogLine(
-            daemon.log_directory, CONTROL, "Control", server.pid, f"Starting new server {server.pid} for user {uid}"
-        )
+    starting = f"Starting new server {server.pid} for user {uid}"
+    return server, [
+        LogLine(daemon.log_directory, CONTROL, "Control", server.pid, starting),
+        LogLine(daemon.log_directory, SERVER, "Other", server.pid, "Startup"),
+        *server_lines(daemon, server, *_startup_texts(state, daemon, server)),
+        control_line(daemon, f"NEW SERVER {server.pid}: Ready"),
     ]
-    lines.append(LogLine(daemon.log_directory, SERVER, "Other", server.pid, "Startup"))
+
+
+def _startup_texts(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[str]:
+    """Return what a new server writes to its log."""
+    texts = [
+        f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state)}",
+        f"Active Threads Percentage set to {server.threads:.1f}",
+    ]
     devices = daemon_devices(state, daemon)
-    texts = [f"CUDA MPS Server for Linux/Unix. Binary version: {binary_version(state)}"]
-    texts.append(f"Active Threads Percentage set to {server.threads:.1f}")
     for index, device in enumerate(devices):
         limit = limit_of(server.memory, devices, device)
         if limit is not None:
             texts.append(f"Device pinned memory limit for device {index} set to {limit * MIB:#x} bytes")
-    lines += server_lines(daemon, server, *texts, "Server has started")
-    return server, [*lines, control_line(daemon, f"NEW SERVER {server.pid}: Ready")]
+    return [*texts, "Server has started"]
+
+
+def set_last(limits: dict[str, int], device: str, limit: int | None) -> None:
+    """Set or (None) clear the limit of a device, as the last entry: `limit_of` reads the order of the entries."""
+    limits.pop(device, None)
+    if limit is not None:
+        limits[device] = limit
 
 
 def disconnected_lines(
@@ -185,12 +198,6 @@ def set_fault(
         "The following clients have a sticky error set:",
         *(str(other.pid) for other in others),
     )
-
-
-def recover(daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
-    """Put a server back to ACTIVE: every client that the fault hit is gone."""
-    server.status = "ACTIVE"
-    return server_lines(daemon, server, "Creating server context on device 0")
 
 
 def control_line(daemon: SimulatedDaemon, text: str) -> LogLine:

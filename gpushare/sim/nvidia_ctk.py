@@ -14,10 +14,11 @@ from gpushare.host.host import make_private_directory
 from gpushare.host.program import Completed
 from gpushare.host.records import replace_file
 from gpushare.sim.current import changing, current
-from gpushare.sim.devices import node_of
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, StateFile
+from gpushare.sim.devices import nodes_of
+from gpushare.sim.state import SimulatedHostState, StateFile
 
 _PATH: Final = "/var/run/cdi/nvidia.yaml"
+# The names of a device (--device-name-strategy): by default the first two.
 _STRATEGIES: Final = ("index", "uuid", "type-index")
 
 
@@ -28,25 +29,25 @@ def install(state_file: StateFile) -> str:
     """
     with changing(state_file) as (state, _):
         state.toolkit_installed = True
-        kinds = _STRATEGIES[:2]
-        if any(_devices(state, kinds)):
-            _write_file(state_file, _PATH, document(state, kinds, "yaml"))
+        strategies = _STRATEGIES[:2]
+        if any(_devices(state, strategies)):
+            _write_file(state_file, _PATH, document(state, strategies, "yaml"))
     return _PATH
 
 
 def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     """Run the program; ``argv`` with its name."""
-    options = [(name, value) for name, _, value in (word.partition("=") for word in argv[3:])]
+    options = [word.partition("=")[::2] for word in argv[3:]]
     output = dict(options).get("--output", "")
-    kinds = tuple(value for name, value in options if name == "--device-name-strategy") or _STRATEGIES[:2]
-    if list(argv[1:3]) != ["cdi", "generate"] or not output or set(kinds) - set(_STRATEGIES):
+    strategies = [value for name, value in options if name == "--device-name-strategy"] or _STRATEGIES[:2]
+    if list(argv[1:3]) != ["cdi", "generate"] or not output or not set(strategies) <= set(_STRATEGIES):
         return _failure(argv, f"not simulated: {' '.join(argv[1:])}")
     state = current(state_file)
     if not state.nvml_installed or not state.driver_loaded:
         return _failure(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
-    if not list(_devices(state, kinds)):
+    if not list(_devices(state, strategies)):
         return _failure(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
-    text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
+    text = document(state, strategies, "json" if output.endswith(".json") else "yaml")
     if not state.root:
         directory = output.rpartition("/")[0]
         return _failure(argv, f"failed to write spec: open {directory}/.spec: permission denied")
@@ -54,10 +55,10 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     return Completed(tuple(argv), 0, "", 'level=info msg="Generated CDI spec with version 0.5.0"\n')
 
 
-def document(state: SimulatedHostState, kinds: Sequence[str], form: str) -> str:
+def document(state: SimulatedHostState, strategies: Sequence[str], form: str) -> str:
     """Return the specification of all devices: GPUs without MIG, MIG devices, and all of them together."""
-    devices = [{"name": name, "containerEdits": _container_edits(nodes)} for name, nodes in _devices(state, kinds)]
-    everything = list(dict.fromkeys(node for _, nodes in _devices(state, kinds) for node in nodes))
+    devices = [{"name": name, "containerEdits": _container_edits(nodes)} for name, nodes in _devices(state, strategies)]
+    everything = list(dict.fromkeys(node for _, nodes in _devices(state, strategies) for node in nodes))
     devices.append({"name": "all", "containerEdits": _container_edits(everything)})
     spec = {
         "cdiVersion": "0.5.0",
@@ -76,25 +77,23 @@ def _container_edits(nodes: Sequence[str]) -> dict[str, Any]:
     return {"deviceNodes": [{"path": node} for node in nodes]}
 
 
-def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def _devices(state: SimulatedHostState, strategies: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield each device under each of its names, with its nodes. Of a GPU in MIG mode only its MIG devices are listed."""
     for index, gpu in enumerate(state.gpus):
         if gpu.lost:
             continue
-        node = f"/dev/nvidia{index}"
         if not gpu.mig_mode:
-            for name in _names(kinds, str(index), "gpu", gpu):
-                yield name, [node]
-            continue
+            for name in _names(strategies, str(index), "gpu", gpu.uuid):
+                yield name, nodes_of(index, None)
         for slot, mig in enumerate(gpu.mig):
-            nodes = [node, node_of(index, (mig.gpu_instance_id, None)), node_of(index, mig.place)]
-            for name in _names(kinds, f"{index}:{slot}", "mig", mig):
-                yield name, nodes
+            for name in _names(strategies, f"{index}:{slot}", "mig", mig.uuid):
+                yield name, nodes_of(index, mig.instance_ids)
 
 
-def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | SimulatedMigInstance) -> list[str]:
-    """Return the names of a device by each strategy: ``0``, ``GPU-...``, ``gpu0``."""
-    return [{"index": index, "uuid": device.uuid, "type-index": f"{kind}{index}"}[strategy] for strategy in kinds]
+def _names(strategies: Sequence[str], index: str, kind: str, uuid: str) -> list[str]:
+    """Return the name of a device by each strategy: ``0``, ``GPU-...``, ``gpu0``."""
+    names = {"index": index, "uuid": uuid, "type-index": f"{kind}{index}"}
+    return [names[strategy] for strategy in strategies]
 
 
 def _write_file(state_file: StateFile, path: str, text: str) -> None:

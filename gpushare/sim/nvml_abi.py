@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel
+from gpushare.mig.profile import Profile
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 # "No GPU or compute instance" in nvmlProcessInfo_t.
@@ -79,7 +80,7 @@ class HandleKind(IntEnum):
 
 @dataclass(frozen=True)
 class Handle:
-    """An opaque pointer. It holds the place, not an address, so it stays valid across state changes."""
+    """An opaque pointer. It is made of the ids of what it names, not of an address, so it survives changes of the state."""
 
     kind: HandleKind
     index: int
@@ -87,20 +88,18 @@ class Handle:
     compute_instance: int = 0
 
     def pack(self) -> int:
-        """Return the pointer value."""
+        """Return the value of the pointer: from the top kind, GPU index, and both instance ids, 8 bits each."""
         return self.kind << 24 | self.index << 16 | self.gpu_instance << 8 | self.compute_instance
 
     @staticmethod
     @functools.cache
     def unpack(value: int) -> Handle:
-        """Return the handle of a pointer value.
-
-        Raises:
-            Refused: INVALID_ARGUMENT, it is none of ours.
-        """
-        if value >> 24 not in HandleKind._value2member_map_:
-            raise Refused(Code.INVALID_ARGUMENT)
-        return Handle(HandleKind(value >> 24), value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
+        """Return the handle that `pack` made a pointer of; Refused: INVALID_ARGUMENT, it made no such pointer."""
+        try:
+            kind = HandleKind(value >> 24)
+        except ValueError:
+            raise Refused(Code.INVALID_ARGUMENT) from None
+        return Handle(kind, value >> 16 & 0xFF, value >> 8 & 0xFF, value & 0xFF)
 
 
 class Target(NamedTuple):
@@ -111,13 +110,21 @@ class Target(NamedTuple):
     model: GpuModel
     # The MIG device, or compute instance; None for a whole GPU, or a GPU instance.
     instance: SimulatedMigInstance | None = None
-    # Of a GPU instance: itself; it may hold no compute instance.
+    # The GPU instance, or that of the MIG device or compute instance; None for a whole GPU.
     gpu_instance: SimulatedGpuInstance | None = None
 
     @property
     def mig_enabled(self) -> bool:
         """Return whether the GPU is in MIG mode."""
         return self.gpu.mig_mode == 1
+
+
+def profile_of(model: GpuModel, instance: SimulatedGpuInstance | None) -> Profile:
+    """Return the profile of an instance; Refused: INVALID_ARGUMENT for None, and for a profile that the model lacks."""
+    profile = None if instance is None else model.profile(instance.profile)
+    if profile is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    return profile
 
 
 Kinds = frozenset[HandleKind]
@@ -149,9 +156,9 @@ ENTRY_POINTS: Final[dict[str, EntryPoint]] = {}
 def entry_point(
     *names: str, on: Kinds = On.NOTHING, needs_init: bool = True
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function under the names of entry points.
+    """Return a decorator that registers a function under the names of entry points.
 
-    It is called with the library, the `Target` unless ``on`` is NOTHING, and the C arguments; it
+    The function is called with the library, the `Target` unless ``on`` is NOTHING, and the C arguments; it
     returns for success and raises `Refused` for any other code.
     """
 
@@ -164,7 +171,7 @@ def entry_point(
 
 
 class Form(Enum):
-    """How a getter hands its value over."""
+    """How a getter hands its value over: in which output arguments, which are the last ones."""
 
     NUMBER = "number"
     # Two output arguments.
@@ -178,35 +185,34 @@ class Form(Enum):
 def register_getter(names: str, on: Kinds, form: Form, getter: Callable[..., Any]) -> None:
     """Register a function that returns a value under the names of entry points, with blanks between them.
 
-    An entry point takes the handle unless ``on`` is NOTHING, its inputs, and its outputs: a buffer and its length (TEXT), two
-    pointers (NUMBERS), else one pointer. The function gets the library, the `Target` of the handle, and the inputs as numbers.
-    None is refused with NOT_SUPPORTED.
+    The function gets the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
+    refused with NOT_SUPPORTED.
     """
-    first = 1 if on else 0
+    first_input = 1 if on else 0
+    output_count = 2 if form in {Form.TEXT, Form.NUMBERS} else 1
 
-    def answer(library: Any, *arguments: Any) -> None:
+    def call_getter(library: Any, *arguments: Any) -> None:
         """Call the getter with the inputs, and write what it returns to the outputs."""
-        last = len(arguments) - (2 if form in {Form.TEXT, Form.NUMBERS} else 1)
-        output = arguments[last]
-        if form is Form.VERSIONED_FIELDS:
-            struct = target_of(output)
-            # The low 24 bits are its size (NVML_STRUCT_VERSION).
-            if struct.version & 0xFFFFFF != ctypes.sizeof(struct):
-                raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
-        answered = getter(library, *arguments[:first], *map(number, arguments[first:last]))
-        if answered is None:
+        inputs, outputs = arguments[first_input:-output_count], arguments[-output_count:]
+        target = target_of(outputs[0])
+        # The low 24 bits of a version are the size of the struct (NVML_STRUCT_VERSION).
+        if form is Form.VERSIONED_FIELDS and target.version & 0xFFFFFF != ctypes.sizeof(target):
+            raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
+        value = getter(library, *arguments[:first_input], *map(number, inputs))
+        if value is None:
             raise Refused(Code.NOT_SUPPORTED)
         if form is Form.TEXT:
-            put_text(output, target_of(arguments[-1]), answered)
+            buffer, length = outputs
+            put_text(buffer, target_of(length), value)
         elif form is Form.NUMBERS:
-            put(output, answered[0])
-            put(arguments[-1], answered[1])
+            for output, value_of_output in zip(outputs, value, strict=True):
+                put(output, value_of_output)
         elif form is Form.NUMBER:
-            put(output, answered)
+            put(outputs[0], value)
         else:
-            put_fields(target_of(output), answered)
+            put_fields(target, value)
 
-    entry_point(*names.split(), on=on)(answer)
+    entry_point(*names.split(), on=on)(call_getter)
 
 
 def unversioned(name: str) -> str:
@@ -227,22 +233,23 @@ def number(argument: Any) -> int:
 
 
 def put(argument: Any, value: int) -> None:
-    """Write a number to an output argument.
-
-    Raises:
-        Refused: INVALID_ARGUMENT for NULL.
-    """
+    """Write a number to an output argument; Refused: INVALID_ARGUMENT for NULL."""
     if argument is None:
         raise Refused(Code.INVALID_ARGUMENT)
     target_of(argument).value = value
 
 
-def put_text(buffer: Any, length: Any, text: str) -> None:
-    """Write a C string to a buffer.
+def put_count(count: Any, array: Any, needed: int) -> None:
+    """Write how many entries there are to ``count``, which had the size of the caller's array; refuse one that is too small."""
+    # NULL asks for the count.
+    capacity = number(target_of(count)) if count is not None and array is not None else 0
+    put(count, needed)
+    if capacity < needed:
+        raise Refused(Code.INSUFFICIENT_SIZE)
 
-    Raises:
-        Refused: INSUFFICIENT_SIZE.
-    """
+
+def put_text(buffer: Any, length: Any, text: str) -> None:
+    """Write a C string to a buffer; Refused: INSUFFICIENT_SIZE."""
     encoded = text.encode()
     if len(encoded) + 1 > number(length):
         raise Refused(Code.INSUFFICIENT_SIZE)
@@ -254,15 +261,9 @@ def put_handle(argument: Any, handle: Handle) -> None:
     ctypes.c_void_p.from_buffer(target_of(argument)).value = handle.pack()
 
 
-# The types of a struct's fields by name, for each struct that was filled.
-_TYPES: Final[dict[Any, dict[str, Any]]] = {}
-
-
 def put_fields(struct: Any, values: Mapping[str, Any]) -> None:
     """Fill those fields that this version of the struct has; ``Handle`` becomes a pointer."""
-    types = _TYPES.get(type(struct))
-    if types is None:
-        types = _TYPES[type(struct)] = {field[0]: field[1] for field in struct._fields_}
+    types = {field[0]: field[1] for field in struct._fields_}
     for name, value in values.items():
         if name in types:
             plain = ctypes.cast(ctypes.c_void_p(value.pack()), types[name]) if isinstance(value, Handle) else value
@@ -271,7 +272,4 @@ def put_fields(struct: Any, values: Mapping[str, Any]) -> None:
 
 def pointer_value(argument: Any) -> int:
     """Return the value of an opaque pointer; 0 for NULL."""
-    if isinstance(argument, ctypes._Pointer):
-        # As cast() does, in a third of the time.
-        return ctypes.c_void_p.from_buffer(argument).value or 0
     return ctypes.cast(argument, ctypes.c_void_p).value or 0

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gpushare.base.errors import no_process_error, signal_refused_error
 from gpushare.base.model import MPS_SERVER
-from gpushare.base.units import MIB
-from gpushare.host.capabilities import user_name
+from gpushare.base.units import GIB, MIB
+from gpushare.host.capabilities import InstanceIds, user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
 from gpushare.host.process import Announce, Child, Processes, ProcessInfo, ProcessUsage, Streams, start_time
 from gpushare.sim.activity import Resident, is_busy
 from gpushare.sim.current import changing, current
-from gpushare.sim.devices import daemon_devices, node_of, places_of
+from gpushare.sim.devices import daemon_devices, ids_of_instances, node_of, nodes_of
 from gpushare.sim.state import (
     FIRST_SIMULATED_PID,
     MPS_CONTROL,
@@ -50,12 +50,13 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _or_real(method: _Method) -> _Method:
-    """Let a method of `SimulatedProcesses` answer for simulated processes, and `Processes` for the others."""
+    """Return a method that calls ``method`` for a simulated PID, and the method of `Processes` for a real one."""
 
     @functools.wraps(method)
     def answer(self: SimulatedProcesses, pid: int, *arguments: Any, **named: Any) -> Any:
-        function = method if pid >= FIRST_SIMULATED_PID else getattr(Processes, method.__name__)
-        return function(self, pid, *arguments, **named)
+        if pid < FIRST_SIMULATED_PID:
+            return getattr(super(SimulatedProcesses, self), method.__name__)(pid, *arguments, **named)
+        return method(self, pid, *arguments, **named)
 
     return cast("_Method", answer)
 
@@ -65,14 +66,18 @@ class SimulatedProcesses(Processes):
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
-        self._local = Processes()
 
     def describe(self, pid: int) -> ProcessInfo | None:
         """Return a process as `Processes.describe`; real ones belong to the simulated user."""
         state = current(self._state_file)
-        if pid < FIRST_SIMULATED_PID:
-            return self._describe_real(state, pid)
         process = _find_process(state, pid)
+        if pid < FIRST_SIMULATED_PID:
+            info = super().describe(pid)
+            if info is None or info.uid != os.geteuid():
+                return info
+            # A process of the user who runs gpushare counts as the simulated user's (fault ``user``).
+            uid = state.uid if process is None else process.uid
+            return replace(info, uid=uid, user=user_name(uid))
         if process is None:
             return None
         return ProcessInfo(
@@ -86,69 +91,56 @@ class SimulatedProcesses(Processes):
             stopped=process.stopped_at is not None,
         )
 
-    def _describe_real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
-        """Return a real process. Those of the user who runs gpushare belong to the user of the simulated host."""
-        info = self._local.describe(pid)
-        if info is None or info.uid != os.geteuid():
-            return info
-        started = state.process(pid)
-        uid = state.uid if started is None else started.uid
-        return info if uid == info.uid else replace(info, uid=uid, user=user_name(uid))
-
+    @_or_real
     def identity(self, pid: int) -> Identity | None:
         return identity_in(current(self._state_file), pid)
 
-    @_or_real
-    def alive(self, pid: int, started: int | None = None) -> bool:
-        info = self.describe(pid)
-        return info is not None and started in {None, info.started}
-
     def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return the variables of a process, a daemon or a server that this user may look at; else None."""
+        """Return the variables of a process, a daemon or a server; None: it is gone, or this user may not read them."""
         state = current(self._state_file)
         process = _find_process(state, pid)
-        if pid < FIRST_SIMULATED_PID:
-            text = self._local.environment(pid)
-            # It is on the GPU before its exec, when /proc still has the environment of gpushare.
-            return text if text is None or process is None else {**text, **process.environment}
-        return None if process is None or not state.may(process.uid) else dict(process.environment)
+        if pid >= FIRST_SIMULATED_PID:
+            return dict(process.environment) if process is not None and state.may_touch(process.uid) else None
+        variables = super().environment(pid)
+        if variables is None or process is None:
+            return variables
+        # Between fork and exec, /proc still has the environment of gpushare: the job's own variables win.
+        return {**variables, **process.environment}
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs of the processes with this program, daemons and servers of MPS included."""
         pids = [process.pid for process in _process_table(current(self._state_file)) if process.name == name]
         if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
-            pids += self._local.named(name)
+            pids += super().named(name)
         return sorted(pids)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         simulated = (process for process in current(self._state_file).processes if not process.real)
-        marked = (process.pid for process in simulated if process.environment.get(name) == value)
-        return [*self._local.started_with(name, value), *marked]
-
-    @_or_real
-    def descendants(self, pid: int) -> Sequence[int]:
-        """Return the PID itself and all that descend from it: of a daemon its servers."""
-        table = _process_table(current(self._state_file))
-        below = [process.pid for process in table if process.parent_pid == pid]
-        family = [pid, *(other for child in below for other in self.descendants(child))]
-        return family if any(process.pid == pid for process in table) else []
+        matching = (process.pid for process in simulated if process.environment.get(name) == value)
+        return [*super().started_with(name, value), *matching]
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
-        """Return each PID with all that descend from it; one without a process is left out."""
-        real = self._local.families([pid for pid in pids if pid < FIRST_SIMULATED_PID])
-        simulated = {pid: self.descendants(pid) for pid in pids if pid >= FIRST_SIMULATED_PID}
-        return {**real, **{pid: family for pid, family in simulated.items() if family}}
+        """Return each process with all that descend from it, of a daemon its servers; one that is gone has no entry."""
+        table = _process_table(current(self._state_file))
+        families = dict(super().families([pid for pid in pids if pid < FIRST_SIMULATED_PID]))
+        for pid in {process.pid for process in table if process.pid >= FIRST_SIMULATED_PID} & set(pids):
+            family = families[pid] = [pid]
+            # The list grows while it is walked: each member adds its children.
+            for member in family:
+                family += [process.pid for process in table if process.parent_pid == member]
+        return families
 
     @_or_real
     def usage(self, pid: int) -> ProcessUsage | None:
-        """Return its use of the host: of a simulated one a core while it works, and memory for half of what it has on the GPU."""
+        """Return the CPU time and host memory of a process: a core while it has GPU work; half of its GPU memory and 1 GiB."""
         process = current(self._state_file).process(pid)
         if process is None:
             return None
         at = now()
-        seconds = max(0.0, at - start_time(process.started)) * process.busy_percent / 100
-        works = process.sm_percent and is_busy(process, at)
-        return ProcessUsage(process.started, seconds if works else 0.0, process.memory_bytes // 2 + (1 << 30))
+        seconds = 0.0
+        if process.sm_percent and is_busy(process, at):
+            seconds = max(0.0, at - start_time(process.started)) * process.busy_percent / 100
+        return ProcessUsage(process.started, seconds, process.memory_bytes // 2 + GIB)
 
     @_or_real
     def parent(self, pid: int) -> int | None:
@@ -164,20 +156,20 @@ class SimulatedProcesses(Processes):
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal, with what it does to the neighbours under MPS."""
-        self._send(pid, signal, lambda number: self._local.send(pid, number))
+        self._send(pid, signal, partial(super().send, pid))
 
     def _send(self, pid: int, signal: int, to_real: Callable[[int], None]) -> None:
-        """Send a signal; ``to_real`` sends it if the process is a real one."""
+        """Send a signal to a simulated process, daemon or server, or to a real process with ``to_real``."""
         from gpushare.sim import clients
 
-        # What goes on looks at once whether it runs here too.
-        later = signal == signals.SIGCONT and pid < FIRST_SIMULATED_PID
+        # A real process that continues reads its state at once: it gets SIGCONT after the state is written.
+        continues = signal == signals.SIGCONT and pid < FIRST_SIMULATED_PID
         with changing(self._state_file) as (state, lines):
             if pid >= FIRST_SIMULATED_PID:
                 _check_may_signal(state, pid, signal)
             else:
-                # First the real one: when it is refused, nothing changed.
-                to_real(0 if later else signal)
+                # Before the state changes, because it may be refused; signal 0 only asks.
+                to_real(0 if continues else signal)
             process = state.process(pid)
             if process is not None:
                 lines += signal_process(state, process, signal)
@@ -187,14 +179,13 @@ class SimulatedProcesses(Processes):
                     lines += _signal_daemon(state, daemon, signal)
                 elif server is not None and _kills(signal):
                     lines += clients.drop_server(state, daemon, server)
-        if later:
+        if continues:
             to_real(signal)
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
-        info = self.describe(pid)
-        if info is None or info.started != started:
+        if not self.alive(pid, started):
             raise no_process_error(pid)
-        self._send(pid, signal, lambda number: self._local.send_to(pid, started, number))
+        self._send(pid, signal, partial(super().send_to, pid, started))
 
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
@@ -217,9 +208,9 @@ class SimulatedProcesses(Processes):
             started=process.started,
         )
 
-    def ignores(self, pid: int, signal: int) -> bool | None:
-        """Return whether the process ignores a signal; a simulated one ignores none."""
-        return self._local.ignores(pid, signal) if pid < FIRST_SIMULATED_PID else False
+    @_or_real
+    def ignores(self, pid: int, signal: int) -> bool | None:  # noqa: ARG002 - a simulated process ignores none
+        return False
 
     def spawn(
         self,
@@ -230,18 +221,18 @@ class SimulatedProcesses(Processes):
     ) -> Child:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 
-        ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
-        context and make it miss MPS; ``GPUSHARE_SIM_SM_PERCENT`` is its load (50). The program learns its host from ``GPUSHARE_SIM_HOST``.
+        Variables in ``env``: ``GPUSHARE_SIM_ATTACH_DELAY``, the seconds until its first CUDA context;
+        ``GPUSHARE_SIM_OUTSIDE=1``, it misses MPS; ``GPUSHARE_SIM_SM_PERCENT``, its load (50).
         """
         from gpushare.sim import clients
 
-        child = self._local.spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams, announce)
-        # A short program may have ended by now; it was on the GPU all the same.
+        child = super().spawn(argv, {**env, SIM_HOST: self._state_file.spec}, streams, announce)
+        # Also of a child that has ended and was not waited for: a short program was on the GPU too.
         identity = identity_of_child(child.pid)
         if identity is None:
             return child
         with changing(self._state_file) as (state, lines):
-            process = real_process(state, identity, argv, env)
+            process = add_real_process(state, identity, argv, env)
             process.memory_bytes = DEFAULT_MEMORY_BYTES
             process.sm_percent = round(_parse_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT)))
             delay = _parse_seconds(env.get(ATTACH_DELAY))
@@ -252,7 +243,7 @@ class SimulatedProcesses(Processes):
         return child
 
     def moved(self, client: int, pid: int) -> None:
-        """Let the container's process be the one on the GPU, instead of the engine's client."""
+        """Put the process of a container on the GPU in place of ``client``, the process of the engine that started it."""
         identity = identity_of(pid)
         if identity is None:
             return
@@ -265,24 +256,25 @@ class SimulatedProcesses(Processes):
         return current(self._state_file).pid_namespace_is_host
 
     def open_files(self, prefix: str) -> OpenFiles:
-        """Return the processes with open device nodes: to a user its own, to root all."""
+        """Return the open device nodes below ``prefix`` by process: to a user of its own processes, to root of all."""
         from gpushare.host.open_files import OpenFiles
 
         state = current(self._state_file)
+        if not state.pid_namespace_is_host:
+            # The simulated processes are the host's: another PID namespace does not show them.
+            return OpenFiles(by_pid={}, complete=False)
         by_pid: dict[int, tuple[str, ...]] = {}
-        complete = state.pid_namespace_is_host
+        complete = True
         for pid, uid, paths in _open_files_of_all(state):
-            if not state.may(uid):
+            matching = tuple(sorted(path for path in paths if path.startswith(prefix)))
+            if not state.may_touch(uid):
                 complete = False
-                continue
-            mine = tuple(sorted(path for path in paths if path.startswith(prefix)))
-            # The simulated processes are the host's: another namespace does not have them.
-            if mine and state.pid_namespace_is_host:
-                by_pid[pid] = mine
+            elif matching:
+                by_pid[pid] = matching
         return OpenFiles(by_pid=dict(sorted(by_pid.items())), complete=complete)
 
 
-def real_process(
+def add_real_process(
     state: SimulatedHostState, identity: Identity, argv: Sequence[str], env: Mapping[str, str]
 ) -> SimulatedProcess:
     """Add a process of this machine to a simulated host, and return it: without a CUDA context yet."""
@@ -301,27 +293,26 @@ def real_process(
 
 
 def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal: int) -> list[LogLine]:
-    """Do to the state what a signal does to a process; return log lines.
+    """Change the state as a signal to a process changes it; return log lines.
 
-    A real process that has its own handler is judged when it is gone, see `clients.settle`.
+    A real process may catch a signal: its end is noticed when it is gone (`clients.settle`), but for SIGKILL.
     """
     from gpushare.sim import clients
 
     if signal == signals.SIGSTOP or (signal == signals.SIGTSTP and not process.real):
         process.stopped_at = process.stopped_at or now()
-        return []
-    if signal == signals.SIGCONT:
+    elif signal == signals.SIGCONT:
         process.stopped_at = None
-        return []
-    if signal == signals.SIGKILL:
+    elif signal == signals.SIGKILL:
         return clients.end(state, process, signal)
-    # One that is stopped gets it when it continues; the simulated one drops it.
-    ignored = process.real or not _kills(signal) or process.stopped_at is not None
-    return [] if ignored else clients.end(state, process, signal)
+    elif not process.real and process.stopped_at is None and _kills(signal):
+        # A stopped process would get the signal when it continues; a simulated one never does.
+        return clients.end(state, process, signal)
+    return []
 
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
-    """Do to the state what a signal does to an MPS daemon; return log lines."""
+    """Change the state as a signal to an MPS daemon changes it; return log lines."""
     from gpushare.sim import clients, mps_control
 
     if signal == signals.SIGSTOP:
@@ -336,7 +327,7 @@ def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: i
 
 
 def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
-    """Return the process that has a PID now: a simulated one, or a real one."""
+    """Return the identity of the process that has a PID now, simulated or real; None: there is none."""
     if pid < FIRST_SIMULATED_PID:
         return identity_of(pid)
     process = _find_process(state, pid)
@@ -344,20 +335,22 @@ def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
 
 
 def _process_table(state: SimulatedHostState) -> list[SimulatedProcess]:
-    """Return all processes of a host, the daemons and servers of MPS too, without what they have on a GPU."""
+    """Return all processes of a host: also the daemons and servers of MPS, as processes that are on no GPU."""
     table = list(state.processes)
     for daemon in state.daemons:
-        of_mps = partial(
-            SimulatedProcess, real=False, gpu_uuid="", started=daemon.started, environment=daemon.environment
+        control = SimulatedProcess(
+            pid=daemon.pid,
+            real=False,
+            gpu_uuid="",
+            name=MPS_CONTROL,
+            uid=daemon.uid,
+            started=daemon.started,
+            command_line=[MPS_CONTROL, "-d", *(["-M"] if daemon.multiuser else [])],
+            environment=daemon.environment,
+            stopped_at=0.0 if daemon.stopped else None,
         )
-        stopped = 0.0 if daemon.stopped else None
-        command = [MPS_CONTROL, "-d", *(["-M"] if daemon.multiuser else [])]
-        table.append(of_mps(pid=daemon.pid, uid=daemon.uid, name=MPS_CONTROL, command_line=command, stopped_at=stopped))
-        for server in daemon.servers:
-            command = [MPS_SERVER]
-            table.append(
-                of_mps(pid=server.pid, uid=server.uid, name=MPS_SERVER, command_line=command, parent_pid=daemon.pid)
-            )
+        of_server = replace(control, name=MPS_SERVER, command_line=[MPS_SERVER], parent_pid=daemon.pid, stopped_at=None)
+        table += [control, *(replace(of_server, pid=server.pid, uid=server.uid) for server in daemon.servers)]
     return table
 
 
@@ -370,7 +363,7 @@ def _check_may_signal(state: SimulatedHostState, pid: int, signal: int) -> None:
     process = _find_process(state, pid)
     if process is None:
         raise no_process_error(pid)
-    if not state.may(process.uid):
+    if not state.may_touch(process.uid):
         raise signal_refused_error(signals.Signals(signal).name, pid)
 
 
@@ -386,19 +379,12 @@ def _parse_seconds(text: str | None) -> float:
         return 0.0
 
 
-_CONTROL: Final = "/dev/nvidiactl"
 _UNIFIED_MEMORY: Final = "/dev/nvidia-uvm"
 
 
-def nvml_client_files(gpu: int, place: tuple[int | None, int | None]) -> list[str]:
-    """Return the files that an NVML client without a CUDA context has open for a GPU, or for an instance on it.
-
-    ``place`` has the GPU instance and the compute instance (None: the whole GPU).
-    """
-    nodes = [] if place[0] is None else [node_of(gpu, (place[0], None))]
-    if place[0] is not None and place[1] is not None:
-        nodes.append(node_of(gpu, (place[0], place[1])))
-    return [_CONTROL, f"/dev/nvidia{gpu}", *nodes]
+def nvml_client_files(gpu: int, ids: InstanceIds | None) -> list[str]:
+    """Return the files that an NVML client without a CUDA context has open for a GPU, or for an instance on it."""
+    return ["/dev/nvidiactl", *nodes_of(gpu, ids)]
 
 
 def holders_of(state: SimulatedHostState, gpu: int) -> list[Resident]:
@@ -408,29 +394,29 @@ def holders_of(state: SimulatedHostState, gpu: int) -> list[Resident]:
     """
     entries = []
     for process in state.processes:
+        holder = Resident(pid=process.pid, memory_bytes=process.memory_bytes, sm_percent=0, holder=True)
         if f"/dev/nvidia{gpu}" in process.open_files:
-            entries.append(Resident(process.pid, process.memory_bytes, 0, holder=True))
-        for place in places_of(state.gpus[gpu]) if process.open_files else ():
-            if node_of(gpu, place) in process.open_files:
-                entries.append(Resident(process.pid, process.memory_bytes, 0, False, False, *place, holder=True))
+            entries.append(holder)
+        for ids in ids_of_instances(state.gpus[gpu]) if process.open_files else ():
+            if node_of(gpu, ids) in process.open_files:
+                entries.append(holder._replace(instance_ids=ids))
     return entries
 
 
 def _open_files_of_all(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]:
-    """Yield PID, user id and open device files of all processes and MPS servers."""
+    """Yield PID, user id and open device nodes of all processes and MPS servers."""
     indexes = {gpu.uuid: index for index, gpu in enumerate(state.gpus)}
     for process in state.processes:
         paths = set(process.open_files)
         if process.gpu_uuid in indexes and on_gpu(process):
-            paths.update(nvml_client_files(indexes[process.gpu_uuid], process.place))
+            paths.update(nvml_client_files(indexes[process.gpu_uuid], process.instance_ids))
             if not process.graphics:
                 paths.add(_UNIFIED_MEMORY)
         yield process.pid, process.uid, paths
     for daemon in state.daemons:
-        places = [
-            (indexes[device.gpu.uuid], device.mig.place if device.mig else (None, None))
-            for device in daemon_devices(state, daemon)
-        ]
-        paths = {_UNIFIED_MEMORY, *(path for gpu, place in places for path in nvml_client_files(gpu, place))}
+        paths = set()
+        for device in daemon_devices(state, daemon):
+            ids = device.mig.instance_ids if device.mig else None
+            paths.update([_UNIFIED_MEMORY, *nvml_client_files(indexes[device.gpu.uuid], ids)])
         for server in daemon.servers:
-            yield server.pid, server.uid, paths if places else set()
+            yield server.pid, server.uid, paths

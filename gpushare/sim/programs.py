@@ -61,8 +61,7 @@ class SimulatedPrograms(Programs):
         """Return the daemon that listens in a pipe directory; None: none does."""
         if self._is_real(MPS_CONTROL):
             return Programs().listener(pipe_directory)
-        state = self._state_file.read()
-        for daemon in () if state is None else state.daemons:
+        for daemon in current(self._state_file).daemons:
             if daemon.pipe_directory == pipe_directory:
                 return Listener(daemon.pid, daemon.uid)
         return None
@@ -75,7 +74,7 @@ class SimulatedPrograms(Programs):
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Pending:
-        """Return the program to be run when its result is asked for; one that is missing raises at once."""
+        """Return a program that runs when its result is asked for; NotFound at once if it is not installed."""
         name = os.path.basename(argv[0])
         if self._is_real(name):
             return Programs().start(argv, stdin=stdin, env=env, timeout=timeout)
@@ -88,8 +87,8 @@ class SimulatedPrograms(Programs):
     def _completed(
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:
-        """Run a program, and return what it printed; one that hangs runs into the time limit."""
-        while (state := self._state_file.read()) is not None and name in state.hanging_programs:
+        """Run a program, and return what it printed; TimedOut: it hangs (fault ``hang``)."""
+        while name in current(self._state_file).hanging_programs:
             if clock() >= deadline:
                 raise timed_out_error(argv, timeout)
             time.sleep(_POLL_SECONDS)
@@ -104,10 +103,10 @@ class SimulatedPrograms(Programs):
         return mps_control.main(argv, stdin, env, self._state_file, timeout)
 
     def _is_missing(self, name: str) -> bool:
-        state = self._state_file.read()
-        if name == TOOLKIT and (state is None or not state.toolkit_installed):
+        state = current(self._state_file)
+        if name == TOOLKIT and not state.toolkit_installed:
             return True
-        return name not in {SMI, MPS_CONTROL, TOOLKIT} or (state is not None and name in state.missing_programs)
+        return name not in {SMI, MPS_CONTROL, TOOLKIT} or name in state.missing_programs
 
     @staticmethod
     def _is_real(name: str) -> bool:
@@ -115,7 +114,7 @@ class SimulatedPrograms(Programs):
 
 
 _LEVELS: Final = tuple(level.name.title() for level in TimeSlice)
-_LEVEL_WORDS: Final = [[str(int(level))] for level in TimeSlice]
+_LEVEL_NUMBERS: Final = [str(int(level)) for level in TimeSlice]
 _RULE: Final = f"+{'-' * 37}+\n"
 _HEADER: Final = f"""\
 {_RULE}| GPU compute policies:               |
@@ -126,29 +125,32 @@ _HEADER: Final = f"""\
 
 def run_smi(argv: Sequence[str], state_file: StateFile) -> Completed:
     """Run nvidia-smi; ``argv`` with its name. Errors go to stdout too."""
-    state, words = current(state_file), list(argv[1:])
-    code, text = 255, f"ERROR: Option {' '.join(words)} is not simulated. Please run 'gpushare status'.\n\n"
-    if not (state.nvml_installed and state.driver_loaded):
-        missing = Code.DRIVER_NOT_LOADED if state.nvml_installed else Code.LIBRARY_NOT_FOUND
-        code, text = int(missing), f"{ERROR_TEXTS[missing]}\n"
-    elif words == ["compute-policy", "-l"]:
-        code, text = _list_policies(state)
-    elif words[:2] == ["compute-policy", "-i"] and words[3:4] == ["--set-timeslice"] and words[4:] in _LEVEL_WORDS:
-        with changing(state_file) as (changed, _):
-            code, text = _set_policy(changed, words[2], int(words[4]))
+    state = current(state_file)
+    match list(argv[1:]):
+        case _ if not (state.nvml_installed and state.driver_loaded):
+            missing = Code.DRIVER_NOT_LOADED if state.nvml_installed else Code.LIBRARY_NOT_FOUND
+            code, text = int(missing), f"{ERROR_TEXTS[missing]}\n"
+        case ["compute-policy", "-l"]:
+            code, text = _list_policies(state)
+        case ["compute-policy", "-i", device, "--set-timeslice", level] if level in _LEVEL_NUMBERS:
+            with changing(state_file) as (changed, _):
+                code, text = _set_policy(changed, device, int(level))
+        case words:
+            code, text = 255, f"ERROR: Option {' '.join(words)} is not simulated. Please run 'gpushare status'.\n\n"
     return Completed(tuple(argv), code, text, "")
 
 
 def _list_policies(state: SimulatedHostState) -> tuple[int, str]:
-    """Return the exit code and the table of the time-slice levels."""
-    code, rows, output = Code.SUCCESS, "", ""
+    """Return the exit code, that of the last GPU which refuses, and the table of the time-slice levels, and the errors."""
+    code, rows, errors = Code.SUCCESS, "", ""
     for index, gpu in enumerate(state.gpus):
         refusal = _refusal_code(gpu)
         if refusal is None:
             rows += f"|{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]:<14}|\n{_RULE}"
         else:
-            code, output = refusal, f"{output}Failed to get compute policies for GPU {index} : {ERROR_TEXTS[refusal]}\n"
-    return int(code), (_HEADER + rows if rows else "") + output
+            code = refusal
+            errors += f"Failed to get compute policies for GPU {index} : {ERROR_TEXTS[refusal]}\n"
+    return int(code), (_HEADER + rows if rows else "") + errors
 
 
 def _set_policy(state: SimulatedHostState, device: str, level: int) -> tuple[int, str]:

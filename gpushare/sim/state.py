@@ -13,14 +13,14 @@ import stat
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import field, fields
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel, find_model
-from gpushare.host.capabilities import SIMULATED_USERS
+from gpushare.host.capabilities import SIMULATED_USERS, InstanceIds
 from gpushare.host.identity import identity_of
 from gpushare.host.records import replace_file, writing
 
@@ -55,7 +55,7 @@ class SimulatedMigInstance(SimulatedGpuInstance):
     compute_start: int = 0
 
     @property
-    def place(self) -> tuple[int, int]:
+    def instance_ids(self) -> tuple[int, int]:
         """Return the ids of its GPU and compute instance."""
         return self.gpu_instance_id, self.compute_instance_id
 
@@ -69,6 +69,11 @@ class SimulatedNode:
     users: list[int] = field(default_factory=list)
     # DeviceFileModify: nvidia-modprobe puts the node back at each use.
     modify: bool = True
+
+    def may_read(self, uid: int) -> bool:
+        """Return whether a user may open the node: root, a user of its ACL, and others by its mode."""
+        readable = self.mode & (0o400 if uid == self.owner else 0o004)
+        return uid in {0, *self.users} or bool(readable)
 
 
 @dataclass(eq=False)
@@ -179,9 +184,9 @@ class SimulatedProcess:
     image_bytes: int = 0
 
     @property
-    def place(self) -> tuple[int | None, int | None]:
-        """Return the ids of the GPU and compute instance that it runs in; None for a whole GPU."""
-        return self.gpu_instance_id, self.compute_instance_id
+    def instance_ids(self) -> InstanceIds | None:
+        """Return the ids of the GPU and compute instance that it runs in; None: it has a whole GPU."""
+        return None if self.gpu_instance_id is None else (self.gpu_instance_id, self.compute_instance_id)
 
 
 @dataclass(eq=False)
@@ -276,7 +281,7 @@ class SimulatedHostState:
 
     @property
     def root(self) -> bool:
-        """Return whether commands may do what only root may: a change can be tried without being root."""
+        """Return whether commands count as root's: by default all do, so that anybody can try a change."""
         return not self.fault_uid
 
     @property
@@ -294,8 +299,8 @@ class SimulatedHostState:
         """Return the process with this PID, or None."""
         return next((process for process in self.processes if process.pid == pid), None)
 
-    def may(self, owner: int) -> bool:
-        """Return whether commands may touch what belongs to a user."""
+    def may_touch(self, owner: int) -> bool:
+        """Return whether commands may read and change what belongs to a user."""
         return self.root or owner == self.fault_uid
 
     def new_pid(self) -> int:
@@ -384,7 +389,7 @@ class StateFile:
     def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
         """Yield the state under the lock and write it back, unless the block raises.
 
-        ``new`` is used when the host was never used before.
+        A host that was never used begins with ``new``; FileNotFoundError: None is given.
         """
         with self.locked():
             before = self._read_text()
@@ -399,12 +404,12 @@ class StateFile:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the host's lock (flock: it goes with the process, however that ends)."""
+        """Hold the host's lock (flock: the kernel releases it when the process ends); NoPermission: it cannot be opened."""
         try:
             self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             _check_owner(self.directory.parent)
             safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            # A process that may open it may hold it.
+            # For its owner alone: whoever may open it can hold it, and block every command on this host.
             descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | safe, 0o600)
         except OSError as error:
             raise NoPermission(
@@ -422,10 +427,13 @@ class StateFile:
 
 
 def _check_owner(directory: Path) -> None:
-    """Raise where another user made the directory that this user's simulated hosts have by default, in /tmp."""
-    stated = os.lstat(directory)
-    if "GPUSHARE_SIM_DIR" not in os.environ and stated.st_uid not in {os.geteuid(), 0}:
-        raise PermissionError(errno.EPERM, f"{directory} belongs to user {stated.st_uid}")
+    """Raise PermissionError where the directory of all simulated hosts belongs to another user than this one or root.
+
+    Its default is in /tmp, where anybody may have made it. A directory in GPUSHARE_SIM_DIR is the user's own choice.
+    """
+    owner = os.lstat(directory).st_uid
+    if "GPUSHARE_SIM_DIR" not in os.environ and owner not in {os.geteuid(), 0}:
+        raise PermissionError(errno.EPERM, f"{directory} belongs to user {owner}")
 
 
 def now() -> float:
@@ -440,22 +448,21 @@ _PARTS: Final[dict[type[Any], dict[str, type[Any]]]] = {
     SimulatedGpu: {"mig": SimulatedMigInstance, "bare": SimulatedGpuInstance, "vgpus": SimulatedVgpu},
     SimulatedDaemon: {"servers": SimulatedServer},
 }
-_NAMES: Final[dict[type[Any], frozenset[str]]] = {}
 
 
 def _build(cls: type[T], raw: dict[str, Any]) -> T:
-    """Return ``cls(**raw)`` with its parts, which takes three times as long: each NVML call may read the state."""
-    if cls not in _NAMES:
-        # Those of its base class too.
-        _NAMES[cls] = frozenset(field.name for field in fields(cls))  # type: ignore[arg-type]
-    if raw.keys() != _NAMES[cls]:
-        raise KeyError(*(raw.keys() ^ _NAMES[cls]))
+    """Return a value of the state from its JSON object; KeyError: it has other names than the fields of the class.
+
+    Not ``cls(**raw)``, which takes three times as long: each NVML call may read the state.
+    """
     made = cls.__new__(cls)
+    if raw.keys() != cls.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        raise KeyError(*raw)
     vars(made).update(raw)
     for name, part in _PARTS.get(cls, {}).items():
         vars(made)[name] = [_build(part, each) for each in raw[name]]
     if isinstance(made, SimulatedGpu):
-        made.nodes = {place: _build(SimulatedNode, each) for place, each in raw["nodes"].items()}
+        made.nodes = {key: _build(SimulatedNode, each) for key, each in raw["nodes"].items()}
     return made
 
 
@@ -480,10 +487,14 @@ def parse_spec(text: str) -> SimulatedHostSpec:
         raise BadUsage(f"'{stripped[:60]}' is not a simulated host", _HINT, code="bad_host")
     models: list[GpuModel] = []
     for part in stripped[len(PREFIX) :].split(","):
-        count, model = _parse_part(part)
-        if not 1 <= count <= MAX_GPUS - len(models):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            raise BadUsage("a GPU model is missing in the name of the simulated host", _HINT, code="bad_host")
+        count, name = match.groups(default="1")
+        model = find_model(name)
+        if not 1 <= int(count) <= MAX_GPUS - len(models):
             raise BadUsage(f"a simulated host has 1 to {MAX_GPUS} GPUs", _HINT, code="bad_host")
-        models.extend([model] * count)
+        models.extend([model] * int(count))
     return SimulatedHostSpec(canonical_spec(models), tuple(models))
 
 
@@ -497,27 +508,15 @@ def canonical_spec(models: Sequence[GpuModel]) -> str:
 
 
 def initial_state(spec: str) -> SimulatedHostState:
-    """Return the state of a simulated host before its first use.
-
-    UUIDs depend on the host's name and the GPU's index alone: every start finds the same GPUs.
-    """
+    """Return the state of a simulated host before its first use."""
     parsed = parse_spec(spec)
     gpus = [_new_gpu(parsed.text, index, model) for index, model in enumerate(parsed.models)]
     return SimulatedHostState(spec=parsed.text, gpus=gpus, created_at=now())
 
 
-def _parse_part(part: str) -> tuple[int, GpuModel]:
-    """Return how many GPUs a part of a spec like ``8xa100-80gb`` asks for, and their model."""
-    match = _PART.fullmatch(part.strip())
-    if match is None:
-        raise BadUsage("a GPU model is missing in the name of the simulated host", _HINT, code="bad_host")
-    count, name = match.groups()
-    return (1 if count is None else int(count)), find_model(name)
-
-
 def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
-    """Return a GPU as it is before its first use; its UUID depends on the spec and the index alone."""
-    # Loaded once in the life of a host, and not at each look at it.
+    """Return a GPU before its first use; its UUID depends on spec and index alone, so that each start has the same GPUs."""
+    # Late: only the first use of a host needs it.
     from uuid import UUID, uuid5
 
     mig_mode = 0 if model.mig else None
@@ -531,13 +530,14 @@ def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
 
 
 def on_gpu(process: SimulatedProcess) -> bool:
-    """Return whether the process has a context: not refused, not pending, not still starting."""
-    waiting = process.mps_daemon is not None and process.mps_server is None
-    out = process.checkpoint in {2, 3}
-    return process.refused is None and process.attach_at is None and not waiting and not out
+    """Return whether a process has a CUDA context on a GPU: not before it attached, and not while it is checkpointed."""
+    waits_for_server = process.mps_daemon is not None and process.mps_server is None
+    is_attached = process.gpu_uuid != "" and process.attach_at is None and process.refused is None
+    checkpointed_or_failed = process.checkpoint in {2, 3}
+    return is_attached and not waits_for_server and not checkpointed_or_failed
 
 
-def due(state: SimulatedHostState) -> bool:
+def settle_is_due(state: SimulatedHostState) -> bool:
     """Return whether `clients.settle` would change anything: a process died, or makes its first context now."""
     at = now()
     return any(

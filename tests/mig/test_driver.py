@@ -228,7 +228,7 @@ def test_another_place_than_asked_is_an_error(host: Host, monkeypatch: pytest.Mo
     real = library_mig.create_gpu_instance
 
     def elsewhere(gpu: Any, model: Any, profile: int, _placement: Any, residents: Any) -> int:
-        return real(gpu, model, profile, (6, 1), residents)
+        return real(gpu, model, profile, Placement(6, 1), residents)
 
     monkeypatch.setattr(library_mig, "create_gpu_instance", elsewhere)
     error = raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1))
@@ -242,7 +242,7 @@ def test_one_in_another_place_that_cannot_be_destroyed_is_told(host: Host, monke
     monkeypatch.setattr(
         library_mig,
         "create_gpu_instance",
-        lambda gpu, model, profile, _placement, residents: real(gpu, model, profile, (6, 1), residents),
+        lambda gpu, model, profile, _placement, residents: real(gpu, model, profile, Placement(6, 1), residents),
     )
     found = changes(host)
 
@@ -325,7 +325,7 @@ def test_every_placement_reaches_c_by_reference(host: Host, monkeypatch: pytest.
     seen: list[bool] = []
     real = library_mig._placement
 
-    def watched(argument: Any) -> tuple[int, int]:
+    def watched(argument: Any) -> Placement:
         seen.append(hasattr(argument, "_obj"))
         return real(argument)
 

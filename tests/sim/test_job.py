@@ -86,9 +86,9 @@ def test_who_draws_the_memory_is_slowed_by_the_others_that_do(state: SimulatedHo
     assert pace_of(state, third, 20).rate == 1.0
     other.stopped_at = 1.0
     assert pace_of(state, one, 20).rate == 1.0
-    assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(90 + 20 * 20 / 96)
+    assert activity.gpm_sample(state, target_of(state, one)).bandwidth == pytest.approx(90 + 20 * 20 / 96)
     one.stopped_at = 1.0
-    assert activity.bandwidth(state, target_of(state, one)) == pytest.approx(20 * 20 / 96)
+    assert activity.gpm_sample(state, target_of(state, one)).bandwidth == pytest.approx(20 * 20 / 96)
 
 
 def test_streams_need_as_much_again(state: SimulatedHostState) -> None:

@@ -468,3 +468,14 @@ def test_compute_modes_shut_programs_out(h200: Mps) -> None:
         state.gpus[0].compute_mode = 2
     with pytest.raises(OperationFailed, match="DEVICE_UNAVAILABLE"):
         h200.client()
+
+
+def test_a_stopped_daemon_for_all_users_lets_in_who_waited_once_it_continues(h200: Mps) -> None:
+    assert h200.run("-d", "-M").exit_code == 0
+    daemon = h200.state.daemons[0].pid
+    server = h200.client(user="1000").mps_server
+    h200.host.processes.send(daemon, signal.SIGSTOP)
+    waiting = h200.client(user="1001")
+    assert (waiting.mps_server, waiting.refused) == (None, None)
+    h200.host.processes.send(daemon, signal.SIGCONT)
+    assert h200.process(waiting.pid).mps_server == server
