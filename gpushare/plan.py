@@ -88,8 +88,8 @@ def in_turn(commands: Sequence[str]) -> str | None:
     return " && ".join(commands) or None
 
 
-def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:
-    """Return the losses that nobody agreed to: others, or those with a further reason (a new holder)."""
+def open_losses(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:
+    """Return the losses that the user has not agreed to: new ones, and those with a further reason (a new holder)."""
     reasons = {(loss.action, loss.what): set(loss.why) for loss in agreed}
     return tuple(
         loss

@@ -264,18 +264,19 @@ class Observer:
         gpu = next(gpu for gpu in gpus if gpu.index == daemon.gpu_index)
         version = None if self._mps_version is None else str(self._mps_version)
         # The GPU may be lost since the sweep.
-        return replace(daemon, version=version, max_clients=or_none(lambda: self._room(daemon, gpu)))
+        return replace(daemon, version=version, max_clients=or_none(lambda: self._most_clients(daemon, gpu)))
 
-    def _room(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
+    def _most_clients(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
         """Return how many clients a server of this daemon takes on the GPU, or None when that is unknown."""
         from gpushare.mps.limits import max_clients, share_of_slices
 
         capability = None if gpu.error else self._host.nvml.compute_capability(gpu.index)
         mig = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
-        # NVIDIA's MIG guide: 48 times the instance's share of the compute slices.
-        share = None if mig is None else share_of_slices(mig.profile, self._host.nvml.max_mig_devices(gpu.index))
-        fraction = 1.0 if mig is None else share
-        return None if fraction is None else max_clients(self._mps_version, capability, fraction)
+        share: float | None = 1.0
+        if mig is not None:
+            # NVIDIA's MIG guide: 48 times the instance's share of the compute slices.
+            share = share_of_slices(mig.profile, self._host.nvml.max_mig_devices(gpu.index))
+        return None if share is None else max_clients(self._mps_version, capability, share)
 
 
 def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:

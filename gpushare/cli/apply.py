@@ -52,7 +52,7 @@ from gpushare.mig.change import transact
 from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import recover
-from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, not_agreed, one_plan
+from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, one_plan, open_losses
 from gpushare.run.jobs import job_names
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
@@ -307,7 +307,7 @@ def _apply_row(host: Host, ledger: MigLedger, row: _GpuRow, matched: Matched, ag
         plan = _plan_entry(host, ledger, row.gpu, matched)
         if not is_agreed(plan.change.plan, agreed):
             raise NeedsConsent(
-                f"GPU {row.gpu} has changed since the question: applying the file {describe_losses(not_agreed(plan.change.plan.consent, agreed))}",
+                f"GPU {row.gpu} has changed since the question: applying the file {describe_losses(open_losses(plan.change.plan.consent, agreed))}",
                 "run it again: it asks for this too; or agree to everything: -y",
                 gpu=row.gpu,
             )

@@ -235,7 +235,17 @@ def plan(
             answer = plan_add(layouts, wanted, may_destroy=may_destroy)
         if exact or may_destroy:
             answer = _with_eviction_hint(answer, layouts, wanted, exact=exact)
-        return layout_plan_result(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
+        layout_plan = planned_or_refused(answer)
+    steps = tuple(shown_steps(layout_plan, [each.index for each in gpus if not each.mig_enabled]))
+    # The undo of a new instance has a word in place of its id, which is not known yet.
+    has_placeholder = any("-ci CI" in (step.undo or "") for step in steps)
+    notes = ("GI and CI are the ids that the steps print when they create an instance",) if has_placeholder else ()
+    result = plan_result(Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
+    return replace(
+        with_answer(result, MigPlanAnswer, cost=layout_plan.cost),
+        text=plan_text(layout_plan, {layout.gpu: layout for layout in layouts}),
+        tables=result.tables if steps else (),
+    )
 
 
 def _with_eviction_hint(
@@ -277,21 +287,6 @@ class MigPlanAnswer(PlanAnswer):
     """The answer of `mig plan`."""
 
     cost: Cost
-
-
-def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
-    """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
-    layout_plan = planned_or_refused(layout_plan)
-    steps = tuple(shown_steps(layout_plan, off))
-    # The undo of a new instance has a word in place of its id, which is not known yet.
-    has_placeholder = any("-ci CI" in (step.undo or "") for step in steps)
-    notes = ("GI and CI are the ids that the steps print when they create an instance",) if has_placeholder else ()
-    result = plan_result(Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
-    return replace(
-        with_answer(result, MigPlanAnswer, cost=layout_plan.cost),
-        text=plan_text(layout_plan, {layout.gpu: layout for layout in layouts}),
-        tables=result.tables if steps else (),
-    )
 
 
 def capable_gpus(host: Host, gpu: str | None) -> tuple[Sequence[Gpu], Sequence[Gpu]]:

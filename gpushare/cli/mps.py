@@ -14,7 +14,7 @@ import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.model import MpsDaemon
-from gpushare.base.selection import select_for_change, select_one
+from gpushare.base.selection import Device, select_for_change, select_one
 from gpushare.base.units import counted, first_few, parse_seconds, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -36,10 +36,11 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.capabilities import user_id, user_name
+from gpushare.host.host import Host
 from gpushare.host.records import read_trusted_tail
 from gpushare.mps.control import without_questions
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import client_environment, home_of, own_home
+from gpushare.mps.home import DaemonHome, client_environment, home_of, own_home
 from gpushare.mps.limits import LimitOptions, Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
@@ -64,10 +65,9 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     snapshot = Observer(settings.connect(), strangers=settings.verbose).read()
     chosen = only_gpus(snapshot, gpu)
-    # A daemon with unknown GPUs is shown for every GPU.
-    of_unknown_gpus = [daemon for daemon in snapshot.daemons if not daemon.gpu_indexes]
-    missing = tuple(daemon for daemon in of_unknown_gpus if daemon not in chosen.daemons)
-    shown = replace(chosen, daemons=chosen.daemons + missing)
+    # A daemon with unknown GPUs may serve each of them.
+    others = [each for each in snapshot.daemons if not each.gpu_indexes and each not in chosen.daemons]
+    shown = replace(chosen, daemons=(*chosen.daemons, *others))
     result = status_result(shown)
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     # On a host with several GPUs a change must name its GPU.
@@ -105,6 +105,28 @@ def logs(
     """
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
+    home = _home_with_logs(host, device)
+    names = ["control.log", "server.log"]
+    if control is not server:
+        names = ["control.log"] if control else ["server.log"]
+    texts = {}
+    left_out = 0
+    for name in names:
+        if name == "control.log" and not settings.verbose:
+            # Most of the log may be questions.
+            all_lines = last_lines(home.log / name, _MOST_LINES)
+            log_lines = without_questions(all_lines)
+            left_out = len(all_lines) - len(log_lines)
+        else:
+            log_lines = last_lines(home.log / name, lines)
+        texts[name] = log_lines[-lines:]
+    notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
+    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
+    return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes)
+
+
+def _home_with_logs(host: Host, device: Device) -> DaemonHome:
+    """Return the home of a device's MPS daemon that has logs, and that nobody else may have written."""
     homes = [home_of(directory, device.uuid) for directory in host.run_directories]
     # Directories that others may write come last.
     written = [home for home in homes if (home.log / "control.log").exists()]
@@ -123,23 +145,7 @@ def logs(
             gpu=device.gpu.index,
             code="directory_open",
         )
-    names = ["control.log", "server.log"]
-    if control is not server:
-        names = ["control.log"] if control else ["server.log"]
-    texts = {}
-    left_out = 0
-    for name in names:
-        if name == "control.log" and not settings.verbose:
-            # Most of the log may be questions.
-            all_lines = last_lines(home.log / name, _MOST_LINES)
-            log_lines = without_questions(all_lines)
-            left_out = len(all_lines) - len(log_lines)
-        else:
-            log_lines = last_lines(home.log / name, lines)
-        texts[name] = log_lines[-lines:]
-    notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
-    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
-    return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes)
+    return home
 
 
 # What is read of a log at most, in bytes and in lines of usual length; and what a long line takes.

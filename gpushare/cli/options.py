@@ -442,6 +442,7 @@ class Command(Helped, TyperCommand):
         """Parse the words; an error is shown in the output format that they request."""
         _note_command_name(info_name, parent)
         interspersed = self.context_settings.get("allow_interspersed_args", True)
+        # The parser consumes its list.
         words = list(args)
         with _errors_in_typed_format(args, interspersed=interspersed):
             ctx = super().make_context(info_name, args, parent, **extra)
@@ -764,14 +765,14 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
     Call it after planning and before the first change. Then plan again under the locks; if `is_agreed` is false for the
     new plan, it would take something else: ask again. Raises NeedsConsent.
     """
-    from gpushare.plan import describe_losses, not_agreed
+    from gpushare.plan import describe_losses, open_losses
 
-    open_losses = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
-    if open_losses:
+    to_ask = () if settings.yes or settings.dry_run else open_losses(plan.consent, agreed)
+    if to_ask:
         from gpushare.show.plan import plan_answer
 
         data = plan_answer(plan, dry_run=False)
-        losses = describe_losses(open_losses)
+        losses = describe_losses(to_ask)
         hint = f"to do it: {_command_line_with_yes()}; to see the plan: --dry-run"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NeedsConsent(f"this {losses}, and there is no terminal to ask on", hint, data=data)
@@ -783,9 +784,9 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
 
 def is_agreed(plan: Plan, agreed: Sequence[Loss]) -> bool:
     """Return whether a plan takes only what the user has agreed to."""
-    from gpushare.plan import not_agreed
+    from gpushare.plan import open_losses
 
-    return settings.yes or not not_agreed(plan.consent, agreed)
+    return settings.yes or not open_losses(plan.consent, agreed)
 
 
 def _command_line_with_yes() -> str:

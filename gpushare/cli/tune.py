@@ -193,10 +193,9 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
 def keep_result(
     host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
 ) -> Any:
-    """Keep the setting, what was tried, and the profiles of the commands in files; return them as the command's result.
+    """Keep the setting, what was tried, and the profiles of the commands in files; return the figures as a result.
 
-    ``picture``: write the settings into this file as a picture, too. What cannot be written becomes an error of the result
-    (the setting, the picture), or changes nothing (the rest): the figures are shown all the same.
+    ``picture``: also draw the settings to this file. A setting or picture that cannot be written is an error of the result.
     """
     # None: no setting surely meets the goal.
     tuned = tuned_record(host, device, options, result, name)
@@ -216,10 +215,10 @@ def keep_result(
         notes.insert(0, result.warning)
     if result.strangers:
         notes.append(others_note(result.strangers))
-    if data.file is not None and tuned is not None:
-        notes += _start_notes(tuned, data.commands)
-    elif tuned is None:
+    if tuned is None:
         notes.append(_no_setting_note(device, options, unsure=data.best is not None))
+    elif data.file is not None:
+        notes += _start_notes(tuned, data.commands)
     return tune_result(data, notes, errors)
 
 
