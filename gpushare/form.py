@@ -133,7 +133,7 @@ def converted(pattern: str, meaning: str, convert: Callable[[str], T]) -> Form[T
 
 
 def choice(known: Mapping[str, T]) -> Form[T]:
-    """Return the form of one of some words, each with what it stands for."""
+    """Return the form of a word that must be a key of ``known``; it is read as the value there."""
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or value.raw not in known:

@@ -308,11 +308,10 @@ class LastWork:
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
         self._looked = at
         started_at = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
-        # Processes that have ended are forgotten; those seen for the first time are noted.
+        # Processes that have ended are forgotten; a new one has done nothing since now, or with ``once`` since its start.
         self._work = {key: value for key, value in self._work.items() if key in started_at}
-        self._first = {
-            key: self._first.get(key, (start or at) if self._once else at) for key, start in started_at.items()
-        }
+        idle_since = {key: (start or at) if self._once else at for key, start in started_at.items()}
+        self._first = {key: self._first.get(key, since) for key, since in idle_since.items()}
         return replace(snapshot, gpus=gpus)
 
     def _with_work(self, gpu: Gpu, at: float) -> Gpu:

@@ -150,7 +150,7 @@ def _parse_caps(text: str) -> tuple[float, ...]:
 
 
 def _parse_factor(text: str) -> float:
-    """Return how many times its latency alone production may have: ``1.1x`` or ``1.1``."""
+    """Return the factor by which production's latency may rise over that of production alone: ``1.1x`` or ``1.1``."""
     try:
         value = float(text.strip().lower().removesuffix("x"))
     except ValueError:
