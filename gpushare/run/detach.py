@@ -29,7 +29,16 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of_child
 from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, make_name, output_path, set_past_aside
+from gpushare.run.jobs import (
+    JOBS,
+    PAST,
+    aside,
+    check_name_free,
+    make_name,
+    output_path,
+    runs_in_background,
+    set_past_aside,
+)
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.share import NO_PROGRAM
 from gpushare.run.start import DETACHED
@@ -122,7 +131,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
         if name is not None:
             check_name_free(host, name)
             # What a job that has ended left behind may still write there.
-            if is_written(host, name) and not PAST.path(host, name).exists():
+            if runs_in_background(host, name) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
             earlier = set_past_aside(host, name)
             if earlier is not None:

@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.host.process import ProcessInfo
     from gpushare.pause.change import JobPause
 
 
@@ -162,23 +161,21 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
     If the gpushare of a job was killed, its end is recorded here: at an unknown time, or now for programs ``just_ended``.
     """
 
-    def keep_end(record: JobRecord) -> bool:
-        """Record the end of a job that does not run, unless it is recorded; return whether to remove the job's record."""
+    def may_go(record: JobRecord) -> bool:
+        """Return whether to remove this record; record the end of its job first, if nobody has."""
         if is_running(host, record):
             return False
         past = _unseen_end(host, record)
         if past is not None:
             ended = time.time() if record.pid in just_ended else None
             _write_past(host, replace(past, ended=ended))
-        if record.role != PRODUCTION:
-            return True
-        if record.supervisor is not None:
+        if record.role == PRODUCTION and record.supervisor is not None:
             # Without a supervisor its end counts as recorded.
             with contextlib.suppress(GpushareError):
                 JOBS.write(replace(record, supervisor=None))
-        return False
+        return record.role != PRODUCTION
 
-    JOBS.sweep(host, keep_end)
+    JOBS.sweep(host, may_go)
 
 
 def records(host: Host) -> list[JobRecord]:
@@ -208,7 +205,7 @@ def is_running(host: Host, record: JobRecord) -> bool:
 
 
 def jobs_of_processes(host: Host, pids: Iterable[int]) -> dict[int, JobRecord]:
-    """Return the records of the running jobs that processes belong to: as their program, or as its descendant."""
+    """Return by PID the records of the running jobs whose program, or a descendant of it, these processes are."""
     jobs = {record.pid: record for record in records(host) if is_running(host, record)}
     if not jobs:
         return {}
@@ -232,11 +229,11 @@ def make_name(host: Host, program: str) -> str:
     used_names = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
     names = (f"{stem}-{number}" for number in count(1))
     # One that runs in the background has no record while it waits.
-    return next(name for name in names if name not in used_names and not is_written(host, name))
+    return next(name for name in names if name not in used_names and not runs_in_background(host, name))
 
 
-def is_written(host: Host, name: str) -> bool:
-    """Return whether a job in the background holds the lock of its output: it starts, waits or runs."""
+def runs_in_background(host: Host, name: str) -> bool:
+    """Return whether a job of this name starts, waits or runs in the background: such a job holds the lock of its output."""
     try:
         descriptor = os.open(output_path(host, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -304,9 +301,9 @@ def last_past(host: Host, name: str) -> PastJob | None:
 
 
 def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
-    """Return what is known of the end of a job whose gpushare was killed and could not record it; None: it is recorded.
+    """Return what is known of the end of a job that does not run and whose end nobody recorded; None: it is recorded.
 
-    ``record`` is of a job that does not run.
+    Its gpushare, which would have recorded it, was killed.
     """
     if record.supervisor is None:
         return None
@@ -316,14 +313,13 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     devices = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in (None, *gpu.mig_instances)]
     devices_of_record = [device for uuid in record.devices for device in devices if device.uuid == uuid]
     began = None if record.since is None else wall_time(record.since)
-    return replace(
-        _past_of(host, record, titles(devices_of_record) if devices_of_record else "-", began),
-        started=record.pid != record.supervisor.pid,
-    )
+    past = _past_of(host, record, titles(devices_of_record) if devices_of_record else "-", began)
+    # Until its program runs, the record names gpushare itself.
+    return replace(past, started=record.pid != record.supervisor.pid)
 
 
 def _past_of(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
-    """Return what is kept of a job that has ended, with its end unknown."""
+    """Return what is kept of a job that has ended, its time and exit code still unknown."""
     return PastJob(
         name=record.name,
         command=record.command,
@@ -356,9 +352,9 @@ def _write_past(host: Host, past: PastJob) -> None:
 
 
 def set_past_aside(host: Host, name: str) -> Path | None:
-    """Keep the last ended job of a name as an earlier one, as another job takes the name; return its file.
+    """Rename the record of the last ended job of this name, because another job takes the name; return its new file.
 
-    None: there is no such job, or its record cannot be renamed.
+    None: there is no such record, or it cannot be renamed.
     """
     last = PAST.path(host, name)
     # No name of a job contains an @.
@@ -375,7 +371,7 @@ def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> 
     other = find_record(host, name)
     if other is not None and other.pid != except_pid and is_running(host, other):
         option = "--production OTHER" if other.role == PRODUCTION else "--name OTHER"
-        see_output = f"see its output: gpushare logs {name}; " if is_written(host, name) else ""
+        see_output = f"see its output: gpushare logs {name}; " if runs_in_background(host, name) else ""
         raise InUse(
             f"a job '{name}' is already running (process {other.pid})",
             f"give it another name: {option}; {see_output}end the other: gpushare stop {name}",
@@ -435,14 +431,11 @@ class RecordedJob(Part):
         self._written = True
 
     def _write(self, pid: int) -> None:
-        """Write the record with this process as the job's."""
+        """Write the record, with ``pid`` as the job's process and the peak that an earlier run of a production job had."""
         earlier = find_record(self.host, self.record.name)
-        # What an earlier run of this production job needed on this device, it will need again.
-        if (
-            earlier is not None
-            and earlier.devices == self.record.devices
-            and earlier.role == self.record.role == PRODUCTION
-        ):
+        ran_there = earlier is not None and earlier.devices == self.record.devices
+        if earlier is not None and ran_there and earlier.role == self.record.role == PRODUCTION:
+            # What it needed on this device, it will need again.
             self.record = replace(self.record, memory_peak_bytes=earlier.memory_peak_bytes)
         process = self.host.processes.identity(pid) or Identity(pid, 0)
         self.record = replace(self.record, **process._asdict())
@@ -466,8 +459,9 @@ class RecordedJob(Part):
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
-            held = self._held_bytes()
             previous = self.record
+            listed = processes_on(self.host, self.device.gpu.index) or ()
+            held = memory_held(process for process in listed if process.pid in self._seen)
             if held is not None:
                 self.record = replace(self.record, memory_peak_bytes=max(held, previous.memory_peak_bytes or 0))
             self.record = replace(self.record, waits=bool(watch.pending) and not watch.attached)
@@ -482,13 +476,11 @@ class RecordedJob(Part):
         with contextlib.suppress(GpushareError):
             write_record(self.host, self.record)
 
-    def _held_bytes(self) -> int | None:
-        """Return the memory that the job's processes hold on its device now; None: unknown."""
-        listed = processes_on(self.host, self.device.gpu.index) or ()
-        return memory_held(process for process in listed if process.pid in self._seen)
-
     def close(self, *, program_lives: bool = False) -> None:
-        """Name this gpushare in the record again: the program may start once more, and until `forget` the job is listed."""
+        """Note that the program has ended. The job is still listed, until `forget`: the program may start once more.
+
+        So the record names this gpushare again. That of a production job does not: nothing has to be spared now.
+        """
         if self._written and not program_lives:
             self._written = False
             self._ended = True
@@ -564,7 +556,6 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     process = None if pid is None else host.processes.identity(pid)
 
     def is_meant(record: JobRecord) -> bool:
-        """Return whether a record is of the job that was named."""
         if pid is None:
             return record.name == text
         if process is None:
@@ -591,12 +582,10 @@ def job_in_line(host: Host, text: str) -> Reservation | None:
     """Return the job in the line with this name or PID; of several, the user's own. Raises BadUsage if there are two."""
     pid = pid_of(text)
     waiting = [job for job in reservations(host) or [] if job.waits]
-    if pid is None:
-        matching = [job for job in waiting if job.name == text]
-    else:
-        matching = [job for job in waiting if job.claim.pid == pid]
-    infos = {job.claim.pid: host.processes.describe(job.claim.pid) for job in matching}
-    own = [job for job in matching if (info := infos[job.claim.pid]) is not None and info.uid == host.uid]
+    matching = [job for job in waiting if (job.name == text if pid is None else job.claim.pid == pid)]
+    own = [
+        job for job in matching if (info := host.processes.describe(job.claim.pid)) is not None and info.uid == host.uid
+    ]
     jobs = own or matching
     return only_one(text, jobs, [job.claim.pid for job in jobs])
 
@@ -619,24 +608,23 @@ def find_job(host: Host, text: str) -> Job:
         NotFound: no such job runs (``no_job``), or it has not started yet (``waits_in_line``).
     """
     record = running_record(host, text)
-    if record is None and pid_of(text) is None:
-        check_not_in_line(host, text)
     pid = pid_of(text) if record is None else record.pid
+    if pid is None:
+        check_not_in_line(host, text)
     identity = host.processes.identity(pid) if pid else None
     if identity is None or host.processes.describe(identity.pid) is None:
         raise no_job_error(host, text)
-    if record is None:
-        return job_of(host, identity, None)
-    # Again, after the identity was read: so it is of the process that the record names, and not of a later one with its PID.
-    if not is_running(host, record):
+    # Asked after the identity was read: so it is of the process that the record names, not of a later one with its PID.
+    if record is not None and not is_running(host, record):
         raise no_job_error(host, text)
-    return job_of(host, identity, record.name, record)
+    return job_of(host, identity, None if record is None else record.name, record)
 
 
 def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
-    """Return a process as a job. If it has just ended or not yet begun, its user is that of its gpushare."""
+    """Return the job whose first process this is."""
     info = host.processes.describe(process.pid)
     if info is None and record is not None and record.supervisor is not None:
+        # It has just ended, or not begun yet: its user is that of its gpushare.
         info = host.processes.describe(record.supervisor.pid)
     return Job(
         **process._asdict(),
@@ -664,21 +652,21 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     Raises:
         NoPermission: it, or one of the processes, belongs to another user, and this is not root.
     """
-    if job.uid == host.uid:
-        foreign = _losses_of_others(host, action, pids)
-        if foreign and not host.root:
+    # Owners, each with what is touched, in words.
+    touched = [*_processes_of_others(host, pids, {host.uid, job.uid}).items()]
+    if job.uid != host.uid:
+        owner = _owner(job.uid, job.user)
+        if not host.root:
             raise NoPermission(
-                f"{foreign[0].what} of {job.title} belongs to {foreign[0].why[0].removeprefix('of ')}",
-                "run as root: sudo gpushare ...",
-                code="other_user",
+                f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
             )
-        return foreign
-    owner = _owner(job.uid, job.user)
-    if not host.root:
+        touched.insert(0, (owner, job.title))
+    elif touched and not host.root:
+        owner, what = touched[0]
         raise NoPermission(
-            f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
+            f"{what} of {job.title} belongs to {owner}", "run as root: sudo gpushare ...", code="other_user"
         )
-    return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_losses_of_others(host, action, pids, job.uid))
+    return tuple(Loss(action=action, what=what, why=(f"of {owner}",)) for owner, what in touched)
 
 
 def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
@@ -697,27 +685,24 @@ def _owner(uid: int | None, user: str | None) -> str:
     return user or (f"user {uid}" if uid is not None else "another user")
 
 
-def _losses_of_others(host: Host, action: str, pids: Iterable[int], except_uid: int | None = None) -> tuple[Loss, ...]:
-    """Return one loss for each owner of these processes, except this user and user ``except_uid``."""
-    processes_of: dict[int | None, list[ProcessInfo]] = {}
+def _processes_of_others(host: Host, pids: Iterable[int], except_uids: Container[int | None]) -> dict[str, str]:
+    """Return in words the processes of each owner, without those of ``except_uids``: ``{"alice": "process 7"}``."""
+    pids_of: dict[str, list[int]] = {}
     for pid in sorted(pids):
         info = host.processes.describe(pid)
-        if info is not None and (info.uid is None or info.uid not in {host.uid, except_uid}):
-            processes_of.setdefault(info.uid, []).append(info)
-    losses = []
-    for uid, processes in processes_of.items():
-        first = processes[0]
-        what = f"process {first.pid}"
-        if len(processes) > 1:
-            what = f"{counted(len(processes), 'process')} such as {first.pid}"
-        losses.append(Loss(action=action, what=what, why=(f"of {_owner(uid, first.user)}",)))
-    return tuple(losses)
+        if info is not None and (info.uid is None or info.uid not in except_uids):
+            pids_of.setdefault(_owner(info.uid, info.user), []).append(pid)
+    return {
+        owner: f"process {own[0]}" if len(own) == 1 else f"{counted(len(own), 'process')} such as {own[0]}"
+        for owner, own in pids_of.items()
+    }
 
 
 def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     """Return the processes of a job's tree that NVML lists as compute processes, on all GPUs.
 
-    In another PID namespace than the host's NVML lists other PIDs: there, all processes that have the driver loaded.
+    In another PID namespace than the host's NVML lists other PIDs. There it returns those that have the driver loaded, and on
+    which GPUs they are is unknown.
 
     Raises:
         NotFound: none of them is on a GPU (``no_context``), or it has ended meanwhile (``no_job``).
@@ -727,12 +712,12 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     if host.processes.identity(job.pid) is None or job.pid not in tree:
         raise no_job_error(host, job.selector)
     if host.processes.namespace_is_host() is False:
-        # On which GPUs they are is unknown.
         on_gpus: Collection[JobProcess] = [JobProcess(pid, 0) for pid in tree if host.processes.uses_driver(pid)]
     else:
         on_gpus = _processes_on_gpus(host, set(tree))
     living = []
     for process in sorted(on_gpus, key=lambda process: process.pid):
+        # Both ways the start is still missing.
         identity = host.processes.identity(process.pid)
         if identity is not None:
             living.append(process._replace(started=identity.started))
@@ -776,10 +761,11 @@ def _processes_on_gpus(host: Host, tree: set[int]) -> Collection[JobProcess]:
 
 
 def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
-    """Return the processes of a job on GPUs, with what they hold there.
+    """Return the processes of a job on GPUs, with what they hold there. All of them can go out, as `check_out` checks.
 
     Raises:
-        GpushareError: as `gpu_processes`, and as `check_out`: they cannot go out.
+        GpushareError: as `gpu_processes` and `check_out`.
+        NotSupported: it is unknown what they hold, or what their GPU has and uses: both count for the way back.
     """
     from gpushare.memory.swap import check_out
 
@@ -792,7 +778,6 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
     processes = [each._replace(memory_bytes=held.get(each.pid, 0)) for each in on_gpu]
     check_out(host, job, processes)
-    # Its return needs room for what it holds, so both must be known.
     for gpu in map(host.nvml.gpu, gpu_indexes):
         if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
             raise NotSupported(
