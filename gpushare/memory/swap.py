@@ -354,16 +354,21 @@ def _check_gpus(host: Host, swap: Swap) -> None:
 
 def _restore_all(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
     """Copy the processes that are out back: to the GPU that they left, or by the driver's pairs to another."""
-    pairs: list[tuple[str, str]] = []
-    if swap.left_uuid is not None:
-        # A pair names the old and the new GPU, for each GPU of the host: the two GPUs of the move change places.
-        exchanged = {swap.left_uuid: swap.gpu_uuid, swap.gpu_uuid: swap.left_uuid}
-        uuids = [gpu.uuid for gpu in host.nvml.identities() if gpu.uuid is not None]
-        pairs = [(uuid, exchanged.get(uuid, uuid)) for uuid in uuids]
+    pairs = [] if swap.left_uuid is None else device_pairs(host, swap.left_uuid, swap.gpu_uuid)
     for image in reversed(swap.living(host)):
         if checkpoint.state(image.pid) == CHECKPOINTED:
             with _unless_ended(host, image.pid):
                 checkpoint.restore(image.pid, image.memory_bytes, [] if image.pid in swap.arrived else pairs)
+
+
+def device_pairs(host: Host, source_uuid: str, target_uuid: str) -> list[tuple[str, str]]:
+    """Return the pairs, old and new GPU, with which the driver restores a job on another GPU.
+
+    There is one for each GPU of the host; source and target change places.
+    """
+    exchanged = {source_uuid: target_uuid, target_uuid: source_uuid}
+    uuids = [gpu.uuid for gpu in host.nvml.identities() if gpu.uuid is not None]
+    return [(uuid, exchanged.get(uuid, uuid)) for uuid in uuids]
 
 
 def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:

@@ -80,7 +80,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         NoPermission: its output cannot be kept (``not_written``).
         OperationFailed: it does not start (``detach_failed``).
     """
-    with _reserved_name(host, program, name) as (job_name, descriptor, earlier_job):
+    with _reserved_name(host, program, name) as (job_name, descriptor, earlier_record):
         try:
             # Not by -m: that would look for gpushare in the working directory first.
             process = subprocess.Popen(
@@ -92,7 +92,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
                 start_new_session=True,
             )
         except OSError as error:
-            _put_earlier_back(host, job_name, earlier_job)
+            _put_earlier_back(host, job_name, earlier_record)
             raise OperationFailed(
                 f"the job cannot be put into the background: {error.strerror or error}",
                 "run it here: without -d",
@@ -106,12 +106,12 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
             process.returncode = 0
         job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
         if job.state == "ended" and job.exit_code and not was_started(host, job):
-            _put_earlier_back(host, job_name, earlier_job)
+            _put_earlier_back(host, job_name, earlier_record)
         return job
 
 
 def _put_earlier_back(host: Host, name: str, record: Path | None) -> None:
-    """Put back what an earlier job of this name left, as this one was not started: its output, and its record set aside."""
+    """Undo `_reserved_name` for a job that was not started: put the earlier job's output and record back (None: no such job)."""
     if record is not None:
         with contextlib.suppress(OSError):
             os.replace(aside(output_path(host, name)), output_path(host, name))
@@ -121,20 +121,20 @@ def _put_earlier_back(host: Host, name: str, record: Path | None) -> None:
 
 @contextlib.contextmanager
 def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, Path | None]]:
-    """Reserve a name, made of ``program`` if none is given.
+    """Reserve a name, made of ``program`` if none is given, and set the output and record of an earlier job of it aside.
 
-    Yields the name, the descriptor of the job's output, and the record of the earlier job of this name, set aside. The lock of the
+    Yields the name, the descriptor of the new output, and the file of the earlier record (None: no such job). The lock of the
     output reserves the name, also while there is no record of the job yet, and until its last process has ended.
     """
-    earlier = None
+    earlier_record = None
     with JOBS.locked(host):
         if name is not None:
             check_name_free(host, name)
             # What a job that has ended left behind may still write there.
             if runs_in_background(host, name) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
-            earlier = set_past_aside(host, name)
-            if earlier is not None:
+            earlier_record = set_past_aside(host, name)
+            if earlier_record is not None:
                 with contextlib.suppress(OSError):
                     os.replace(output_path(host, name), aside(output_path(host, name)))
         name = name or make_name(host, program)
@@ -142,13 +142,13 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             begin_log(output_path(host, name))
             descriptor = open_log(output_path(host, name))
         except BaseException:
-            _put_earlier_back(host, name, earlier)
+            _put_earlier_back(host, name, earlier_record)
             raise
         # Some file systems have no locks.
         with contextlib.suppress(OSError):
             flocked(descriptor)
     try:
-        yield name, descriptor, earlier
+        yield name, descriptor, earlier_record
     finally:
         os.close(descriptor)
         with contextlib.suppress(OSError):
@@ -164,11 +164,13 @@ def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[byt
         if code is not None:
             return job._replace(state="ended", exit_code=code if code >= 0 else 128 - code)
         record = JOBS.read(JOBS.path(host, job.name))
-        has_record = record is not None and record.supervisor == job.supervisor
-        if record is not None and has_record and record.pid != job.supervisor.pid:
+        if record is not None and record.supervisor != job.supervisor:
+            record = None
+        if record is not None and record.pid != job.supervisor.pid:
             return job._replace(state="runs")
-        # A program that is about to start has a record without its PID, or is in the line, too; one that waits stays so.
-        if has_record or any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ()):
+        in_line = any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ())
+        if record is not None or in_line:
+            # For a moment this is so of a program that is about to start, too.
             waiting_since = waiting_since or time.monotonic()
             if time.monotonic() - waiting_since > _WAITS_SECONDS:
                 return job._replace(state="waits")
@@ -184,7 +186,7 @@ def was_started(host: Host, job: Detached) -> bool:
 
 
 def not_started_error(job: Detached) -> GpushareError:
-    """Return the error that kept a job from starting, which ran with ``-o json``: its class by the exit code."""
+    """Return the error that kept a job from starting, as its gpushare has printed it (``-o json``)."""
     error_classes = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
     code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code
     error_class = next((each for each in error_classes if each.exit_code == code), OperationFailed)

@@ -13,12 +13,20 @@ from gpushare.base.units import first_few, format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.store import Job
+from gpushare.hostfile.kept import kept_limits
 from gpushare.memory import move
-from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.room import Draw, bytes_to_come_in, keeps_place, read_lines, reserved_by, room_reserved
-from gpushare.memory.swap import check_continues, check_host, come_in, guarded, leaving_record, swapped_out
+from gpushare.memory.swap import (
+    check_continues,
+    check_host,
+    come_in,
+    device_pairs,
+    guarded,
+    leaving_record,
+    swapped_out,
+)
 from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record, swaps
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
@@ -38,7 +46,7 @@ class MovedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Move:
+class _JobMove:
     """A planned move of one job; ``candidates`` are the GPUs that it may go to."""
 
     job: Job
@@ -69,22 +77,21 @@ class Moves:
 
 
 class Mover:
-    """Plans moves.
+    """Plans moves, each of one job.
 
-    ``limits`` are those of users in gpushare.yaml, ``seconds`` how long a job waits for room: 0 not at all, None as long as
-    it takes; ``waiting`` shows meanwhile what it waits for (`show.waiting`).
+    ``seconds`` is how long a job waits for room: 0 not at all, None as long as it takes; ``waiting`` shows meanwhile what it
+    waits for (`show.waiting`).
     """
 
     def __init__(
         self,
         host: Host,
-        limits: UserLimits,
         seconds: float | None,
         say: Callable[[str], None],
         waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
     ) -> None:
-        self._host, self._limits, self._seconds = host, limits, seconds
-        self._say, self._waiting = say, waiting
+        self._host, self._seconds, self._say, self._waiting = host, seconds, say, waiting
+        self._limits = kept_limits(host)
         check_host(host)
         move.check_driver(host)
         self._gpus = host.nvml.sweep()
@@ -109,13 +116,13 @@ class Mover:
                 )
         else:
             candidates = [self._whole_gpu(device) for device in devices]
-            # `LEAVING`: it is on its GPU, and the move would begin with its way out.
+            # `LEAVING` is the state of a job that has still to go out, so it is on its GPU.
             if swap.state == LEAVING and any(gpu.uuid == source.uuid for gpu in candidates):
                 return self._plan_of([])
             for gpu in candidates:
                 move.check_target(source, gpu)
         return self._plan_of(
-            [self._with_target(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))]
+            [self._with_target(_JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates)))]
         )
 
     def plan_all_off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
@@ -126,51 +133,39 @@ class Mover:
             InUse: the other GPUs have no room for all of them (code ``no_room``).
         """
         source = self._whole_gpu(device)
-        if source.mig_enabled:
-            raise NotSupported(
-                f"GPU {source.index} is in MIG mode, and a job moves only between whole GPUs",
-                "see the GPUs: gpushare status",
-                gpu=str(source.index),
-                code="mig_enabled",
-            )
+        # Of itself: the GPU is not in MIG mode.
+        move.check_target(source, source)
         others = [self._whole_gpu(each) for each in devices] if devices is not None else self._gpus
         candidates = move.possible_targets(source, others)
         moves = []
         for job in self._jobs_on(source):
             consent_to(self._host, job, "moves")
             swap, _ = self._record_and_gpu(job)
-            moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
+            moves.append(_JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates)))
         index_of = self._assign_gpus(moves, candidates)
-        without_room = next((wish for wish in moves if wish.job.pid not in index_of), None)
+        without_room = next((job_move for job_move in moves if job_move.job.pid not in index_of), None)
         if without_room is not None:
-            reserved_bytes = without_room.swap.reserved_bytes
-            size = ", which has reserved a whole GPU"
-            if reserved_bytes is not None:
-                size = f" with {format_bytes(max(without_room.swap.memory_bytes, reserved_bytes))}"
-            raise InUse(
-                f"no other GPU of this model that may be used has room for {without_room.job.title}{size}",
-                "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
-                gpu=str(source.index),
-                code="no_room",
-            )
+            raise _no_room_error(without_room)
+        self._say_who_stays(source, {job_move.job.pid for job_move in moves})
         by_index = {gpu.index: gpu for gpu in candidates}
-        returning = self._jobs_that_come_to(source, {wish.job.pid for wish in moves})
-        if returning:
-            texts = first_few(job.selector for job in returning)
-            own = next((job.selector for job in returning if self._is_own(job)), None)
-            end = "" if own is None else f"; end one: gpushare stop {own}"
-            self._say(
-                f"not moved: {texts}, which wait for GPU {source.index} or are swapped out, and come to it once"
-                f" it has room; see them: gpushare jobs{end}"
-            )
-        return self._plan_of([replace(wish, candidates=(by_index[index_of[wish.job.pid]],)) for wish in moves])
+        return self._plan_of(
+            [replace(job_move, candidates=(by_index[index_of[job_move.job.pid]],)) for job_move in moves]
+        )
 
-    def _jobs_that_come_to(self, gpu: Gpu, moved_pids: Container[int]) -> list[Swap | Reservation]:
-        """Return the jobs that are not on a GPU, and may start or come back there."""
+    def _say_who_stays(self, gpu: Gpu, moved_pids: Container[int]) -> None:
+        """Say which jobs are not on the GPU and not moved off it, but wait for it or come back to it."""
         waiting = [job for job in reservations(self._host) or () if job.waits and gpu.uuid in job.keys]
         out = [swap for swap in swaps(self._host) if swap.state == OUT and swap.gpu_uuid == gpu.uuid]
         jobs: list[Swap | Reservation] = [*out, *waiting]
-        return list({job.selector: job for job in jobs if job.pid not in moved_pids}.values())
+        staying = {job.selector: job for job in jobs if job.pid not in moved_pids}
+        if not staying:
+            return
+        own = next((selector for selector, job in staying.items() if self._is_own(job)), None)
+        end = "" if own is None else f"; end one: gpushare stop {own}"
+        self._say(
+            f"not moved: {first_few(staying)}, which wait for GPU {gpu.index} or are swapped out, and come to it once"
+            f" it has room; see them: gpushare jobs{end}"
+        )
 
     def _is_own(self, job: Swap | Reservation) -> bool:
         """Return whether a job is this user's, by who has written it down: what others write may name any PID."""
@@ -189,17 +184,19 @@ class Mover:
         return device.gpu
 
     def _jobs_on(self, gpu: Gpu) -> list[Job]:
-        """Return the jobs with a compute process on a GPU: each by its name, or else by the process."""
+        """Return the jobs with a compute process on a GPU; a process that belongs to no job of gpushare is one by itself."""
         pids = [process.pid for process in gpu.processes or () if process.compute or process.mps]
         names = job_names(self._host, pids)
-        texts = dict.fromkeys(names.get(pid) or str(pid) for pid in pids)
-        jobs = [find_job(self._host, text) for text in texts]
+        selectors = dict.fromkeys(names.get(pid) or str(pid) for pid in pids)
+        jobs = [find_job(self._host, selector) for selector in selectors]
         # A process below the first one of another job goes with that job.
         below = {pid for job in jobs for pid in self._host.processes.descendants(job.pid) if pid != job.pid}
         return [job for job in jobs if job.pid not in below]
 
     def _record_and_gpu(self, job: Job) -> tuple[Swap, Gpu]:
-        """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory.
+        """Return the record with which a job moves, and the GPU of its memory.
+
+        Of a swapped-out job it is the record that there is, else a new one in state `LEAVING`, which is not written yet.
 
         Raises:
             GpushareError: it cannot move: the driver has lost it, a part of it is out, its GPU is gone, or as
@@ -238,105 +235,121 @@ class Mover:
             raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
         return gpu
 
-    def _assign_gpus(self, moves: Sequence[_Move], gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return the index of the GPU with room now for each job, by its PID; none that another user has reserved.
+    def _assign_gpus(self, moves: Sequence[_JobMove], gpus: Sequence[Gpu]) -> dict[int, int]:
+        """Return by PID the index of a GPU that has room now for each job; jobs without room are left out.
 
-        A job goes first to one where it still has a place.
+        A GPU on which the job still has a place comes first. GPUs that another user has reserved are not used.
         """
         usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
         needs = {}
         index_of = {}
-        for wish in moves if lines else ():
-            memory_bytes, reserved_bytes = wish.swap.memory_bytes, wish.swap.reserved_bytes
-            sizes = [bytes_to_come_in(self._host, line.device, memory_bytes, reserved_bytes) for line in lines]
-            for line, size in zip(lines, sizes, strict=True):
-                if keeps_place(self._host, line, wish.swap, size):
-                    index_of[wish.job.pid] = line.device.gpu.index
-            if wish.job.pid not in index_of:
-                needs[wish.job.pid] = min(line.room.bytes_of(size) for line, size in zip(lines, sizes, strict=True))
+        for job_move in moves if lines else ():
+            swap, pid = job_move.swap, job_move.job.pid
+            bytes_on = []
+            for line in lines:
+                size = bytes_to_come_in(self._host, line.device, swap.memory_bytes, swap.reserved_bytes)
+                bytes_on.append(line.room.bytes_of(size))
+                if keeps_place(self._host, line, swap, size):
+                    index_of[pid] = line.device.gpu.index
+            if pid not in index_of:
+                # The GPUs are of one model: what they need differs only by what the driver itself takes.
+                needs[pid] = min(bytes_on)
         free = {line.device.gpu.index: line.free_bytes for line in lines}
         return {**move.assign_gpus(needs, free), **index_of}
 
-    def _with_target(self, wish: _Move) -> _Move:
-        """Return the move to the one GPU that has room now; without room as it is: it waits, or says why it cannot."""
-        chosen = self._assign_gpus([wish], wish.candidates)
-        target = next((gpu for gpu in wish.candidates if gpu.index == chosen.get(wish.job.pid)), None)
-        return wish if target is None else replace(wish, candidates=(target,))
+    def _with_target(self, job_move: _JobMove) -> _JobMove:
+        """Return the move with the GPU that has room now as its only candidate; if none has room, the move as it is.
 
-    def _plan_of(self, moves: Sequence[_Move]) -> Moves:
+        Such a job waits for any of its candidates when it moves, or finds no room.
+        """
+        chosen = self._assign_gpus([job_move], job_move.candidates)
+        target = next((gpu for gpu in job_move.candidates if gpu.index == chosen.get(job_move.job.pid)), None)
+        return job_move if target is None else replace(job_move, candidates=(target,))
+
+    def _plan_of(self, moves: Sequence[_JobMove]) -> Moves:
         """Return the plan of these moves, one step for each job."""
-        undo = "; ".join(self._undo_command(wish) for wish in moves)
+        undo = "; ".join(self._undo_command(job_move) for job_move in moves)
         plan = Plan(
             title="; ".join(map(_end_text, moves)) or "no job is there",
-            steps=tuple(self._step(wish) for wish in moves),
+            steps=tuple(self._step(job_move) for job_move in moves),
             undo=undo or None,
-            consent=tuple(loss for wish in moves for loss in self._losses(wish)),
+            consent=tuple(loss for job_move in moves for loss in self._losses(job_move)),
         )
-        return Moves(plan=plan, jobs=tuple(wish.row for wish in moves))
+        return Moves(plan=plan, jobs=tuple(job_move.row for job_move in moves))
 
-    def _losses(self, wish: _Move) -> tuple[Loss, ...]:
+    def _losses(self, job_move: _JobMove) -> tuple[Loss, ...]:
         """Return what to ask before a job moves, if it is another user's."""
-        return consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
+        return consent_to(self._host, job_move.job, "moves", [image.pid for image in job_move.swap.images])
 
-    def _undo_command(self, wish: _Move) -> str:
+    def _undo_command(self, job_move: _JobMove) -> str:
         """Return the command that takes a job back to where it was; if it was swapped out, from there out again."""
-        agreed = " -y" if self._losses(wish) else ""
-        back = f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
-        if wish.swap.state != OUT:
+        agreed = " -y" if self._losses(job_move) else ""
+        back = f"gpushare move {job_move.job.selector} -g {job_move.source.index}{agreed}"
+        if job_move.swap.state != OUT:
             return back
-        return f"{back} && gpushare swap out {wish.job.selector}{agreed}"
+        return f"{back} && gpushare swap out {job_move.job.selector}{agreed}"
 
-    def _step(self, wish: _Move) -> Step:
+    def _step(self, job_move: _JobMove) -> Step:
         """Return the step that moves a job."""
-        target = titles([Device(gpu=gpu) for gpu in wish.candidates])
-        if len(wish.candidates) > 1:
+        target = titles([Device(gpu=gpu) for gpu in job_move.candidates])
+        if len(job_move.candidates) > 1:
             target = f"the first with room of {target}"
-        pids = " ".join(str(image.pid) for image in wish.swap.images)
-        pairs = ",".join(f"{old}={new}" for old, new in self._device_map(wish.source, wish.candidates[0]))
+        pids = " ".join(str(image.pid) for image in job_move.swap.images)
+        source_uuid, target_uuid = job_move.source.uuid or "", job_move.candidates[0].uuid or ""
+        pairs = ",".join(f"{old}={new}" for old, new in device_pairs(self._host, source_uuid, target_uuid))
         actions = [f"restore --device-map {pairs}", "unlock"]
-        if wish.swap.state != OUT:
+        if job_move.swap.state != OUT:
             actions = ["lock", "checkpoint", *actions]
         command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in actions)
         return Step(
-            what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {target}",
+            what=f"move {job_move.job.title} with {format_bytes(job_move.swap.memory_bytes)} from GPU {job_move.source.index} to {target}",
             command=f"for pid in {pids}; do {command}; done",
-            undo=self._undo_command(wish),
-            do=lambda: self._move_now(wish),
-            revert=lambda: self._move_back(wish),
+            undo=self._undo_command(job_move),
+            do=lambda: self._move_now(job_move),
+            revert=lambda: self._move_back(job_move),
         )
 
-    def _device_map(self, source: Gpu, target: Gpu) -> list[tuple[str, str]]:
-        """Return the pairs of GPUs, old and new, that cuda-checkpoint takes: source and target change places."""
-        exchanged = {source.uuid: target.uuid, target.uuid: source.uuid}
-        return [(gpu.uuid, exchanged.get(gpu.uuid) or gpu.uuid) for gpu in self._gpus if gpu.uuid is not None]
-
-    def _move_now(self, wish: _Move) -> None:
+    def _move_now(self, job_move: _JobMove) -> None:
         """Move a job, or bring it in on its new GPU if it is swapped out, once there is room."""
         host = self._host
-        devices = [Device(gpu=gpu) for gpu in wish.candidates]
-        room = room_reserved(host, devices, wish.swap, self._seconds, self._limits, self._waiting)
+        devices = [Device(gpu=gpu) for gpu in job_move.candidates]
+        room = room_reserved(host, devices, job_move.swap, self._seconds, self._limits, self._waiting)
         with room as device, guarded(host, self._say), locked(host, say=self._say):
             # Read under the lock: it may have been swapped out or in while we waited.
-            present = swapped_out(host, wish.job)
+            present = swapped_out(host, job_move.job)
             if present is not None and present.state in {OUT, LOST}:
                 moved = come_in(host, move.retargeted(own_record(host, present), device.gpu.uuid or ""))
             else:
-                moved = move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job))
+                moved = move.move(host, job_move.swap, device.gpu, lambda: processes_to_swap(host, job_move.job))
             renew_slices(host, moved.identities(host), self._say)
 
-    def _move_back(self, wish: _Move) -> None:
+    def _move_back(self, job_move: _JobMove) -> None:
         """Undo a move that was carried out: move the job back from the GPU where it is now."""
-        swap = find_swap(self._host, wish.job.pid, wish.job.name)
-        if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
+        swap = find_swap(self._host, job_move.job.pid, job_move.job.name)
+        if swap is None or swap.state != BACK or swap.gpu_uuid == job_move.source.uuid:
             return
-        present_gpu = self._gpu_by_uuid(swap.gpu_uuid, wish.job)
-        record, _ = self._record_and_gpu(wish.job)
-        self._move_now(_Move(job=wish.job, swap=record, source=present_gpu, candidates=(wish.source,)))
+        present_gpu = self._gpu_by_uuid(swap.gpu_uuid, job_move.job)
+        record, _ = self._record_and_gpu(job_move.job)
+        self._move_now(_JobMove(job=job_move.job, swap=record, source=present_gpu, candidates=(job_move.source,)))
 
 
-def _end_text(wish: _Move) -> str:
+def _no_room_error(job_move: _JobMove) -> InUse:
+    """Return the error about a job that is to leave its GPU, for which no other GPU has room."""
+    reserved_bytes = job_move.swap.reserved_bytes
+    size = ", which has reserved a whole GPU"
+    if reserved_bytes is not None:
+        size = f" with {format_bytes(max(job_move.swap.memory_bytes, reserved_bytes))}"
+    return InUse(
+        f"no other GPU of this model that may be used has room for {job_move.job.title}{size}",
+        "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
+        gpu=str(job_move.source.index),
+        code="no_room",
+    )
+
+
+def _end_text(job_move: _JobMove) -> str:
     """Return in words what holds after a move."""
-    if len(wish.candidates) == 1:
-        return f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
-    return f"{wish.job.title} has moved"
+    if len(job_move.candidates) == 1:
+        return f"{job_move.job.title} is on GPU {job_move.candidates[0].index} now"
+    return f"{job_move.job.title} has moved"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from gpushare.base.model import Snapshot
     from gpushare.host.host import Host
     from gpushare.host.identity import Identity
+    from gpushare.run.jobs import PastJob
     from gpushare.run.stop import Target
 
     # Of a command or an option.
@@ -116,7 +117,7 @@ def start(
 
 
 def _words(argument: str, words: Sequence[Word]) -> list[str]:
-    """Return a command, or options, as words of text. Raises BadUsage: it is one text, or has what is no word."""
+    """Return a command, or options, as words of text. Raises BadUsage unless it is a list of texts, numbers or paths."""
     if isinstance(words, (str, bytes)):
         raise BadUsage(
             f"{argument} must be a list of words", f"split it: {argument}=shlex.split({os.fsdecode(words)!r})"
@@ -132,7 +133,7 @@ def _words(argument: str, words: Sequence[Word]) -> list[str]:
 def _seconds(time: float | str | None, *, any_number: bool = False) -> float | None:
     """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``).
 
-    ``any_number``: it may be over already, and without an end.
+    ``any_number``: less than 0, and infinity, are allowed too.
     """
     if isinstance(time, str):
         return parse_seconds(time)
@@ -177,11 +178,12 @@ class Job:
         output = find_output(self._host, self.name)
         os.close(output.descriptor)
         if self._supervisor is not None:
-            holder = gpushare_of(self._host, self.name)
-            if holder is None:
+            # The gpushare of the last job of this name; None: unknown.
+            last = gpushare_of(self._host, self.name)
+            if last is None:
                 past = PAST.read(PAST.path(self._host, self.name))
-                holder = None if past is None else past.supervisor
-            if holder not in {None, self._supervisor}:
+                last = None if past is None else past.supervisor
+            if last not in {None, self._supervisor}:
                 raise NotFound(
                     f"the output of this job '{self.name}' is gone: a later job has its name",
                     "give each job a name of its own, or none",
@@ -211,6 +213,7 @@ class Job:
 
         seconds = _seconds(grace)
         target = self._target()
+        # A job of gpushare is ended by its gpushare: the GPUs are only looked at for other processes.
         gpus = () if target.supervisor is not None else with_names(self._host, self._host.nvml.sweep())
         work = Stop(self._host, target, gpus, seconds)
         self._agree(work.plan)
@@ -248,7 +251,6 @@ class Job:
     def move(self, gpu: str | int | None = None, *, wait: bool = False) -> None:
         """Move it to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
         from gpushare.base.selection import select
-        from gpushare.hostfile.kept import kept_limits
         from gpushare.memory.swap import repair_first
         from gpushare.run.moving import Mover
         from gpushare.show.waiting import waiting_line
@@ -256,7 +258,7 @@ class Job:
         host = self._host
         repair_first(host, _quiet, dry_run=False)
         seconds = None if wait else 0.0
-        mover = Mover(host, kept_limits(host), seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        mover = Mover(host, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         devices = None if gpu is None else select(str(gpu), host.nvml.sweep())
         self._carry_out(mover.plan_job(self._checked_name, devices).plan)
 
@@ -267,27 +269,32 @@ class Job:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
-        from gpushare.run.jobs import last_past, past_jobs
-
         most_seconds = _seconds(seconds, any_number=True)
         began = seen = time.monotonic()
         while True:
             now = time.monotonic()
             if self._is_there():
                 seen = now
+                if most_seconds is not None and now - began >= most_seconds:
+                    raise TimedOut(
+                        f"'{self.name}' has not ended within {most_seconds:g} s", f"end it: gpushare stop {self.name}"
+                    )
             else:
-                # By a name, the last job of it is meant. One that `start` returned may be an earlier one of its name.
-                by_name = self._supervisor is None
-                for past in [last_past(self._host, self.name)] if by_name else past_jobs(self._host):
-                    if past is not None and self._supervisor in {None, past.supervisor}:
-                        return past.exit_code
+                past = self._past()
+                if past is not None:
+                    return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
                     raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
-            if seen == now and most_seconds is not None and now - began >= most_seconds:
-                raise TimedOut(
-                    f"'{self.name}' has not ended within {most_seconds:g} s", f"end it: gpushare stop {self.name}"
-                )
             time.sleep(_POLL_SECONDS)
+
+    def _past(self) -> PastJob | None:
+        """Return how the job has ended; None: nothing is known of its end."""
+        from gpushare.run.jobs import last_past, past_jobs
+
+        if self._supervisor is None:
+            return last_past(self._host, self.name)
+        # Later jobs may have had its name.
+        return next((past for past in past_jobs(self._host) if past.supervisor == self._supervisor), None)
 
     def _is_there(self) -> bool:
         """Return whether the job runs or waits."""
@@ -305,11 +312,8 @@ class Job:
     def _checked_name(self) -> str:
         """Return its name. Raises NotFound (``no_job``): the job has ended, and another one may have its name."""
         if self._supervisor is not None and not self._lives(self._supervisor):
-            raise self._ended_error()
+            raise NotFound(f"this job '{self.name}' has ended", "see how: gpushare jobs -a", code="no_job")
         return self.name
-
-    def _ended_error(self) -> NotFound:
-        return NotFound(f"this job '{self.name}' has ended", "see how: gpushare jobs -a", code="no_job")
 
     def _lives(self, supervisor: Identity) -> bool:
         """Return whether the job that `start` returned is there: its gpushare, or, if that was killed, its program."""

@@ -15,7 +15,6 @@ from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
-from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import LAPSE_SECONDS, Place, Request, reservations
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swaps
@@ -89,7 +88,7 @@ def test_its_own_place_does_not_keep_a_job_from_moving_back(
     cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
 ) -> None:
     cli("run", "-d", "-g", "0", *words, "--memory", "90G", "--name", "train", "--", "sleep", "300", host=SPEC).ok()
-    mover = Mover(world.host, UserLimits(), 0.0, print, lambda: waiting_line(print, quiet=True))
+    mover = Mover(world.host, 0.0, print, lambda: waiting_line(print, quiet=True))
     (target,) = select("1", world.host.nvml.sweep())
     (source,) = select("0", world.host.nvml.sweep())
     (step,) = mover.plan_all_off(source, [target]).plan.steps
