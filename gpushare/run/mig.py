@@ -6,7 +6,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, or_none
 from gpushare.base.model import Holder, MigInstance
@@ -39,6 +39,15 @@ _MPS_PROCESS: Final = "nvidia-cuda-mps"
 # The holders of an instance; empty: it is free; None: unknown.
 Holders = tuple[Holder, ...] | None
 HeldPlaces = list[tuple[InstancePlace, Holders]]
+
+
+class TakenInstance(NamedTuple):
+    """An instance, and the claim by which this gpushare holds it."""
+
+    place: InstancePlace
+    claim: HeldClaim
+
+
 # How many instances the entry of a waiting job in the line names, and how many a message.
 _MOST_KEYS: Final = 128
 _MOST_NAMED: Final = 8
@@ -48,8 +57,8 @@ _MOST_NAMED: Final = 8
 class InstanceWish:
     """What ``--mig`` asks for: an instance of a profile, or the one with a name; on the GPUs of ``-g``, if that is given.
 
-    ``check`` raises if the program cannot run in such an instance; it is called before anything is taken. A ``creator``
-    makes one if none is free.
+    ``check`` raises if the program cannot run in such an instance; it is called before one is taken, or right after it was
+    made. A ``creator`` makes one if none is free.
     """
 
     host: Host
@@ -59,7 +68,7 @@ class InstanceWish:
     creator: Creator | None = None
 
     def places(self) -> list[InstancePlace]:
-        """Return the instances that it may mean, the first choice first, free or not; none, if one may be made."""
+        """Return the instances that ``--mig`` may mean, the first choice first, free or not; none, if one may be made."""
         try:
             return self._existing_places()
         except NotFound as error:
@@ -91,7 +100,7 @@ class InstanceWish:
             self.check(places[0].device)
         return places
 
-    def take(self) -> tuple[InstancePlace, HeldClaim]:
+    def take(self) -> TakenInstance:
         """Take a free instance; no other `gpushare run --mig` gets it meanwhile.
 
         Raises:
@@ -100,29 +109,28 @@ class InstanceWish:
             GpushareError: as `places` and `take_claim`.
         """
         places = self._checked_places()
-        place_and_claim, held = _take_first(self.host, places)
-        if place_and_claim is None and self.creator is not None:
+        taken, held = _take_first(self.host, places)
+        if taken is None and self.creator is not None:
             self.creator.make()
-            place_and_claim, held = _take_first(self.host, self._existing_places())
-        if place_and_claim is None:
+            taken, held = _take_first(self.host, self._existing_places())
+        if taken is None:
             raise _in_use_error(self.host, held)
         if not places:
             # There was no instance to check before.
-            self._check_or_release(place_and_claim)
-        return place_and_claim
+            self._check_or_release(taken)
+        return taken
 
     def has_free(self) -> bool:
         """Return whether such an instance is free now. Raises as `take`, but for InUse."""
         free, _ = _free_and_held(self.host, self.places())
         return bool(free)
 
-    def _check_or_release(self, place_and_claim: tuple[InstancePlace, HeldClaim]) -> None:
-        """Check an instance that was just made, and release its claim if the check raises."""
-        place, claim = place_and_claim
+    def _check_or_release(self, taken: TakenInstance) -> None:
+        """Check that the program can run in an instance that was just made; if the check raises, release the claim."""
         try:
-            self.check(place.device)
+            self.check(taken.place.device)
         except BaseException:
-            claim.release()
+            taken.claim.release()
             raise
 
     def wait(
@@ -134,11 +142,10 @@ class InstanceWish:
         quiet: bool = False,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-    ) -> tuple[InstancePlace, HeldClaim]:
+    ) -> TakenInstance:
         """Wait until such an instance is free, and take it as `take`; first come, first served among those that wait.
 
-        ``seconds`` None: as long as it takes. The place in the line is an entry in the ledger of memory, and is left in any
-        case.
+        ``seconds`` None: as long as it takes. While it waits, the job has an entry in the ledger of memory.
 
         Raises:
             InUse: the time is over (code ``no_room``).
@@ -158,10 +165,11 @@ class InstanceWish:
                     now = clock()
                     if not free:
                         last_without_free = now
-                    is_patient = now - last_without_free < PATIENCE_SECONDS
-                    place_and_claim = self._take_in_turn(free, jobs_ahead, is_patient=is_patient)
-                    if place_and_claim is not None:
-                        return place_and_claim
+                    # Instances are free for long, and the jobs ahead have not taken them: they hang, and are passed.
+                    passes = now - last_without_free >= PATIENCE_SECONDS
+                    taken = self._take_in_turn(free, jobs_ahead, passes=passes)
+                    if taken is not None:
+                        return taken
                     # A job ahead may want to make one on these GPUs.
                     is_first = all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
                     if not free and is_first and self.creator is not None and self.creator.make_if_room():
@@ -185,24 +193,21 @@ class InstanceWish:
             entry.leave()
 
     def _take_in_turn(
-        self, free: Sequence[InstancePlace], jobs_ahead: Sequence[Reservation], *, is_patient: bool
-    ) -> tuple[InstancePlace, HeldClaim] | None:
-        """Take a free instance if there are more than the jobs ahead can take; None: there are not, or others were faster.
-
-        Not ``is_patient``: instances have been free for long and those jobs have not taken them, so they hang, and are passed.
-        """
-        count_ahead = _count_ahead(jobs_ahead, free)
-        if len(free) <= count_ahead and is_patient:
+        self, free: Sequence[InstancePlace], jobs_ahead: Sequence[Reservation], *, passes: bool
+    ) -> TakenInstance | None:
+        """Take a free instance that the jobs ahead leave, or with ``passes`` any; None: there is none, or others were faster."""
+        left_by_others = free[_count_takers(jobs_ahead, free) :]
+        if not left_by_others and not passes:
             return None
-        place_and_claim, _ = _take_first(self.host, free[count_ahead:] or free)
-        if place_and_claim is not None and self.creator is not None:
-            self._check_or_release(place_and_claim)
-        return place_and_claim
+        taken, _ = _take_first(self.host, left_by_others or free)
+        if taken is not None and self.creator is not None:
+            self._check_or_release(taken)
+        return taken
 
     def outlook(self, *, waits: bool) -> tuple[InstancePlace, RoomAnswer]:
         """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
 
-        Nothing is entered anywhere. Raises as `take`, if it does not wait.
+        Nothing is written. Raises as `take`, if the job does not wait.
         """
         host = self.host
         places = self._checked_places()
@@ -211,11 +216,10 @@ class InstanceWish:
             raise _in_use_error(host, held)
         ledger = reservations(host) or []
         # A job that does not wait passes those in the line.
-        count_ahead = 0
-        if waits:
-            count_ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free)
-        if len(free) > count_ahead:
-            chosen = free[count_ahead]
+        ahead = [job for job in ledger if job.waits and not job.stopped] if waits else []
+        left_by_others = free[_count_takers(ahead, free) :]
+        if left_by_others:
+            chosen = left_by_others[0]
             words = f"now it would start at once, in {chosen.title}"
             return chosen, self._answer(places, held, words, chosen=chosen)
         uuids = {place.mig.uuid for place in places}
@@ -234,7 +238,7 @@ class InstanceWish:
         chosen: InstancePlace | None = None,
         behind: Sequence[Reservation] = (),
     ) -> RoomAnswer:
-        """Return what would happen: the job starts in the ``chosen`` instance, or waits ``behind`` others."""
+        """Return the JSON answer: the job starts in the ``chosen`` instance, or waits ``behind`` others; ``words`` say so."""
         holders_of = {place.mig.uuid: holders for place, holders in held}
         devices = [
             RoomOnDevice(
@@ -271,12 +275,16 @@ def _free_and_held(host: Host, places: Sequence[InstancePlace]) -> tuple[list[In
     held: HeldPlaces = []
     for place in places:
         holders = _holders_inside(host, place, daemons)
-        claim = None if claims is None else claims.get(place.mig.uuid)
-        if claims is None and not holders:
-            held.append((place, None))
-        elif claim is not None and not holders:
-            held.append((place, (claim,)))
-        elif _is_free(place, holders):
+        if not holders:
+            # No program is seen in it, but a job may have claimed it.
+            claim = None if claims is None else claims.get(place.mig.uuid)
+            if claims is None:
+                held.append((place, None))
+                continue
+            if claim is not None:
+                held.append((place, (claim,)))
+                continue
+        if _is_free(place, holders):
             free.append(place)
         else:
             held.append((place, holders))
@@ -286,10 +294,9 @@ def _free_and_held(host: Host, places: Sequence[InstancePlace]) -> tuple[list[In
 
 
 def _check_claims_readable(host: Host) -> None:
-    """Raise where the claims cannot be read: no instance counts as free then, and one that was made would not either.
+    """Raise NoPermission if the claims cannot be read (code ``lease_unusable``).
 
-    Raises:
-        NoPermission: they cannot (code ``lease_unusable``).
+    Then no instance counts as free, and one that was made would not either.
     """
     reason = why_unreadable(host, EXCLUSIVE)
     if reason is not None:
@@ -300,9 +307,7 @@ def _check_claims_readable(host: Host) -> None:
         )
 
 
-def _take_first(
-    host: Host, places: Sequence[InstancePlace]
-) -> tuple[tuple[InstancePlace, HeldClaim] | None, HeldPlaces]:
+def _take_first(host: Host, places: Sequence[InstancePlace]) -> tuple[TakenInstance | None, HeldPlaces]:
     """Take the first of some instances that is free; return it (None: none is), and who holds the others."""
     free, held = _free_and_held(host, places)
     for place in free:
@@ -317,14 +322,14 @@ def _take_first(
             claim.release()
             raise
         if present is not None and _is_free(present, holders):
-            return (present, claim), held
+            return TakenInstance(present, claim), held
         claim.release()
         held.append((place, holders))
     return None, held
 
 
-def _count_ahead(jobs: Sequence[Reservation], free: Sequence[InstancePlace]) -> int:
-    """Return how many of the jobs that wait want an instance that is free now, and fit into it as far as is known."""
+def _count_takers(jobs: Sequence[Reservation], free: Sequence[InstancePlace]) -> int:
+    """Return how many of these waiting jobs want one of the free instances, and fit into it as far as is known."""
 
     def may_take(job: Reservation, mig: MigInstance) -> bool:
         # A job without a size takes any instance.
@@ -425,14 +430,16 @@ def in_use_text(held: HeldPlaces) -> str:
 def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     """Return the error when all instances that would do are held."""
     place, _ = held[0]
-    hint = "wait until it ends: --wait; see: gpushare mig status"
-    if place.name is None:
+    all_unknown = all(holders is None for _, holders in held)
+    if all_unknown and host.processes.namespace_is_host() is False:
+        hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
+    elif place.name is not None:
+        hint = "wait until it ends: --wait; see: gpushare mig status"
+    else:
         hint = f"wait for one: --wait; or make another: gpushare mig create {place.instance.profile.name} -g {place.gpu.index}"
         idle_name = _idle_name(host, [place for place, _ in held])
         if idle_name is not None:
             hint = f"run in one that is idle and has a name: --mig {idle_name}; or {hint}"
-    if all(holders is None for _, holders in held) and host.processes.namespace_is_host() is False:
-        hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
     return InUse(in_use_text(held), hint, gpu=place.gpu.index, code="instance_in_use")
 
 
@@ -452,11 +459,13 @@ def _idle_name(host: Host, places: Sequence[InstancePlace]) -> str | None:
 
 def _may_name(host: Host, place: InstancePlace) -> bool:
     """Return whether an instance has a name, and is not granted to other users only."""
+    if place.name is None:
+        return False
     try:
-        check_granted(host, place.name or "")
+        check_granted(host, place.name)
     except NoPermission:
         return False
-    return place.name is not None
+    return True
 
 
 def _holders_text(holders: Holders) -> str:

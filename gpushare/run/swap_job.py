@@ -52,9 +52,9 @@ from gpushare.timeslice.slices import renew_slices
 
 @dataclass
 class SwapWork:
-    """The way of one job out of the GPU or back: the plan, and the record of the job.
+    """The way of one job out of the GPU or back: the plan, and the job's record before it.
 
-    ``done`` gets the record that the plan leaves, when it is carried out.
+    When the plan is carried out, it appends the record of after it to ``done``.
     """
 
     plan: Plan
@@ -218,9 +218,9 @@ def _wait_and_return(
     say: Callable[[str], None],
     waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
 ) -> Swap:
-    """Wait for room, and bring a job back; wait again if a program that keeps no place was faster.
+    """Wait for room, and bring a job back; wait again if a program without a place in the ledger took the room first.
 
-    Where the ledger cannot be written, as on a full disk, it comes back without a place there if the GPU has room.
+    Where the ledger cannot be written, as on a full disk, the job comes back without a place there if the GPU has room.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
@@ -240,7 +240,8 @@ def _wait_and_return(
                 renew_slices(host, swap.identities(host), say)
                 return swap
         except InUse as error:
-            if error.code != "no_room" or wait_seconds == 0.0:
+            has_lost_its_room = error.code == "no_room" and wait_seconds != 0.0
+            if not has_lost_its_room:
                 raise
 
 
@@ -249,21 +250,20 @@ def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wa
     need = bytes_to_come_in(host, device, swap.memory_bytes, swap.reserved_bytes)
     request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
     room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
+    # Its words are about a job that starts.
     if room.starts_now:
         _, _, free = room.why.rpartition(": ")
         return f"now there is room: {free}"
-    if wait:
-        return room.why
-    return room.why.replace("now it would wait for", "now there is no room for", 1)
+    return room.why if wait else room.why.replace("now it would wait for", "now there is no room for", 1)
 
 
 def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
-    """Return what to ask before another user's job comes back, as root."""
-    pids = [pid for pid, _, _ in swap.living(host)]
-    # Its first process may have ended: a living one tells its user. For people it is still the job of the first one.
-    living = Identity(pids[0] if pids else swap.pid, swap.started)
-    job = replace(job_of(host, living, swap.name), pid=swap.pid)
-    return consent_to(host, job, "swaps in", pids)
+    """Return what to ask root before another user's job comes back."""
+    living = swap.identities(host)
+    # Its first process, whose PID names it, may have ended: then another one tells whose job it is.
+    process = living[0] if living else Identity(swap.pid, swap.started)
+    job = replace(job_of(host, process, swap.name), pid=swap.pid)
+    return consent_to(host, job, "swaps in", [identity.pid for identity in living])
 
 
 def _already_out_error(swap: Swap) -> GpushareError:
@@ -278,7 +278,9 @@ def _already_out_error(swap: Swap) -> GpushareError:
 
 
 def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
-    """Return the swapped-out job with this name or PID; ``earlier`` is the job that had it before and may have ended.
+    """Return the record of the swapped-out job with this name or PID.
+
+    ``earlier`` is the record of a job that had it before, for the error: that job has ended meanwhile.
 
     Raises:
         NotFound: no job has it (``no_job``), it has ended, or is not swapped out (``not_out``).

@@ -675,7 +675,7 @@ def test_a_job_may_take_an_instance_whose_memory_is_unknown(world: World, total:
     (place,) = profile_places(world.host, "1g", None)
     free = [replace(place, mig=replace(place.mig, memory_total_bytes=total))]
     waiting = [Place(world.host, Request(memory_bytes=size, keys=(uuid,), client=False)) for size in (None, 60 * GIB)]
-    assert run_mig._count_ahead(reservations(world.host) or [], free) == ahead
+    assert run_mig._count_takers(reservations(world.host) or [], free) == ahead
     for entry in waiting:
         entry.leave()
 
