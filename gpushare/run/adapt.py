@@ -81,33 +81,35 @@ class _Loss(NamedTuple):
     part: float | None
 
 
+class _Number(NamedTuple):
+    """A number that production printed at the time ``at``; it covers the time since ``begin``, when the one before came."""
+
+    begin: float
+    at: float
+    value: float
+
+
 @dataclass
 class _Printed:
-    """Printed numbers with the time that each covers: from the previous number to its own."""
+    """The numbers that production has printed. ``last`` is the time of the last one; None: the next one covers unknown time."""
 
     last: float | None = None
-    # Each number, after the start and the end of the time that it covers.
-    values: list[tuple[float, float, float]] = field(default_factory=list)
+    numbers: list[_Number] = field(default_factory=list)
 
     def take(self, seen: Sequence[tuple[float, float]]) -> None:
-        """Add new numbers, each with the time that it covers."""
-        previous = self.last
+        """Add new numbers, each given by its time and value. One that covers unknown time is left out."""
+        begin = self.last
         for at, value in seen:
             # Numbers that were read together have one time, and cover the same.
             if self.last is None or at > self.last:
-                previous = self.last
+                begin = self.last
                 self.last = at
-            if previous is not None:
-                self.values.append((previous, at, value))
+            if begin is not None:
+                self.numbers.append(_Number(begin, at, value))
 
-    def since(self, start: float) -> list[tuple[float, float]]:
-        """Return time and value of the numbers that cover only time after ``start``."""
-        return [(at, value) for begin, at, value in self.values if begin >= start]
-
-    def seconds_since(self, start: float) -> float:
-        """Return how much time the numbers after ``start`` cover."""
-        times = [(begin, at) for begin, at, _ in self.values if begin >= start]
-        return times[-1][1] - times[0][0] if times else 0.0
+    def since(self, start: float) -> list[_Number]:
+        """Return the numbers that cover only time after ``start``."""
+        return [number for number in self.numbers if number.begin >= start]
 
 
 class Controller:
@@ -137,19 +139,19 @@ class Controller:
         self._kept_before: float | None = None
         self._raised = False
         self._ledger: deque[_Loss] = deque()
-        # The last slice that cost too much, and until when it is not tried again.
-        self._ceiling: tuple[float, float] | None = None
+        # The last slice that cost too much, and until when no slice as long is tried again.
+        self._ceiling_us, self._ceiling_until = math.inf, -math.inf
         self._backoff = _FIRST_BACKOFF_SECONDS
-        # The baseline with which even the least slice cost too much; None: it did not.
-        self._too_much: float | None = None
-        # Whether the baseline is measured again because the speed moved, and when it moved.
-        self._moved = False
-        self._jumped_at = math.inf
-        # The speed changed while the other was held back.
-        self._moved_while_held = False
+        # Even the least slice cost too much in this phase of production.
+        self._least_costs_too_much = False
+        # Whether the baseline is measured again because another phase began, and when that was.
+        self._has_new_phase = False
+        self._phase_began_at = math.inf
+        # It began while the other was held back.
+        self._began_while_held = False
         self._last_step: float | None = None
-        # When production last printed a number.
-        self._heard_at: float | None = None
+        # When production last printed a number, at the earliest at the first step.
+        self._heard_at = -math.inf
         # Seconds between two numbers; when a silence is examined; its start while it is examined.
         self._interval = 0.0
         self._doubt_at: float | None = None
@@ -174,9 +176,9 @@ class Controller:
         return None if seconds <= 0 or self.baseline is None else 1 - self._seconds_lost() / seconds
 
     def step(self, at: float, seen: Sequence[tuple[float, float]]) -> Setting:
-        """Take in the numbers since the last step, and return what the other job gets from now on."""
+        """Take in the numbers since the last step, each given by its time and value; return what the other job gets now."""
         self._printed.take(seen)
-        if self._heard_at is None or seen:
+        if self._last_step is None or seen:
             self._heard_at = at
             self._doubt_at = None
         seconds = 0.0 if self._last_step is None else at - self._last_step
@@ -185,7 +187,8 @@ class Controller:
             if self._held_at is None:
                 self._held_at = self._changed_at = at
             self._ledger.append(_Loss(at, seconds, None))
-            if self._silent_since is None or self._examine_silence(at, self._silent_since, prints=bool(seen)):
+            # While a silence is examined, nothing is measured until it has ended.
+            if self._silent_since is None or self._ends_silence(at, self._silent_since, prints=bool(seen)):
                 self._measure(at)
         else:
             self._judge_speed(at, seconds)
@@ -202,20 +205,20 @@ class Controller:
         is_longest_hold = at - held_at >= _LONGEST_HOLD_SECONDS
         clean = self._printed.since(held_at + _SETTLE_SECONDS)
         if not clean:
-            if is_longest_hold and self._heard_at is not None:
+            if is_longest_hold:
                 # Production prints nothing: without a baseline, run the least slice.
                 self._run_with(at, LEAST_US)
             return
 
         # Enough numbers: three within a second or more, or of a program that prints seldom two within four.
-        moments = len({when for when, _ in clean})
-        spread = clean[-1][0] - held_at - _SETTLE_SECONDS
+        moments = len({number.at for number in clean})
+        spread = clean[-1].at - held_at - _SETTLE_SECONDS
         is_enough = moments >= 3 and spread >= _HOLD_SECONDS
         is_enough_of_seldom = moments >= 2 and spread >= 4 * _HOLD_SECONDS
         if not (is_enough or is_enough_of_seldom or is_longest_hold):
             return
 
-        values = [value for _, value in clean]
+        values = [number.value for number in clean]
         mean = math.fsum(values) / len(values)
         if mean <= 0:
             if is_longest_hold:
@@ -231,9 +234,9 @@ class Controller:
             first_mean = math.fsum(values[:half]) / half
             second_mean = math.fsum(values[half:]) / (len(values) - half)
             if abs(second_mean - first_mean) > max(_JUMP, 4 * self._noise) * mean:
-                # Production has just entered another phase: only numbers from now on count.
-                self._held_at = clean[half][0] - _SETTLE_SECONDS
-                self._moved_while_held = True
+                # Production has just entered another phase: only the second half counts, and what comes.
+                self._held_at = clean[half].at - _SETTLE_SECONDS
+                self._began_while_held = True
                 return
         self._set_baseline(at, mean, values, spread, at - held_at)
 
@@ -243,63 +246,61 @@ class Controller:
         ``values`` and their ``mean`` are of ``spread`` seconds; the other job was held back for ``held`` seconds.
         """
         previous = self.baseline
-        interval = spread / max(1, len(values) - 1)
+        self._interval = spread / max(1, len(values) - 1)
+        same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
         if previous is None:
             if len(values) >= 3:
                 self._noise = _noise_of(values, mean, spread)
-            if interval > _SELDOM_SECONDS:
+            if self._interval > _SELDOM_SECONDS:
                 self._slice = LEAST_US
-        same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
-        if previous is not None and not same_phase:
-            if not self._moved:
-                # The time of the change is unknown. If production is faster now, the other job may have hidden that since
-                # the previous baseline.
-                hidden = mean > previous and not self._moved_while_held
-                self._jumped_at = self._baseline_at if hidden else math.inf
+        elif not same_phase:
+            if not self._has_new_phase:
+                # When the phase began is unknown. If production is faster now, the other job may have hidden that since the
+                # previous baseline.
+                hidden = mean > previous and not self._began_while_held
+                self._phase_began_at = self._baseline_at if hidden else math.inf
             self._rescale(previous / mean)
         if not same_phase:
             # What slices cost in the previous phase says nothing about this one.
-            self._ceiling = None
+            self._ceiling_until = -math.inf
             self._backoff = _FIRST_BACKOFF_SECONDS
-            self._too_much = None
+            self._least_costs_too_much = False
         self.baseline = mean
         self._baseline_at = at
         self.best = max(mean, self.best or 0.0)
-        self._interval = interval
         if mean < _CERTAIN_PART * self.best:
             # Production was faster before: this may be a faster phase that the other job slows down.
             self._refresh = max(_DOUBT_REFRESH_SECONDS, held / _DOUBT_REFRESH_PART)
         else:
             self._refresh = max(_REFRESH_SECONDS, held / _REFRESH_PART)
-        self._moved = False
+        self._has_new_phase = False
         if not self._stays_held(at, same_phase=same_phase):
             self._run_with(at, self._slice)
 
     def _stays_held(self, at: float, *, same_phase: bool) -> bool:
-        """Return whether the other job is held back for longer: until the window has lost less, or the next try is due."""
+        """Return whether the other job is held back for longer: too much was lost, or the next try is not due yet."""
         lost = self._seconds_lost()
         allowed = self._seconds_allowed()
-        if self._too_much is not None and (at < self._hold_until or lost > _RETRY_LOSS * allowed):
+        if self._least_costs_too_much and (at < self._hold_until or lost > _RETRY_LOSS * allowed):
             return True
         return same_phase and lost > _RUN_LOSS * allowed
 
     def _rescale(self, factor: float) -> None:
-        """Correct the losses noted since the phase changed, which were computed with the previous baseline.
+        """Correct the losses noted since this phase began, which were computed with the previous baseline.
 
         ``factor`` is the previous baseline as a part of the new one.
         """
         for index, loss in enumerate(self._ledger):
-            if loss.at >= self._jumped_at and loss.part is not None:
+            if loss.at >= self._phase_began_at and loss.part is not None:
                 # The part that was kept is the speed over the baseline.
-                self._ledger[index] = loss._replace(part=1 - (1 - loss.part) * factor)
+                kept = (1 - loss.part) * factor
+                self._ledger[index] = loss._replace(part=1 - kept)
 
     # -- the slice ---------------------------------------------------------------------------------------------
 
     def _judge_speed(self, at: float, seconds: float) -> None:
         """Compare production's speed with the baseline, and move the slice. ``seconds`` have passed since the last step."""
-        start = self._changed_at + _SETTLE_SECONDS
-        clean = [value for _, value in self._printed.since(start)]
-        covered = self._printed.seconds_since(start)
+        clean = self._printed.since(self._changed_at + _SETTLE_SECONDS)
         if not clean:
             self._judge_silence(at)
             return
@@ -307,19 +308,19 @@ class Controller:
             # There is no baseline, but production prints now: measure it.
             self._hold_back(at, LEAST_US)
             return
-        self._printed.values.clear()
-        self.latest = math.fsum(clean) / len(clean)
+        self._printed.numbers.clear()
+        self.latest = math.fsum(number.value for number in clean) / len(clean)
         kept = self.latest / self.baseline
         # Time since the change that no number covers counts like the time after it, unless production rested.
-        uncounted = max(seconds, covered) if self._rested else at - self._noted_at
-        self._ledger.append(_Loss(at, uncounted, 1 - kept))
+        covered = clean[-1].at - clean[0].begin
+        counted_seconds = max(seconds, covered) if self._rested else at - self._noted_at
+        self._ledger.append(_Loss(at, counted_seconds, 1 - kept))
         self._noted_at = at
         self._rested = False
-        mean_kept = _mean_of_last(self._kept)
-        if self._has_moved(kept, mean_kept):
-            # Production or the other job has entered another phase.
-            self._moved = True
-            self._jumped_at = at
+        mean_kept = self._mean_kept()
+        if self._is_other_phase(kept, mean_kept):
+            self._has_new_phase = True
+            self._phase_began_at = at
             is_slower = kept < (1.0 if mean_kept is None else mean_kept)
             self._hold_back(at, self._slice / 2 if is_slower else self._slice)
             return
@@ -334,16 +335,19 @@ class Controller:
         else:
             self._adjust_slice(at, kept)
 
-    def _has_moved(self, kept: float, mean_kept: float | None) -> bool:
-        """Return whether the kept part has changed by more than noise and the slice can explain."""
+    def _is_other_phase(self, kept: float, mean_kept: float | None) -> bool:
+        """Return whether production or the other job has entered another phase: noise and the slice do not explain ``kept``.
+
+        ``mean_kept`` is what production kept with this slice so far; None: this is the first number with it.
+        """
         limit = max(_JUMP, 4 * self._noise)
         if kept > 1 + self._most_gain():
             return True
         if mean_kept is not None:
             return abs(kept - mean_kept) > limit
-        # First number with a new slice: production cannot gain by a longer slice, nor lose by a shorter one.
         if self._kept_before is None:
             return False
+        # Production cannot gain by a longer slice, nor lose by a shorter one.
         gain = kept - self._kept_before
         return gain > limit if self._raised else gain < -limit
 
@@ -361,26 +365,26 @@ class Controller:
         elif len(recent) >= 2 and mean > self._goal and self._seconds_lost() < _RUN_LOSS * self._seconds_allowed():
             # Better than the goal; where production loses next to nothing, in larger steps.
             self._backoff = _FIRST_BACKOFF_SECONDS
-            self._too_much = None
+            self._least_costs_too_much = False
             self._raise(at, 2.0 if mean > 1 - tolerance else 1.3)
 
     def _lower(self, at: float, slice_us: float) -> None:
-        """Shorten the slice; if it is the least already, hold the other job back for a while."""
+        """Shorten the slice, which costs too much; if it is the least already, hold the other job back for a while."""
         if self._slice <= LEAST_US:
-            # The least slice costs too much: check whether the baseline is still right.
-            self._too_much = self.baseline
+            # Meanwhile the baseline is measured again: it may no longer be right.
+            self._least_costs_too_much = True
             self._hold_back(at, LEAST_US)
             self._hold_until = at + self._backoff
             self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
             return
-        self._ceiling = self._slice, at + _CEILING_SECONDS
+        self._ceiling_us, self._ceiling_until = self._slice, at + _CEILING_SECONDS
         self._run_with(at, slice_us)
 
     def _raise(self, at: float, factor: float) -> None:
         """Lengthen the slice, but not up to one that has just cost too much."""
         slice_us = min(self._slice * factor, MOST_US)
-        if self._ceiling is not None and at < self._ceiling[1]:
-            slice_us = min(slice_us, _CEILING_PART * self._ceiling[0])
+        if at < self._ceiling_until:
+            slice_us = min(slice_us, _CEILING_PART * self._ceiling_us)
         if slice_us > self._slice * _LEAST_RAISE:
             self._run_with(at, slice_us)
 
@@ -390,23 +394,22 @@ class Controller:
         After some intervals without a number the other job is held back to see whether one comes, and again each time the
         silence has doubled. After a long silence the slice is the least.
         """
-        if self._heard_at is None:
-            return
         silent_seconds = at - self._heard_at
         if self._doubt_at is None:
             self._doubt_at = self._heard_at + max(_DOUBT_SECONDS, 4 * self._interval)
         if self.baseline is not None and at >= self._doubt_at:
-            # When to try again if production turns out to rest.
+            # When to examine the silence again, if production turns out to rest.
             self._doubt_at = at + max(silent_seconds, SILENT_SECONDS)
             self._silent_since = max(self._heard_at, self._changed_at)
             self._hold_back(at, self._slice if silent_seconds < SILENT_SECONDS else LEAST_US)
         elif silent_seconds >= SILENT_SECONDS and self._slice > LEAST_US:
             self._run_with(at, LEAST_US)
 
-    def _examine_silence(self, at: float, since: float, *, prints: bool) -> bool:
-        """Return whether the other job silenced production: it ``prints`` now that the other is held back.
+    def _ends_silence(self, at: float, since: float, *, prints: bool) -> bool:
+        """Return whether production ``prints`` now that the other job is held back: then that job had silenced it.
 
-        If no number comes for some intervals, production rests, and the other job runs again. ``since``: the silence began.
+        All of its speed since ``since`` is noted as lost then. If no number comes for some intervals, production rests, and
+        the other job runs again.
         """
         held_at = self._changed_at
         if prints:
@@ -423,35 +426,40 @@ class Controller:
 
     def _run_with(self, at: float, slice_us: float) -> None:
         """Let the other job run with this slice from now on."""
-        self._kept_before = None if self._held else _mean_of_last(self._kept)
+        self._kept_before = None if self._held else self._mean_kept()
         self._raised = slice_us > self._slice
         self._held_at = None
-        self._begin(at, slice_us, held=False)
+        self._set(at, slice_us, held=False)
 
     def _hold_back(self, at: float, next_slice_us: float) -> None:
         """Hold the other job back from now on; later it runs with ``next_slice_us``."""
         self._held_at = at
-        self._moved_while_held = False
-        self._begin(at, next_slice_us, held=True)
+        self._began_while_held = False
+        self._set(at, next_slice_us, held=True)
 
-    def _begin(self, at: float, slice_us: float, *, held: bool) -> None:
-        """Note what the other job gets from now on; numbers from before do not count."""
+    def _set(self, at: float, slice_us: float, *, held: bool) -> None:
+        """Set what the other job gets from now on; numbers from before do not count."""
         self._slice = min(max(slice_us, LEAST_US), MOST_US)
         self._held = held
         self._hold_until = -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
-        self._printed.values.clear()
+        self._printed.numbers.clear()
+
+    def _mean_kept(self) -> float | None:
+        """Return the mean of the last 8 kept parts with this slice; None: there are none."""
+        recent = self._kept[-8:]
+        return math.fsum(recent) / len(recent) if recent else None
 
     # -- what was lost within the window -----------------------------------------------------------------------
 
     def _seconds_lost(self) -> float:
-        """Return how much of the window production has lost, in seconds of its own work."""
-        # A gain (a negative part) counts as far as noise explains it. A larger one is another phase of production, which makes
-        # up for no losses.
-        return math.fsum(
-            loss.seconds * max(loss.part, -self._most_gain()) for loss in self._ledger if loss.part is not None
-        )
+        """Return how much of the window production has lost, in seconds of its own work.
+
+        A gain, which is a negative loss, counts as far as noise explains it: a larger one is another phase of production.
+        """
+        least_part = -self._most_gain()
+        return math.fsum(loss.seconds * max(loss.part, least_part) for loss in self._ledger if loss.part is not None)
 
     def _most_gain(self) -> float:
         """Return the largest gain over the baseline, as a part of it, that noise explains."""
@@ -463,18 +471,12 @@ class Controller:
 
 
 def _noise_of(values: Sequence[float], mean: float, seconds: float) -> float:
-    """Return the relative scatter of a second's mean, by the scatter of single values, which took ``seconds`` together."""
+    """Return how much the means of single seconds scatter (relative), from single values printed in ``seconds``."""
     scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
     per_second = max(1.0, len(values) / max(seconds, 1.0))
     return _plausible_noise(scatter / math.sqrt(per_second))
 
 
 def _plausible_noise(noise: float) -> float:
-    """Return a scatter within bounds: a few equal numbers do not mean none, and a jump among them not that any change is noise."""
+    """Return a scatter that can be believed: some equal numbers do not prove that there is none, nor a jump that all is noise."""
     return min(0.1, max(0.003, noise))
-
-
-def _mean_of_last(kept: Sequence[float]) -> float | None:
-    """Return the mean of the last 8 kept parts; None: there are none."""
-    recent = kept[-8:]
-    return math.fsum(recent) / len(recent) if recent else None
