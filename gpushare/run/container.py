@@ -41,11 +41,11 @@ _LOG: Final = "CUDA_MPS_LOG_DIRECTORY"
 
 
 def check_engine(name: str) -> str:
-    """Return the engine of this name.
+    """Return a name if an engine has it.
 
     Raises:
-        BadUsage: it is none.
-        NotFound: it is not installed.
+        BadUsage: no engine has this name.
+        NotFound: the engine is not installed.
     """
     if name not in ENGINES:
         raise BadUsage(
@@ -104,7 +104,10 @@ _LETTERS: Final = {"d": "detach", "i": "interactive", "t": "tty", "P": "publish-
 
 
 def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the options in ``[OPTIONS] IMAGE [CMD]`` with their values (``true`` of one without); ``-e`` is ``env``."""
+    """Return the options in ``[OPTIONS] IMAGE [CMD]`` as the engine reads them, each with its value.
+
+    A flag has its long name, and the value ``true`` unless it was given one; ``-e`` is ``env``, other letters stay.
+    """
     options = []
     rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
@@ -128,10 +131,10 @@ def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
             has_value = bool(letters[1:])
         if not name:
             continue
-        if not has_value:
+        if name in _FLAGS and not has_value:
             value = "true"
-            if name not in _FLAGS:
-                value = rest.pop(0) if rest else ""
+        elif not has_value:
+            value = rest.pop(0) if rest else ""
         options.append((name, value))
     return options
 

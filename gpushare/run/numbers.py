@@ -69,9 +69,10 @@ SECONDS: Final = 5.0
 
 @contextlib.contextmanager
 def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
-    """Bound the time of matching by a signal, the only thing that interrupts Python's `re`.
+    """Bound the CPU time of the matching in the block, by a signal: nothing else interrupts Python's `re`.
 
-    ``pattern`` is for the message. Only the main thread gets signals: in another one there is no bound.
+    ``pattern`` is for the message; None: there are several. Only the main thread gets signals: in another one there is no
+    bound.
 
     Raises:
         TimedOut: the time is up (code ``slow_metric``).
@@ -81,12 +82,9 @@ def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
         return
 
     def raise_timed_out(*_: object) -> None:
-        """End the matching: the time is up."""
-        message = f"--metric or --latency took longer than {seconds:g} s for what the program prints"
-        if pattern:
-            message += f": {pattern}".rstrip(": ")
+        what = f": {pattern}" if pattern else ""
         raise TimedOut(
-            message,
+            f"--metric or --latency took longer than {seconds:g} s for what the program prints{what}",
             "give a simpler pattern, without nested repeats: --metric 'rate=([0-9.]+)'",
             code="slow_metric",
         )
@@ -136,13 +134,13 @@ class Progress:
             TimedOut: the pattern takes too long.
         """
         speeds: list[float] = []
-        if self._file is not None and not self._is_current():
-            # It was rotated: first the end of the old one.
-            speeds = self._speeds_in(self._new_lines())
+        if self._file is not None and not self._is_current(self._file):
+            # The log was rotated: first the end of the old file.
+            speeds = self._new_speeds()
             self.close()
         if self._file is None:
             self._open()
-        return speeds + self._speeds_in(self._new_lines())
+        return speeds + self._new_speeds()
 
     def close(self) -> None:
         """Close the file; the next look opens it again."""
@@ -176,10 +174,10 @@ class Progress:
         self._at = status.st_size if self._first else 0
         self._first = False
 
-    def _is_current(self) -> bool:
-        """Return whether the open file is still the one at the path."""
+    def _is_current(self, file: int) -> bool:
+        """Return whether the open ``file`` is still the one at the path."""
         with contextlib.suppress(OSError):
-            return os.path.samestat(os.lstat(self.path), os.fstat(self._file or 0))
+            return os.path.samestat(os.lstat(self.path), os.fstat(file))
         # Moved away and not created again yet: production still writes to the open file.
         return True
 
@@ -205,12 +203,11 @@ class Progress:
         self._rest = rest[-_LONGEST_LINE:]
         return lines
 
-    def _speeds_in(self, lines: list[bytes]) -> list[float]:
-        """Return the speeds that the pattern finds in lines."""
+    def _new_speeds(self) -> list[float]:
+        """Return the speeds that the pattern finds in the lines since the last call; of a time per unit of work, 1 / time."""
         speeds: list[float] = []
-        if not lines:
-            return speeds
-        with bounded(self.pattern, _MATCH_SECONDS):
+        lines = self._new_lines()
+        with bounded(self.pattern, _MATCH_SECONDS) if lines else contextlib.nullcontext():
             for line in lines:
                 for match in re.finditer(self.pattern, line[:_LONGEST_LINE].decode(errors="replace")):
                     value = amount(match.group(1))

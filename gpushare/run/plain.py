@@ -73,12 +73,11 @@ class PlainShare:
     @property
     def where(self) -> str:
         """Return where a program runs in it."""
+        # The title is that of an instance.
         if self.title is None:
             return f"on {titles(self.devices)}"
-        if self.claim is None:
-            # In a dry run nothing is claimed.
-            return f"in {self.title}, if it is still free then"
-        return f"in {self.title}"
+        in_dry_run = self.claim is None
+        return f"in {self.title}, if it is still free then" if in_dry_run else f"in {self.title}"
 
     def check(self, program: str) -> None:
         """Raise unless there is such a program."""
@@ -116,7 +115,7 @@ class PlainShare:
 
 
 def pipe_directory(host: Host, device: Device) -> Path:
-    """Return a private directory in which no MPS daemon listens."""
+    """Return the private directory of programs that run on a device without MPS: no MPS daemon listens there."""
     return host.run_directory / "mig" / device_key(device.uuid)
 
 
@@ -168,23 +167,22 @@ class PlainWatch(Watch):
         """Note which processes of the program are on its devices, and which are elsewhere; and their memory on the first one."""
         mig = self.device.mig
         index = self.device.gpu.index
-        attached: set[int] = set()
         elsewhere: set[int] = set()
         on_first_device = []
         if mig is not None:
-            attached = tree & {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
+            self.attached |= tree & {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
         for gpu, process in self._all_processes():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
+            # Without the ids of its instance, a process on the same GPU may be in ours.
+            is_in_other_instance = None not in (process.gpu_instance_id, process.compute_instance_id)
             if gpu == index and self.device.has(process):
-                attached.add(process.pid)
+                self.attached.add(process.pid)
                 on_first_device.append(process)
             elif gpu in self.more:
-                attached.add(process.pid)
-            elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
-                # On the same GPU only if NVML names another instance: without its ids it may be in ours.
+                self.attached.add(process.pid)
+            elif gpu != index or is_in_other_instance:
                 elsewhere.add(process.pid)
-        self.attached |= attached
         self.note_memory(on_first_device)
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= elsewhere & self._suspects

@@ -115,22 +115,24 @@ class Activity:
         self._works_lightly = False
 
     def _busy_lightly(self, at: float) -> bool:
-        """Return whether there was steady light work in the last window of half a second that is complete."""
-        began, seconds_before = self._light_window or (at, self._used_seconds)
-        if at - began < _LIGHT_SECONDS:
-            self._light_window = began, seconds_before
-        else:
+        """Return whether there was steady light work in the last complete window of half a second."""
+        if self._light_window is None:
             self._light_window = at, self._used_seconds
+        began, seconds_before = self._light_window
+        if at - began >= _LIGHT_SECONDS:
             self._works_lightly = self._used_seconds - seconds_before >= _LIGHT_SHARE * (at - began)
+            self._light_window = at, self._used_seconds
         return self._works_lightly
 
     def _busy_on_the_gpu(self, at: float) -> bool:
-        """Return whether production had kernels on the GPU, by NVML's samples since its last work on the CPU."""
-        # A sample taken right after work seen on the CPU still covers that work.
-        window = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
-        if window <= 0:
+        """Return whether production had kernels on the GPU, by NVML's samples of the last moment.
+
+        Only of the time since its last work on the CPU, which was seen; and a sample right after that still covers that work.
+        """
+        window_seconds = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
+        if window_seconds <= 0:
             return False
-        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window) or ()
+        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window_seconds) or ()
         return any(percent > 0 and pid in self._family for pid, percent in samples)
 
 

@@ -57,7 +57,7 @@ class Attachment(Watch):
         return MpsControl(self.host.programs, str(self.home.pipe), seconds=CONVERSATION_SECONDS)
 
     def clients(self) -> set[int] | None:
-        """Return the daemon's clients and those that were; None when it cannot be asked."""
+        """Return the daemon's clients and those of the program that were clients; None when the daemon cannot be asked."""
         return client_pids(self.control, self.attached)
 
     def servers(self) -> set[int]:
@@ -87,9 +87,9 @@ class Attachment(Watch):
             self._note_pending(tree)
 
     def _note_outside(self, ours: Sequence[GpuProcess], clients: Collection[int]) -> None:
-        """Note those of the program's processes that compute on the GPU outside MPS, once two looks in a row saw them there.
+        """Note those of the program's processes that compute on the GPU outside MPS.
 
-        The daemon may not list a new client yet.
+        Two looks in a row must have seen them there: the daemon may not list a new client yet.
         """
         outside_now = {
             process.pid for process in ours if process.compute and not process.mps and process.pid not in clients
@@ -98,7 +98,10 @@ class Attachment(Watch):
         self._suspects = outside_now
 
     def _note_pending(self, tree: set[int]) -> None:
-        """Note clients that wait for another user: the daemon logs "pending" for them longer than a server start takes."""
+        """Note clients that wait because the daemon serves another user.
+
+        The daemon logs "pending" for a client while a server starts, too: so it counts after `_PENDING_SECONDS`.
+        """
         pending_in_log = self._clients_in_log(_PENDING) & tree
         now = time.monotonic()
         for pid in pending_in_log:
@@ -165,18 +168,15 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         if record is None or not record.transient:
             return False
         pid = live_pid(host, home, record)
-        if pid is None:
-            # It died before its last program; nothing else would clean up after it.
-            restore_mode(host, record)
-            home.clear()
-            return False
-        if home.live_leases():
-            return False
-        control = MpsControl(host.programs, str(home.pipe))
-        if clients_of(control):
-            return True
-        end_daemon(host, control, pid, force=False)
-        # It may have inherited changes of a daemon before it.
+        # None: it died before its last program, and nothing else would clean up after it.
+        if pid is not None:
+            if home.live_leases():
+                return False
+            control = MpsControl(host.programs, str(home.pipe))
+            if clients_of(control):
+                return True
+            end_daemon(host, control, pid, force=False)
+        # Also what it has inherited of a daemon before it.
         restore_mode(host, record)
         home.clear()
     return False
@@ -196,11 +196,11 @@ class Held(Protocol):
 
     @property
     def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told: the kind, path and descriptor of the daemon's lease, the claim of each instance."""
+        """Return the words that tell the guard what to give back after a death (`guard_words`)."""
 
     @property
     def meter(self) -> Meter | None:
-        """Return what measures a drained queue; None where a program's end breaks nobody."""
+        """Return what measures whether the GPU is idle, for the safe end of a program; None: its end breaks no other."""
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Give it back; return whether others still use it, in which case the guard waits for them.
@@ -312,7 +312,7 @@ class MpsShare:
 
     @property
     def meter(self) -> ActivityMeter:
-        """Return what measures a drained queue."""
+        """Return what measures whether the GPU or instance is idle."""
         mig = self.device.mig
         return ActivityMeter(self.host.nvml, self.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
@@ -337,7 +337,7 @@ class MpsShare:
             except GpushareError:
                 # It does not stop now. The guard tries again.
                 lingers = True
-        # Opened again, it may have to start another daemon.
+        # If the share is opened again, it may have to start another daemon.
         self._joined = None
         # After the daemon, so that the next holder finds the instance empty. While the program lives, the guard holds it.
         if self.claim is not None and not program_lives:
@@ -370,7 +370,7 @@ def check_program(program: str) -> None:
     # A file of this directory that could be executed is only not on PATH.
     forbidden = os.path.isfile(program) and not os.access(program, os.X_OK)
     error = not_startable_error(program, forbidden=forbidden)
-    # As a shell, env and nohup end.
+    # The exit codes of a shell, env and nohup.
     error.exit_code = _NOT_EXECUTABLE if forbidden else NO_PROGRAM  # type: ignore[assignment]
     raise error
 
@@ -390,9 +390,9 @@ def _check_inherited_threads(limits: Limits) -> None:
 
 
 def guard_words(kind: str, lease: Lease | None, *claims: HeldClaim | None) -> tuple[str, ...]:
-    """Return what the guard is told, as words: the kind, path and descriptor of the lease, paths of claims.
+    """Return what `orphans.after_death` reads: the kind, path and descriptor of the daemon's lease, the path of each claim.
 
-    Without a lease its words are empty and -1. `orphans.after_death` reads them.
+    Without a lease its path is empty and its descriptor -1.
     """
     lease_words = ("", "-1")
     if lease is not None:
