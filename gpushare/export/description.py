@@ -388,6 +388,7 @@ def _live_devices(wanted: Sequence[MigDescription], present: Sequence[MigDescrip
     devices = (
         PlacedDevice(
             mig.profile,
+            # -1: unknown, at which no device is wanted.
             -1 if mig.start is None else mig.start,
             slices=0,
             whole=mig.is_whole,

@@ -152,20 +152,14 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
     uuid_by_name = _uuids_by_index_name(spec, gpus)
     # A specification without UUIDs names its MIG devices by index only.
     listed = {name for name in names if name.startswith("MIG-")} or set(uuid_by_name.values())
-    gone: list[str] = []
-    # The devices of a GPU that does not answer may be there.
-    if len(answering) == len(gpus):
-        gone = sorted(listed.difference(mig_uuids))
-    missing = [uuid for uuid in mig_uuids if uuid not in listed]
     listed_indexes = {int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)) is not None}
-    for gpu in answering:
-        is_listed = gpu.uuid in names or gpu.index in listed_indexes
-        if gpu.uuid and not gpu.mig_enabled and not is_listed:
-            missing.append(gpu.uuid)
-    moved: list[str] = []
+    whole_gpus = [gpu for gpu in answering if gpu.uuid and not gpu.mig_enabled]
+    missing = [uuid for uuid in mig_uuids if uuid not in listed]
+    missing += [gpu.uuid or "" for gpu in whole_gpus if gpu.uuid not in names and gpu.index not in listed_indexes]
+    # The devices of a GPU that does not answer may be there.
+    gone = sorted(listed.difference(mig_uuids)) if len(answering) == len(gpus) else []
     # While devices are gone or missing, the indexes of the others differ for that reason alone.
-    if not gone and not missing:
-        moved = list(_stale_names(uuid_by_name, answering))
+    moved = [] if gone or missing else list(_stale_names(uuid_by_name, answering))
     return Staleness(path=spec.path, gone=tuple(gone), missing=tuple(missing), moved=tuple(moved))
 
 

@@ -50,10 +50,9 @@ _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's dir
 def read_own(
     path: Path | str, *, directory: int | None = None, owners: frozenset[int] | None = None, most: int = _MOST_BYTES
 ) -> bytes:
-    """Return the bytes of a small file that root or this user wrote.
+    """Return the bytes of a small file that root or this user wrote, or of a record that one of ``owners`` wrote.
 
-    ``directory``: the open directory of the file. ``owners``: the file is a record, which one of these users wrote; a record
-    with a second name does not count, as anybody may make one.
+    ``directory`` is the open directory of the file. A record may have one name only: anybody may make a second one, a link.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.

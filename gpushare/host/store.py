@@ -108,6 +108,11 @@ class Unread(NamedTuple):
         """Return the reason for people, without the path."""
         return getattr(self.error, "strerror", None) or str(self.error)
 
+    def is_fault_for(self, uid: int) -> bool:
+        """Return whether a user should know: not if it is gone, of an earlier boot, or kept from that user by root."""
+        is_closed = self.uid == 0 != uid and getattr(self.error, "errno", None) == errno.EACCES
+        return not is_closed and not isinstance(self.error, (FileNotFoundError, _Void))
+
 
 class Elsewhere(ValueError):
     """A record of another PID namespace, where its PIDs mean other processes."""
@@ -265,17 +270,9 @@ class RecordStore(Generic[T]):
         return [each.error.record for each in unread if isinstance(each.error, Elsewhere)]
 
     def unread(self, host: Host) -> list[Unread]:
-        """Return the records that say nothing, and why.
-
-        Not those of an earlier boot, which `sweep` removes, and not what root keeps from this user.
-        """
-        unread = []
-        for each in self._scan(host, shared=True):
-            if isinstance(each, Unread) and not isinstance(each.error, (FileNotFoundError, _Void)):
-                is_closed = isinstance(each.error, PermissionError) and each.error.errno == errno.EACCES
-                if not (is_closed and each.uid == 0 != host.uid):
-                    unread.append(each)
-        return unread
+        """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
+        unread = [each for each in self._scan(host, shared=True) if isinstance(each, Unread)]
+        return [each for each in unread if each.is_fault_for(host.uid)]
 
     def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[T | Unread]:
         """Yield what is in this user's directory; with ``shared`` also in root's, and to root in those of ``users``."""
