@@ -219,17 +219,19 @@ def error_of(act: Callable[[], object]) -> GpushareError | None:
 
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-_FILES: Final = frozenset({errno.EMFILE, errno.ENFILE})
-_MEMORY: Final = frozenset({errno.ENOMEM, errno.EAGAIN})
-# These are never caused by gpushare itself.
-_RESOURCES: Final = frozenset({errno.EIO}) | _FULL | _FILES | _MEMORY
+# A resource that ran out is never the fault of gpushare itself.
+_RESOURCE_HINTS: Final = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space, then run it again; see: df -h"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "too many files are open; raise the limit: ulimit -n 4096"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "out of memory or processes; see: free -h; ulimit -u"),
+    errno.EIO: "the disk may be faulty; see: sudo dmesg | tail",
+}
 
 
 def system_error(error: OSError) -> GpushareError | None:
     """Return the error to show; None: it is a bug in gpushare, because no resource ran out and the error names no file."""
-    is_of_system = error.errno in _RESOURCES or (error.errno is not None and error.filename is not None)
-    if not is_of_system:
+    resource_hint = _RESOURCE_HINTS.get(error.errno or 0)
+    if resource_hint is None and (error.errno is None or error.filename is None):
         return None
     where = "" if error.filename is None else f"{error.filename}: "
     message = f"the system refused: {where}{error.strerror}"
@@ -237,14 +239,4 @@ def system_error(error: OSError) -> GpushareError | None:
     if error.errno in _FORBIDDEN:
         hint = f"run as its owner, or as root: sudo gpushare ...; see its owner: ls -ld{there}"
         return NoPermission(message, hint, code="system_error")
-    if error.errno in _FULL:
-        hint = "free some space, then run it again; see: df -h"
-    elif error.errno in _FILES:
-        hint = "too many files are open; raise the limit: ulimit -n 4096"
-    elif error.errno in _MEMORY:
-        hint = "out of memory or processes; see: free -h; ulimit -u"
-    elif error.errno == errno.EIO:
-        hint = "the disk may be faulty; see: sudo dmesg | tail"
-    else:
-        hint = f"see: ls -ld{there}"
-    return OperationFailed(message, hint, code="system_error")
+    return OperationFailed(message, resource_hint or f"see: ls -ld{there}", code="system_error")

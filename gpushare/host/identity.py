@@ -132,8 +132,8 @@ def lives(process: Identity, uid: int) -> bool:
     except PermissionError:
         return True
     except (OSError, OverflowError):
-        return False
-    # A process of this user, which ended after the check above.
+        pass
+    # Gone, or of this user, which sees its own: then it ended after the check above.
     return False
 
 
