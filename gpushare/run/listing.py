@@ -338,8 +338,8 @@ def _command_text(words: Sequence[str]) -> str | None:
 
 def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
     """Yield the jobs in the line, with their places and what they wait for."""
-    reservations_in_line = {job.claim.pid: job for job in ledger if job.waits}
-    if not reservations_in_line:
+    in_line = {reservation.claim.pid: reservation for reservation in ledger if reservation.waits}
+    if not in_line:
         return
     from gpushare.memory.look import waiting_jobs
 
@@ -347,12 +347,14 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
     lines = lines_of(host, _devices(snapshot).values(), ledger)
     now = time.time()
     for number, job in enumerate(waiting):
-        reservation = reservations_in_line.get(job.pid)
         role = PLAIN
         if job.production:
             role = PRODUCTION
-        elif reservation is not None and reservation.opportunistic:
+        elif in_line[job.pid].opportunistic:
             role = OPPORTUNISTIC
+        wanted = set(job.device_uuids)
+        ahead = [other for other in waiting[:number] if not wanted.isdisjoint(other.device_uuids)]
+        holders = [other for other in ledger if not wanted.isdisjoint(other.held)]
         yield ListedJob(
             name=_name(job.name),
             pid=job.pid,
@@ -361,18 +363,16 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
             role=role,
             device=None,
             gpu_indexes=job.gpu_indexes,
-            memory_limit_bytes=None if reservation is None else reservation.limit_bytes,
+            memory_limit_bytes=in_line[job.pid].limit_bytes,
             since_seconds=None if job.waiting_since is None else max(0.0, now - job.waiting_since),
             command=_program_text(host.processes.describe(job.pid)),
             line=LinePlace(
                 place=job.place,
                 memory_bytes=job.memory_bytes,
                 count=job.count,
-                behind=tuple(_name_or_pid(other) for other in waiting[:number] if _want_same_device(other, job)),
-                held_by=tuple(
-                    _name_or_pid(other) for other in ledger if not set(other.held).isdisjoint(job.device_uuids)
-                ),
-                others_bytes=max((lines[key].others_bytes for key in job.device_uuids if key in lines), default=None),
+                behind=tuple(map(_name_or_pid, ahead)),
+                held_by=tuple(map(_name_or_pid, holders)),
+                others_bytes=max((lines[key].others_bytes for key in wanted if key in lines), default=None),
                 stopped=job.stopped,
             ),
         )
@@ -386,11 +386,6 @@ def _name_or_pid(job: WaitingJob | Reservation) -> str:
 def _name(text: str | None) -> str | None:
     """Return the name of a job, or None if it is no valid one: another user may have written it, and shells complete names."""
     return text if text is not None and is_job_name(text) else None
-
-
-def _want_same_device(job: WaitingJob, other: WaitingJob) -> bool:
-    """Return whether two waiting jobs may want the same device."""
-    return not set(job.device_uuids).isdisjoint(other.device_uuids)
 
 
 def _ended_jobs(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:

@@ -76,23 +76,16 @@ class BenchedCap:
 
 @dataclass(frozen=True, kw_only=True)
 class _Benched(Kept):
-    device: str
-    command: tuple[str, ...]
     caps: tuple[BenchedCap, ...] = ()
 
 
-# A command line may hold a secret.
+# By `_record_key`.
 BENCHED: Final = RecordStore(_Benched, "benched", "the measured caps", survives_reboot=True, mode=0o600)
 
 
 def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:
     """Return the best cap for N copies of a command on such a GPU; None: it was not measured."""
-    caps = (
-        cap
-        for record in BENCHED.find(host, _record_key(device, command))
-        if (record.device, record.command) == (_device_kind(device), tuple(command))
-        for cap in record.caps
-    )
+    caps = (cap for record in BENCHED.find(host, _record_key(device, command)) for cap in record.caps)
     return next((cap for cap in caps if cap.copies == copies), None)
 
 
@@ -106,16 +99,12 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Seque
     earlier = BENCHED.read(path)
     by_copies = {} if earlier is None else {cap.copies: cap for cap in earlier.caps}
     by_copies |= {cap.copies: cap for cap in caps}
-    record = _Benched(device=_device_kind(device), command=tuple(command), caps=tuple(by_copies.values()), path=path)
-    BENCHED.write(record)
-
-
-def _device_kind(device: Device) -> str:
-    """Return what a device must be for its results to count: model, and profile of an instance."""
-    model = device.gpu.name or ""
-    return model if device.mig is None else f"{model} {device.mig.profile or ''}"
+    BENCHED.write(_Benched(caps=tuple(by_copies.values()), path=path))
 
 
 def _record_key(device: Device, command: Sequence[str]) -> str:
-    """Return the name of the record of a command on such a device."""
-    return digest_of_words((_device_kind(device), *command))
+    """Return the name of the record of a command on such a device: a GPU of this model, or an instance of this profile."""
+    kind = device.gpu.name or ""
+    if device.mig is not None:
+        kind += f" {device.mig.profile or ''}"
+    return digest_of_words((kind, *command))

@@ -629,8 +629,12 @@ class JobStart:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
         outside = process is not None and not process.under_mps
         if self.role.yields == "caps":
-            if outside:
-                raise _outside_mps_error(process)
+            if process is not None and outside:
+                raise InUse(
+                    f"{process.title} runs outside MPS, where a cap does not protect it",
+                    "use a time-slice: --yield slices; or start production under MPS: --threads 100",
+                    code="production_outside_mps",
+                )
             return False
         if self.role.yields == "pause":
             return False
@@ -826,16 +830,6 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
                 gpu=device.gpu.index,
                 code="mig_enabled",
             )
-
-
-def _outside_mps_error(process: ProductionJob | None) -> InUse:
-    """Return the error about a cap next to production that runs outside MPS."""
-    title = process.title if process is not None else "production"
-    return InUse(
-        f"{title} runs outside MPS, where a cap does not protect it",
-        "use a time-slice: --yield slices; or start production under MPS: --threads 100",
-        code="production_outside_mps",
-    )
 
 
 def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
