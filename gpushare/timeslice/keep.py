@@ -349,7 +349,7 @@ class Keeper:
         except TimedOut as error:
             # Told at the first try, and not again after the last one.
             if process.tries == 0:
-                self._note_skipped(process, error)
+                self._events.append(_skipped_event(process.pid, process.origin.uid, error))
             self._try_later(process, _TRY_AGAIN, None)
         except GpushareError as error:
             self._skip(process, error)
@@ -375,17 +375,7 @@ class Keeper:
     def _skip(self, process: _Process, error: GpushareError) -> None:
         """Leave a process alone until the rules are read again, and say why."""
         process.ignored = True
-        self._note_skipped(process, error)
-
-    def _note_skipped(self, process: _Process, error: GpushareError) -> None:
-        """Say why a process is left alone."""
-        reason = error.message.removeprefix(f"process {process.pid}: ")
-        self._events.append(
-            Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
-        )
-
-    def _user(self, process: _Process) -> str | None:
-        return None if process.origin.uid is None else user_name(process.origin.uid)
+        self._events.append(_skipped_event(process.pid, process.origin.uid, error))
 
     def _scan_and_apply(self, process: _Process) -> None:
         """Scan a process for its channel groups and set their slices; if no rule is for it, only look at it again later."""
@@ -490,8 +480,8 @@ class Keeper:
 
     def _note(self, kind: str, process: _Process, group: Group, **more: Any) -> None:
         """Note what has happened to a channel group of a process."""
-        gpu = self._gpu_of(process, group)
-        self._events.append(Event(kind=kind, pid=process.pid, user=self._user(process), gpu=gpu, **more))
+        gpu, user = self._gpu_of(process, group), _user_of(process.origin.uid)
+        self._events.append(Event(kind=kind, pid=process.pid, user=user, gpu=gpu, **more))
 
     def _set(self, process: _Process, batch: Sequence[_Wish]) -> None:
         """Set groups of one GPU that have the same slice and get the same one by the same rule, or without a rule."""
@@ -575,6 +565,16 @@ def _under_mps_error(pid: int) -> NotSupported:
     )
 
 
+def _user_of(uid: int | None) -> str | None:
+    return None if uid is None else user_name(uid)
+
+
+def _skipped_event(pid: int, uid: int | None, error: GpushareError) -> Event:
+    """Return the event that a process is left alone because of an error."""
+    reason = error.message.removeprefix(f"process {pid}: ")
+    return Event(kind="skipped", pid=pid, user=_user_of(uid), why=reason, code=error.code)
+
+
 def _is_incomplete(put_back: Sequence[Event]) -> bool:
     """Return whether a slice could not be restored, by the events of `_put_back`."""
     return any(event.kind == "skipped" for event in put_back)
@@ -582,8 +582,6 @@ def _is_incomplete(put_back: Sequence[Event]) -> bool:
 
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
     """Restore each group of a process that still has the slice that was set; return what happened."""
-    pid = kept.pid
-    user = None if kept.uid is None else user_name(kept.uid)
     groups = {group.key: group for group in kept.channels.compute}
     parts = [(groups[slices.key], slices) for slices in kept.slices if slices.key in groups]
     try:
@@ -596,10 +594,10 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
                 with contextlib.suppress(NotFound):
                     restored |= _restore_groups(host, control, kept, [part])
     except GpushareError as error:
-        reason = error.message.removeprefix(f"process {pid}: ")
-        return [Event(kind="skipped", pid=pid, user=user, why=reason, code=error.code)]
+        return [_skipped_event(kept.pid, kept.uid, error)]
+    user = _user_of(kept.uid)
     return [
-        Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
+        Event(kind="restored", pid=kept.pid, user=user, before_us=current, slice_us=before)
         for current, before in sorted(restored)
     ]
 
@@ -770,7 +768,7 @@ def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, 
     info = host.processes.describe(pid)
     verdict = Verdict(
         pid=pid,
-        user=None if origin.uid is None else user_name(origin.uid),
+        user=_user_of(origin.uid),
         name=None if info is None else info.name,
         gpu=gpu.index,
     )
