@@ -89,6 +89,7 @@ def _command_cell(line: str, offsets: Mapping[str, int]) -> str | None:
     """
     columns = sorted(offsets, key=lambda name: offsets[name])
     number = columns.index("COMMAND")
+    # It begins as far after the cell before it as in the header.
     cell_before = list(re.finditer(r"\S+", line))[number - 1]
     begin = cell_before.start() + offsets["COMMAND"] - offsets[columns[number - 1]]
     rest = line[begin:]

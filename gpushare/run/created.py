@@ -25,7 +25,7 @@ from gpushare.show.result import Result
 from gpushare.signals import undisturbed
 
 
-class Creator:
+class Creator(contextlib.AbstractContextManager["Creator"]):
     """Makes an instance of a profile for a job when none is free, and removes what it made at the end."""
 
     def __init__(self, host: Host, text: str, gpu: str | None, say: Callable[[str], None]) -> None:
@@ -47,9 +47,6 @@ class Creator:
                 code="mig_off",
             )
         self._made: list[OnDemand] = []
-
-    def __enter__(self) -> Creator:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -902,6 +902,7 @@ class Farm:
         copy = self._waiting()[0]
         if not self._open_share(gpu, place):
             return True
+        # What the next one waits for is news again.
         self._said_at = -_SAY_SECONDS
         self._said_line = ""
         try:
@@ -936,7 +937,7 @@ class Farm:
         return True
 
     def _gpu_for_next(self, *, alone: bool) -> tuple[_CopiesOnGpu, Place | None] | None:
-        """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
+        """Return the GPU of the next copy, and its place in the ledger, if there is a ledger; None: it waits. Raises as `Place`."""
         if all(device.memory_total_bytes is None for device in self._devices.values()):
             gpu = self._gpu_without_ledger()
             return None if gpu is None else (gpu, None)
@@ -1108,7 +1109,10 @@ class Farm:
         return running
 
     def _memories_of(self, copy: Copy, gpu: _CopiesOnGpu, place: Place | None) -> tuple[JobMemory, ...]:
-        """Return the memory of a copy on each of its GPUs: the first has the place of all of them, and the others its mark."""
+        """Return what watches the memory of a copy on each of its GPUs; the first holds the place in the ledger for all.
+
+        All find the processes of the copy by the mark of the first one.
+        """
         memories: list[JobMemory] = []
         for device in gpu.devices:
             memory = JobMemory(

@@ -90,6 +90,7 @@ def _end_programs(
     # gpushare may have died while they were paused, and a stopped program does not end by a signal that it handles.
     resume_all(host, list(pids))
     if not mps:
+        # `set`: there are no clients.
         end_programs(host, pids, set, None)
         return
     control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)

@@ -39,16 +39,13 @@ if TYPE_CHECKING:
     from gpushare.show.run import RunReport
 
 
-class Terminal:
+class Terminal(contextlib.AbstractContextManager["Terminal"]):
     """Lends the terminal to the program when it asks for it, and takes it back."""
 
     def __init__(self, group: int) -> None:
         self._group = group
         self._descriptor = _controlling_terminal()
         self._lent = False
-
-    def __enter__(self) -> Terminal:
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Take the terminal back and close it."""

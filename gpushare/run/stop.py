@@ -227,13 +227,10 @@ class Stop:
 
     def _wait_for_end(self, supervisor: Identity) -> None:
         """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
-        if self._grace is None:
-            if self._wait_gone(supervisor, self._bound_seconds):
-                return
-            hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
-        else:
-            if self._wait_gone(supervisor, self._grace):
-                return
+        if self._wait_gone(supervisor, self._bound_seconds if self._grace is None else self._grace):
+            return
+        hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
+        if self._grace is not None:
             # As a second Ctrl-C: it cuts the grace short.
             self._ask(supervisor)
             if self._wait_gone(supervisor, HURRY_SECONDS):
