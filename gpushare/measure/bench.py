@@ -508,45 +508,56 @@ class Bench:
         """Run the copies of a cell under its way, and return what was measured."""
         way, copies = cell
         before = time.monotonic()
-        settings = self._settings
-        experiment = self._experiment
-        grounds = experiment.grounds
-        under_mps = self._under_mps(way)
-        usage = UsageMeter(
-            self._host,
-            self._device,
-            clients=grounds.clients if under_mps else None,
-            gpu_instances=grounds.gpu_instances if way.kind is Way.MIG else None,
-            seen=self._strangers,
-            activity=cell == settings.alone_cell and self._device.mig is None,
-        )
-        runner = Copies(experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies))
-        if way.slice_us is not None or self._tries_slices(number):
-            runner.slices = Slices(experiment, way.slice_us)
-        if number == 0:
-            # The others end within a limit that follows from this run.
-            runner.on_wait = lambda: self._note(_awaited_text(settings))
+        meter = self._new_meter(cell)
+        runner = self._new_runner(number, cell)
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
-            result = runner.in_turn(launches, usage) if way.kind is Way.WHOLE else runner.together(launches, usage)
-            experiment.restore_slices()
+            result = runner.in_turn(launches, meter) if way.kind is Way.WHOLE else runner.together(launches, meter)
+            self._experiment.restore_slices()
         if runner.slices is not None and runner.slices.microseconds is None:
             self._unsliced = runner.slices.refused
         self._took[cell] = time.monotonic() - before
-        drawn = usage.usage()
-        invalid = grounds.why_mps_failed() if under_mps else None
-        if invalid is None and drawn.outside:
-            invalid = f"process {', '.join(map(str, drawn.outside))} ran outside MPS"
+        usage = meter.usage()
+        invalid = self._experiment.grounds.why_mps_failed() if self._under_mps(way) else None
+        if invalid is None and usage.outside:
+            invalid = f"process {', '.join(map(str, usage.outside))} ran outside MPS"
         return RunResult(
             round=number,
             way=way.name,
             copies=copies,
             result=result,
-            throughput=None if invalid is not None else throughput(way, result, settings.metric),
-            usage=drawn,
+            throughput=None if invalid is not None else throughput(way, result, self._settings.metric),
+            usage=usage,
             invalid=invalid,
         )
+
+    def _new_meter(self, cell: Cell) -> UsageMeter:
+        """Return what sees the use of the GPU in a run; of one copy alone also how busy the GPU is."""
+        way, _ = cell
+        grounds = self._experiment.grounds
+        return UsageMeter(
+            self._host,
+            self._device,
+            clients=grounds.clients if self._under_mps(way) else None,
+            gpu_instances=grounds.gpu_instances if way.kind is Way.MIG else None,
+            seen=self._strangers,
+            activity=cell == self._settings.alone_cell and self._device.mig is None,
+        )
+
+    def _new_runner(self, number: int, cell: Cell) -> Copies:
+        """Return what runs the copies of a cell; the warm-up, which has number 0, tells the user if it takes long."""
+        way, copies = cell
+        settings = self._settings
+        runner = Copies(
+            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies)
+        )
+        if way.slice_us is not None or self._tries_slices(number):
+            runner.slices = Slices(self._experiment, way.slice_us)
+        if number == 0:
+            # The others end within a limit that follows from this run.
+            runner.on_wait = lambda: self._note(_awaited_text(settings))
+        return runner
 
     def _tries_slices(self, number: int) -> bool:
         """Return whether a run is the warm-up, of one copy outside MPS, and has to tell if slices can be set here."""

@@ -166,7 +166,7 @@ def sizes_answer(benchmarks: Sequence[BenchAnswer]) -> BenchSizesAnswer:
         started_at=first.started_at,
         window_seconds=first.window_seconds,
         repeat=first.repeat,
-        workload=replace(workloads[0], size=None, title=f"matrix multiplications ({workloads[0].backend})"),
+        workload=replace(workloads[0], size=None, title=workloads[0].title.removeprefix(f"{sizes[0]} x {sizes[0]} ")),
         seconds=round(sum(each.seconds for each in benchmarks), 3),
         reason=benchmarks[-1].reason,
         sizes=sizes,

@@ -130,16 +130,16 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     from rich.text import Text
 
     width, height = console.size
-    messages: list[Text] = []
+    messages = []
     for error in result.errors:
-        messages.append(Text.assemble(("error:", "bold red"), f" {one_line(error.message)}"))
+        messages.append(("error:", "bold red", error.message))
         if error.hint:
-            messages.append(Text.assemble(("hint:", "yellow"), f" {one_line(error.hint)}"))
-    messages += [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]
+            messages.append(("hint:", "yellow", error.hint))
+    messages += [("note:", "dim", note) for note in result.notes]
     above = [Text(head, style="dim")]
-    for message in messages:
+    for word, style, text in messages:
         # The screen cannot be scrolled sideways to the end of a hint.
-        above += message.wrap(console, width)
+        above += Text.assemble((word, style), f" {one_line(text)}").wrap(console, width)
     lines = above
     # The layout that saves least of those that fit, so that the processes at the bottom stay in sight.
     for saving in (WHOLE, FOLDED, TIGHT):

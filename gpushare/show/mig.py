@@ -208,22 +208,22 @@ class GpuText:
 def grouped_text(gpus: Sequence[GpuText], *, uuids: bool) -> str:
     """Return the texts of GPUs; GPUs with equal texts share one.
 
-    Without ``uuids``, GPUs with instances of the same sizes share a text, too: it has no UUIDs then, and below it each GPU
-    has a line with the names, users and programs of its instances.
+    Without ``uuids``, GPUs with instances of the same sizes share a text, too. Where only their particulars differ (UUIDs,
+    names, users, programs), the text has none, and each GPU has a line below it with its own, but for the UUIDs.
     """
     alike: dict[tuple[str, str], list[GpuText]] = {}
     for gpu in gpus:
-        common = gpu.text if uuids or gpu.layout is None else layout_text(_without_particulars(gpu.layout))
-        alike.setdefault((gpu.title, common), []).append(gpu)
+        shared_text = gpu.text if uuids or gpu.layout is None else layout_text(_without_particulars(gpu.layout))
+        alike.setdefault((gpu.title, shared_text), []).append(gpu)
     blocks = []
-    for (title, common), equal in alike.items():
-        lines = [f"GPU {ranges(gpu.index for gpu in equal)}  {title}"]
-        if len({gpu.text for gpu in equal}) == 1:
-            lines.append(equal[0].text)
+    for (title, shared_text), group in alike.items():
+        lines = [f"GPU {ranges(gpu.index for gpu in group)}  {title}"]
+        if len({gpu.text for gpu in group}) == 1:
+            lines.append(group[0].text)
         else:
-            particulars = [line for gpu in equal for line in _particulars_lines(gpu)]
+            particulars = [line for gpu in group for line in _particulars_lines(gpu)]
             idle = "the others are" if particulars else "all are"
-            lines += [common, *particulars, f"  {idle} idle; UUIDs: gpushare mig status -v"]
+            lines += [shared_text, *particulars, f"  {idle} idle; UUIDs: gpushare mig status -v"]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 

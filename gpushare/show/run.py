@@ -84,10 +84,14 @@ class RunReport:
         )
 
     def unproved(self) -> None:
-        """Say that no context of the program was seen, so its limits are not proved."""
+        """Say that no context of the program was seen, so its limits, or its place, are not proved."""
         self.news(
-            "the program ended and no CUDA context of it was seen, so it is not proved that it ran inside its share"
+            f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"
         )
+
+    @property
+    def _place(self) -> str:
+        return "inside its share"
 
     def daemon_gone(self) -> None:
         self._write(
@@ -150,12 +154,6 @@ class InstanceReport(RunReport):
         self._write(
             f"error: process {pid} runs outside {self.title}, on a GPU that it was not given\n"
             "hint: the program or a wrapper changes CUDA_VISIBLE_DEVICES or CUDA_MPS_PIPE_DIRECTORY\n"
-        )
-
-    def unproved(self) -> None:
-        """Say that no context of the program was seen, so its place is not proved."""
-        self.news(
-            f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"
         )
 
     @property

@@ -17,18 +17,11 @@ _CSV: Final = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds
 
 def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
     """Return a benchmark of several sizes as a result: where copies take turns, then the times of each size."""
-    workload = data.workload
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
     first = f"{data.host}   GPU {data.gpu.index} {data.gpu.name}   driver {data.driver}   {began}"
-    details = [workload.backend]
-    if workload.cpu:
-        details.append("as many on the CPU")
-    if workload.copy:
-        details.append("a copy to the GPU")
-    program = f"matrix multiplications ({', '.join(details)})"
     return Result(
         data=data,
-        text="\n".join([first, program, "", *map(_concurrency_sentence, data.concurrency)]),
+        text="\n".join([first, data.workload.title, "", *map(_concurrency_sentence, data.concurrency)]),
         tables=(_times_table(data),),
         csv=records("cells", _CSV, data.cells),
         notes=tuple(notes),

@@ -18,7 +18,8 @@ def benchmark(size: int, alone: float, gains: dict[int, float]) -> BenchAnswer:
     """Return a benchmark in which N copies under MPS reach these multiples of one copy."""
     figures = {("alone", 1): 1.0, **{("mps", copies): gain / copies for copies, gain in gains.items()}}
     rates = {cell: [0.9 * alone * rate, alone * rate, 1.1 * alone * rate] for cell, rate in figures.items()}
-    workload = BuiltInWorkload(title="", unit="", size=size, cpu=False, copy="both", footprint=None, backend="torch")
+    title = f"{size} x {size} matrix multiplications, with a copy from the GPU next to each (torch)"
+    workload = BuiltInWorkload(title=title, unit="", size=size, cpu=False, copy="from", footprint=None, backend="torch")
     return replace(answer(measured("mps", tuple(gains), rates)), workload=workload)
 
 
@@ -29,6 +30,8 @@ def test_the_time_of_copies_that_run_at_once_is_that_of_one() -> None:
     small = next(cell for cell in data.cells if cell.copies == 4)
     assert (small.low or 1) < (small.seconds or 0) < (small.high or 0)
     assert (data.sizes, data.workload.size, data.workload.backend) == ((256, 4096), None, "torch")
+    program = "\nmatrix multiplications, with a copy from the GPU next to each (torch)\n"
+    assert program in (sizes_result(data).text or "")
 
 
 @pytest.mark.parametrize(
