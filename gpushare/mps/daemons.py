@@ -55,7 +55,7 @@ def overviews(programs: Programs, pipe_directories: Sequence[str]) -> list[Overv
 
 
 def _overview_or_error(programs: Programs, pipe: str, until: float) -> Overview | GpushareError:
-    """Ask one daemon, unless the time for all of them is over."""
+    """Return what a daemon reports, or its error; it is not asked once the time for all of them is over."""
     if time.monotonic() >= until:
         return TimedOut(
             f"the MPS daemon at {pipe} was not asked: others did not answer within {LOOK_SECONDS:g} s",

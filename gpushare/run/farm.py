@@ -1023,7 +1023,7 @@ class Farm:
 
     def _at_once_by_gpu(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
-        count = self._options.gpus
+        gpus_each = self._options.gpus
         lines = {line.device.uuid: line for line in self._lines()}
         running = self._copies_by_gpu()
         fitting: dict[str, int | None] = {}
@@ -1031,13 +1031,13 @@ class Farm:
             line = lines.get(uuid)
             if line is None or not self._size:
                 # Its memory is no bound.
-                fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
+                fitting[uuid] = self._clients.get(uuid) if gpus_each == 1 else 1
             else:
                 fitting[uuid] = running[uuid] + self._further_copies(line, self._size)
         # A copy counts once on each of its GPUs.
         copies = sum(copy.state != "done earlier" for copy in self._copies)
-        parallel = None if self._options.parallel is None else self._options.parallel * count
-        return copies_at_once(copies * count, parallel, fitting)
+        parallel = None if self._options.parallel is None else self._options.parallel * gpus_each
+        return copies_at_once(copies * gpus_each, parallel, fitting)
 
     def _further_copies(self, line: Line, size: int) -> int:
         """Return how many more copies of a size fit on a device: by free memory, by this user's limit, as clients."""

@@ -105,7 +105,7 @@ def _with_nothing_reserved(gpu: Gpu) -> Gpu:
 
 
 def only_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
-    """Return the snapshot with only the named GPUs, or of them only the named MIG instances, and their daemons."""
+    """Return the snapshot with only the GPUs or MIG instances that ``-g`` names (None: all), and their daemons."""
     if gpu is None:
         return snapshot
     from gpushare.base.selection import select

@@ -411,6 +411,7 @@ class Session:
         # Of the parts, those that have begun: none before a container runs.
         self._running: Sequence[Part] = ()
         self._child: Child | None = None
+        # The processes that were reported, and whether the end of the daemon was.
         self._told: set[int] = set()
         self._told_gone = False
         self._ended_by: int | None = None

@@ -337,7 +337,7 @@ class Queued:
         return size
 
     def _warn_before_start(self, size: int | None) -> None:
-        """Say what is known before the start: turns that are too short, and host memory that is too small for the copy."""
+        """Say before the start of a job that may be swapped if the host's memory is too small for that, or its turns too short."""
         if not self.queue.swappable or not size:
             return
         free = self.host.machine.free_memory(os.getpid())
