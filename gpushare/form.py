@@ -42,7 +42,6 @@ class Value:
         return self.what.strip("'")
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
-        """Return the values of a mapping by key."""
         if not isinstance(self.raw, Mapping):
             raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._mapping_hint())
         located = self.raw if isinstance(self.raw, Located) else Located()
@@ -80,7 +79,6 @@ class Value:
         return f"write it as a list: {self.key}: [{self.raw}]" if is_scalar and is_value_of_key else ""
 
     def items(self) -> list[Value]:
-        """Return the items of a list."""
         if not isinstance(self.raw, list):
             raise self.wrong(f"is {self.short}, not a list", self._list_hint())
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
@@ -114,7 +112,6 @@ class Form(Generic[T]):
 
 
 def text(pattern: str, meaning: str) -> Form[str]:
-    """Return the form of a text that matches a pattern."""
     return converted(pattern, meaning, str)
 
 
@@ -144,8 +141,6 @@ def choice(known: Mapping[str, T]) -> Form[T]:
 
 
 def number(least: float, most: float, meaning: str, convert: Callable[[float], T]) -> Form[T]:
-    """Return the form of a number."""
-
     def read(value: Value) -> T:
         good = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
         if not good or not least <= value.raw <= most:
@@ -156,7 +151,6 @@ def number(least: float, most: float, meaning: str, convert: Callable[[float], T
 
 
 def whole(least: int, most: int) -> Form[int]:
-    """Return the form of a whole number."""
     meaning = f"a whole number from {least} to {most}"
 
     def read(value: Value) -> int:
@@ -182,8 +176,6 @@ def constant(wanted: object, problem: str) -> Form[Any]:
 
 
 def yes_or_no() -> Form[bool]:
-    """Return the form of true and false."""
-
     def read(value: Value) -> bool:
         if not isinstance(value.raw, bool):
             raise value.wrong("is neither true nor false", "write true or false")

@@ -91,7 +91,6 @@ class GpuModel(NamedTuple):
 
 
 def load_models() -> dict[str, GpuModel]:
-    """Return all models of the catalogue by key."""
     return {key: model_of(key) for key in _catalogue()}
 
 

@@ -98,7 +98,6 @@ class JobCommand:
         return words
 
     def __str__(self) -> str:
-        """Return the command line."""
         program = self.program if isinstance(self.program, str) else shlex.join(self.program)
         verb = "run" if self.copies is None else "farm"
         return " ".join([*(["sudo"] if self.root else []), "gpushare", verb, *self.options(), "--", program])

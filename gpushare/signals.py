@@ -131,7 +131,6 @@ class Wakeups:
         self.first: int | None = None
 
     def __enter__(self) -> Wakeups:
-        """Take the signals over."""
         with contextlib.ExitStack() as stack:
             self._read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             stack.callback(os.close, self._read)
@@ -143,7 +142,6 @@ class Wakeups:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the handlers."""
         self._stack.close()
 
     def wait(self, seconds: float) -> list[int]:

@@ -115,7 +115,6 @@ def _gpu_diff(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
 
 
 def _gpu_text(row: GpuDiff) -> str:
-    """Return the lines about one GPU for people."""
     if row.gpu is None or row.sharing is None:
         return str(row.problem)
     title = f"GPU {row.gpu} ({row.sharing.value})"

@@ -212,7 +212,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 
 
 def typed_line(command: str) -> str:
-    """Return an example as it is typed."""
     return command if command.startswith("eval ") else f"gpushare {command}"
 
 

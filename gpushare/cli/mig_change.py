@@ -372,7 +372,6 @@ class _StoppedDaemon(NamedTuple):
 
 
 def _stopped_daemons(change: MigChange) -> Iterator[_StoppedDaemon]:
-    """Yield the MPS daemons that a change stops."""
     for part in change.gpus:
         titles: dict[str | None, str] = {part.gpu.uuid: f"GPU {part.gpu.index}"}
         selectors: dict[str | None, str | None] = {part.gpu.uuid: str(part.gpu.index)}

@@ -111,7 +111,6 @@ class CheckedGpu:
 
     @property
     def lines(self) -> list[str]:
-        """Return the comparison as lines for people."""
         if self.as_requested is None:
             return [f"GPU {self.gpu}: {self.problem}"]
         if self.as_requested:

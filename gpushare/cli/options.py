@@ -82,14 +82,12 @@ class Settings:
 
     @property
     def output(self) -> OutputFormat:
-        """Return the output format."""
         from gpushare.show.result import OutputFormat
 
         return self.output_format or OutputFormat.AUTO
 
     @property
     def spec(self) -> str:
-        """Return the host specification."""
         return self.host or os.environ.get("GPUSHARE_HOST") or "local"
 
 
@@ -222,7 +220,6 @@ _LONG: Final = frozenset({"advise", "bench", "run", "tune"})
 
 
 def _whole_help(ctx: Any) -> str:
-    """Return the help with all options."""
     from gpushare.cli.help import ALL
 
     ctx.meta[ALL] = True

@@ -119,7 +119,6 @@ class PauseListAnswer:
 
 
 def paused_row(job: PausedJob, host: Host) -> PausedRow:
-    """Return the row of a paused job in answers."""
     return PausedRow(
         pid=job.pid,
         name=job.name,

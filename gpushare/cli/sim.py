@@ -185,7 +185,6 @@ def list_hosts(
 
 
 def _models_result() -> Any:
-    """Return the GPU models that a simulated host can have."""
     rows = tuple(
         SimModel(
             host=f"sim:{model.short}",

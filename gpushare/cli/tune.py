@@ -142,7 +142,6 @@ def _parse_ways(text: str, caps: str | None) -> tuple[Way, ...]:
 
 
 def _parse_caps(text: str) -> tuple[float, ...]:
-    """Return the thread percentages of a comma-separated list."""
     try:
         return tuple(parse_thread_percentage(word) for word in text.split(","))
     except BadUsage as error:
