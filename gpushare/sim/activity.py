@@ -155,16 +155,16 @@ def memory_of(state: SimulatedHostState, target: Target) -> Memory:
     gpu_bytes, reserved = target.model.memory_bytes, target.model.memory_reserved_bytes
     if gpu_bytes is None:
         raise Refused(Code.NOT_SUPPORTED)
-    on_gpu = residents(state, target._replace(instance=None))
+    of_gpu = residents(state, target._replace(instance=None))
     if target.instance is not None:
         total = profile_memory_mib(target.model, profile_of(target.model, target.instance)) * MIB
         # Memory belongs to the GPU instance; its compute instances share it.
         owner = target.instance.gpu_instance_id
-        used = sum(resident.memory_bytes for resident in on_gpu if resident.gpu_instance_id == owner)
+        used = sum(resident.memory_bytes for resident in of_gpu if resident.gpu_instance_id == owner)
         return Memory(total, 0, min(used, total))
     if reserved is None:
         reserved = _RESERVED_MIB * MIB
-    used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in on_gpu)
+    used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in of_gpu)
     return Memory(gpu_bytes, reserved, min(used, gpu_bytes - reserved))
 
 

@@ -25,7 +25,6 @@ from gpushare.sim.state import (
     on_gpu,
 )
 
-DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 OUTSIDE = "GPUSHARE_SIM_OUTSIDE"
 # Below it a queue drains before the context is torn down: 0 of 9 broke (queue of at most 7 ms).
 HARMLESS_QUEUE_SECONDS = 0.02
@@ -34,7 +33,7 @@ _KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, si
 
 def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
     """Return the live daemon whose pipe directory the environment names, perhaps by a symbolic link; None: there is none."""
-    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY
+    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY") or mps_servers.DEFAULT_PIPE_DIRECTORY
     for daemon in state.daemons:
         if os.path.realpath(daemon.pipe_directory) == os.path.realpath(pipe_directory):
             return daemon

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from gpushare.sim.state import SimulatedHostState, StateFile, initial_state, settle_is_due
+from gpushare.sim.state import SimulatedHostState, StateFile, settle_is_due
 
 if TYPE_CHECKING:
     from gpushare.sim.mps_servers import LogLine
@@ -41,8 +41,7 @@ def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[L
     from gpushare.sim import clients, mps_servers
 
     lines: list[LogLine] = []
-    new = None if state_file.exists() else initial_state(state_file.spec)
-    with state_file.changed(new) as state:
+    with state_file.changed() as state:
         lines += clients.settle(state)
         yield state, lines
         # Under the lock, so that two processes do not mix their lines.

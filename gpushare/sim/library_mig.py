@@ -153,12 +153,11 @@ def _mig_handle(_library: SimulatedLibrary, target: Target, index: Any, device: 
 
 @abi.entry_point("nvmlDeviceGetGpuInstancePossiblePlacements_v2", on=On.GPU)
 def _placements(_library: SimulatedLibrary, target: Target, profile_id: Any, placements: Any, count: Any) -> None:
-    profile = _profile_by_id(target, abi.number(profile_id))
-    starts = profile.starts or ()
-    abi.put(count, len(starts))
+    possible = _profile_by_id(target, abi.number(profile_id)).placements or ()
+    abi.put(count, len(possible))
     # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
-    for index, start in enumerate(starts if placements is not None else ()):
-        abi.put_fields(abi.target_of(placements)[index], {"start": start, "size": profile.size})
+    for index, placement in enumerate(possible if placements is not None else ()):
+        abi.put_fields(abi.target_of(placements)[index], placement._asdict())
 
 
 @abi.entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
@@ -260,7 +259,7 @@ def create_gpu_instance(
     # A profile with an id has published placements.
     if profile is None or profile.placements is None or model.axis is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    if placement is not None and placement not in profile.placements:
+    if placement not in {None, *profile.placements}:
         raise Refused(Code.INVALID_ARGUMENT)
     present = occupied(gpu, model)
     # Since Hopper, MIG is enabled while processes run, and the check is made here. A node that is merely open does not count.
@@ -307,9 +306,7 @@ def create_compute_instance(
     if compute_profile is None:
         raise Refused(Code.NOT_SUPPORTED)
     slices = compute_profile.slices
-    if placement is not None and (
-        placement.size != slices or placement.start not in mig.compute_starts(profile, slices)
-    ):
+    if placement not in {None, *(Placement(start, slices) for start in mig.compute_starts(profile, slices))}:
         raise Refused(Code.INVALID_ARGUMENT)
     present = _compute_instances_in(gpu, gpu_instance)
     start = _choose_start(mig.free_compute_starts(profile, slices, present), placement)

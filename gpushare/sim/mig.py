@@ -80,10 +80,11 @@ def may_join(profile: Profile, present: Sequence[Occupied]) -> bool:
 
 def free_starts(profile: Profile, present: Sequence[Occupied]) -> list[int]:
     """Return the memory slices at which an instance of a profile fits between those present."""
-    if profile.starts is None or profile.size is None:
-        return []
     taken = {memory_slice for instance in present for memory_slice in instance.span}
-    return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
+    free = [
+        place for place in profile.placements or () if taken.isdisjoint(range(place.start, place.start + place.size))
+    ]
+    return [place.start for place in free]
 
 
 def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> SimulatedGpu:
@@ -104,7 +105,7 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
         hint = "give the GPU instance; divide it by: gpushare mig apply"
         raise BadUsage(f"{divided} has compute instances of its own", hint, code="bad_profile")
     wanted = [_Wanted(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
-    # Some sets fit only from the last memory slice down.
+    # 3g and 4g fit only from the last memory slice down.
     layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):
         names = ", ".join(request.strip() for request in requests)

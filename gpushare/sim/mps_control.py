@@ -21,11 +21,13 @@ from gpushare.sim.devices import daemon_devices, split
 from gpushare.sim.mps_servers import (
     CONTROL,
     DEFAULT_DIRECTORY,
+    DEFAULT_PIPE_DIRECTORY,
     SERVER,
     LogLine,
     binary_version,
     control_line,
     leading_integer,
+    of_real_mps,
     parse_threads,
 )
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, StateFile
@@ -358,7 +360,7 @@ def _start(state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool
     if state.branch >= 580 and not daemon_devices(state, daemon):
         return _Started(_CUDA_ERROR_NO_DEVICE)
     state.daemons.append(daemon)
-    if state.branch >= 550 and not _of_real_mps(daemon.pipe_directory):
+    if state.branch >= 550 and not of_real_mps(daemon.pipe_directory):
         _write_file(os.path.join(daemon.pipe_directory, PID_FILE), str(daemon.pid), 0o666)
     return _Started(0, warning, () if warning else _first_log_lines(state, daemon))
 
@@ -370,7 +372,7 @@ def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly:
     """
     clients.drop_daemon(state, daemon)
     # A directory of the machine's own MPS contains no simulated file.
-    if not cleanly or _of_real_mps(daemon.pipe_directory):
+    if not cleanly or of_real_mps(daemon.pipe_directory):
         return
     for name in ("log", PID_FILE):
         with contextlib.suppress(OSError):
@@ -382,7 +384,7 @@ def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], *, multiuser:
     daemon = SimulatedDaemon(
         pid=state.new_pid(),
         uid=state.uid,
-        pipe_directory=env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY,
+        pipe_directory=env.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY,
         log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_DIRECTORY,
         visible=split(env.get("CUDA_VISIBLE_DEVICES")),
         started=ticks_now(),
@@ -400,7 +402,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
     """Make the files of a pipe directory; return the daemon's error: empty if the path is too long, None if there is none."""
     if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
         return RUNNING
-    if _of_real_mps(pipe):
+    if of_real_mps(pipe):
         return None
     is_too_long = len(os.fsencode(pipe)) > MAX_PIPE_DIRECTORY
     try:
@@ -412,7 +414,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
 
 def _open_logs(directory: str) -> bool:
     """Make the log files, but none in the directory of the machine's own MPS; return whether they can be written."""
-    if _of_real_mps(directory):
+    if of_real_mps(directory):
         return True
     try:
         with contextlib.suppress(FileExistsError):
@@ -427,8 +429,6 @@ def _open_logs(directory: str) -> bool:
 
 def _first_log_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[LogLine]:
     """Return what a daemon writes into its log when it starts."""
-    if _of_real_mps(daemon.log_directory):
-        return []
     pipe = daemon.pipe_directory
     texts = [
         f"Starting control daemon using socket {pipe}/control",
@@ -440,15 +440,6 @@ def _first_log_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list
     if given and parse_threads(given) is None:
         texts.append("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE should be between (0.0, 100.0]")
     return [control_line(daemon, text) for text in texts]
-
-
-def _of_real_mps(directory: str) -> bool:
-    """Return whether the machine's own MPS uses a directory (by default, or by a unit): no simulated file goes there.
-
-    A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
-    """
-    ours = ("/run/gpushare-mps/", "/var/log/gpushare-mps/")
-    return directory in {clients.DEFAULT_PIPE_DIRECTORY, DEFAULT_DIRECTORY} or directory.startswith(ours)
 
 
 def _make_files(pipe: str, *, sockets: bool) -> None:

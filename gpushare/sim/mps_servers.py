@@ -15,7 +15,10 @@ from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedPro
 
 CONTROL = "control.log"
 SERVER = "server.log"
+DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
 DEFAULT_DIRECTORY = "/var/log/nvidia-mps"
+# Those of the daemons that a unit of gpushare runs.
+_OF_UNITS = ("/run/gpushare-mps/", "/var/log/gpushare-mps/")
 
 
 @dataclass(frozen=True)
@@ -35,16 +38,22 @@ def render(line: LogLine, at: float) -> str:
     return f"[{seconds}.{int(at * 1000) % 1000:03d} {line.tag} {line.pid:5d}] {line.text}\n"
 
 
+def of_real_mps(directory: str) -> bool:
+    """Return whether the machine's own MPS uses a directory (by default, or by a unit): no simulated file goes there.
+
+    A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
+    """
+    return directory in {DEFAULT_PIPE_DIRECTORY, DEFAULT_DIRECTORY} or directory.startswith(_OF_UNITS)
+
+
 def append(lines: Iterable[LogLine]) -> None:
     """Append the lines to their files; a log directory that is gone or closed loses them, as with the real daemon."""
     at = time.time()
     texts: dict[str, str] = {}
     for line in lines:
-        if line.directory == DEFAULT_DIRECTORY:
-            # The machine's own daemon writes there.
-            continue
-        path = os.path.join(line.directory, line.file)
-        texts[path] = texts.get(path, "") + render(line, at)
+        if not of_real_mps(line.directory):
+            path = os.path.join(line.directory, line.file)
+            texts[path] = texts.get(path, "") + render(line, at)
     for path, text in texts.items():
         with contextlib.suppress(OSError), open(path, "a", encoding="utf-8") as file:
             file.write(text)

@@ -57,9 +57,10 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
 
 def document(state: SimulatedHostState, strategies: Sequence[str], form: str) -> str:
     """Return the specification of all devices: GPUs without MIG, MIG devices, and all of them together."""
-    devices = [{"name": name, "containerEdits": _container_edits(nodes)} for name, nodes in _devices(state, strategies)]
-    everything = list(dict.fromkeys(node for _, nodes in _devices(state, strategies) for node in nodes))
-    devices.append({"name": "all", "containerEdits": _container_edits(everything)})
+    nodes_by_name = dict(_devices(state, strategies))
+    # Each node once.
+    nodes_by_name["all"] = list(dict.fromkeys(node for nodes in nodes_by_name.values() for node in nodes))
+    devices = [{"name": name, "containerEdits": _container_edits(nodes)} for name, nodes in nodes_by_name.items()]
     spec = {
         "cdiVersion": "0.5.0",
         "kind": "nvidia.com/gpu",

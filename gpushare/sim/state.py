@@ -389,14 +389,11 @@ class StateFile:
     def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
         """Yield the state under the lock and write it back, unless the block raises.
 
-        A host that was never used begins with ``new``; FileNotFoundError: None is given.
+        A host that was never used begins with ``new``, or (None) as its spec says.
         """
         with self.locked():
             before = self._read_text()
-            state = new if before is None else self._parse_state(before)
-            if state is None:
-                message = "the simulated host has no state"
-                raise FileNotFoundError(message)
+            state = (new or initial_state(self.spec)) if before is None else self._parse_state(before)
             yield state
             after = json.dumps(state, default=vars)
             if after != before:

@@ -479,3 +479,13 @@ def test_a_stopped_daemon_for_all_users_lets_in_who_waited_once_it_continues(h20
     assert (waiting.mps_server, waiting.refused) == (None, None)
     h200.host.processes.send(daemon, signal.SIGCONT)
     assert h200.process(waiting.pid).mps_server == server
+
+
+def test_no_simulated_line_goes_to_the_logs_of_the_machines_own_daemons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mps_servers, "_OF_UNITS", (f"{tmp_path}/units/",))
+    for name in ("units/gpu-0", "simulated"):
+        (tmp_path / name).mkdir(parents=True)
+        mps_servers.append([mps_servers.LogLine(str(tmp_path / name), "control.log", "Control", 1, "a line")])
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.log")] == ["simulated/control.log"]

@@ -75,11 +75,12 @@ def test_everything_survives_the_file(sim_dir: Path) -> None:
     assert file.directory.parent == sim_dir
 
 
-def test_a_host_that_was_never_used_has_no_state() -> None:
+def test_a_host_that_was_never_used_has_no_state_until_it_is_changed() -> None:
     file = StateFile(SPEC)
     assert (file.exists(), file.read()) == (False, None)
-    with pytest.raises(FileNotFoundError), file.changed():
-        pass
+    with file.changed() as state:
+        assert [gpu.model for gpu in state.gpus] == ["h200-141gb"]
+    assert file.read() is not None
 
 
 def test_an_unusable_directory_is_told_with_its_remedy(sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
