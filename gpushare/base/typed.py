@@ -79,13 +79,18 @@ def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
         return _parse_object(kind, raw, parse, more_keys=more_keys)
     elif isinstance(raw, (list, tuple)):
         return _parse_list(kind, raw, parse)
-    elif (origin is Literal and type(raw) is str and raw in get_args(kind)) or (
-        kind in _SCALARS and _SCALARS[kind](raw)
-    ):
+    elif _is_plain(kind, raw):
         return raw
     elif isinstance(raw, str) and isinstance(kind, type) and issubclass(kind, Enum) and raw in kind.__members__:
         return kind[raw]
     raise ValueError(f"{raw!r:.40} is not a valid value")
+
+
+def _is_plain(kind: Any, raw: Any) -> bool:
+    """Return whether JSON has a value of this type as it is: a scalar, or one of a `Literal`."""
+    if get_origin(kind) is Literal:
+        return type(raw) is str and raw in get_args(kind)
+    return kind in _SCALARS and _SCALARS[kind](raw)
 
 
 def _parse_list(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> Any:

@@ -795,19 +795,13 @@ def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
 
 
 def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
-    """Return the class of each object of a client, by its handle, in the range in which libcuda gives handles out.
+    """Return the class of each object of a client, by its handle.
 
-    RM does not list them: each handle is tried, in blocks, until there are no more.
+    RM does not list them: each handle is tried, in blocks, until there are no more (`_BLOCK`).
     """
-    parameters = bytearray(CHILD.pack(client, INTERNAL_DEVICE, 0))
-    status = file.control(client, client, CHILD_HANDLE, parameters)
-    bases = {OBJECT_BASE}
-    if status == OK:
-        device = CHILD.unpack(parameters)[2]
-        bases.add((device & _BASE_BITS) or OBJECT_BASE)
     classes: dict[int, int] = {}
     info = file.info
-    for base in sorted(bases):
+    for base in _bases_of_handles(file, client):
         empty_blocks = 0
         for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
             count_before = len(classes)
@@ -816,10 +810,19 @@ def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
                 if status == OK:
                     classes[handle] = kind
             empty_blocks = 0 if len(classes) > count_before else empty_blocks + 1
-            is_first = block == base
-            if empty_blocks == _MOST_EMPTY or (is_first and empty_blocks):
+            if empty_blocks == (1 if block == base else _MOST_EMPTY):
                 break
     return classes
+
+
+def _bases_of_handles(file: _File, client: int) -> list[int]:
+    """Return where the handles of a client's objects may begin: where libcuda's do, and where that of its device does."""
+    bases = {OBJECT_BASE}
+    parameters = bytearray(CHILD.pack(client, INTERNAL_DEVICE, 0))
+    if file.control(client, client, CHILD_HANDLE, parameters) == OK:
+        device = CHILD.unpack(parameters)[2]
+        bases.add((device & _BASE_BITS) or OBJECT_BASE)
+    return sorted(bases)
 
 
 def _is_channel(kind: int) -> bool:

@@ -92,8 +92,7 @@ class HeldClaim:
 
     def release(self) -> None:
         """Release it for all processes that hold it."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+        _remove(self.path)
 
     def is_held(self) -> bool:
         """Return whether it has not been released; names are never reused."""
@@ -167,7 +166,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
 
 
 def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
-    """Write this process's claim to a device (``key``), without a ticket yet: it is choosing, so others wait a moment for it.
+    """Write this process's claim to a device (``key``). Without a ticket yet, it is choosing: others wait a moment for it.
 
     Raises:
         NoPermission, OperationFailed: no claim can be made here, or it would not count (code ``lease_unusable``).

@@ -63,10 +63,6 @@ def _no_directories() -> Sequence[UserDirectory]:
 _VGPU_MODULE = "/sys/module/nvidia_vgpu_vfio"
 
 
-def _local_vgpus() -> bool:
-    return os.path.isdir(_VGPU_MODULE)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """A host, real or simulated.
@@ -92,7 +88,7 @@ class Host:
     # What copies the GPU memory of processes to host memory and back.
     open_checkpoint: Callable[[], Checkpoint] = field(default=late("host.checkpoint:Checkpoint"))
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
-    makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
+    makes_vgpus: Callable[[], bool] = field(default=lambda: os.path.isdir(_VGPU_MODULE))
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
     origin: Callable[..., Origin | None] = field(default=late("host.origin:origin_of"))
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.

@@ -128,11 +128,16 @@ class _Void(ValueError):
 
 def named_processes(value: Any) -> set[Identity]:
     """Return the processes that a record names: by its own ``pid`` and ``started``, and in its tuples."""
-    if not hasattr(value, "pid"):
-        return set().union(*map(named_processes, value)) if isinstance(value, tuple) else set()
-    named = set() if None in {value.pid, value.started} else {Identity(value.pid, value.started)}
-    tuples = [part for part in vars(value).values() if isinstance(part, tuple)] if is_dataclass(value) else []
-    return named.union(*map(named_processes, tuples))
+    named: set[Identity] = set()
+    parts: Sequence[Any] = ()
+    if hasattr(value, "pid"):
+        if None not in {value.pid, value.started}:
+            named.add(Identity(value.pid, value.started))
+        if is_dataclass(value):
+            parts = [part for part in vars(value).values() if isinstance(part, tuple)]
+    elif isinstance(value, tuple):
+        parts = value
+    return named.union(*map(named_processes, parts))
 
 
 def any_lives(host: Host, value: Any) -> bool:

@@ -33,17 +33,13 @@ def has_records(host: Host, directory: str) -> bool:
     """
     for run_directory in host.run_directories:
         with contextlib.suppress(OSError):
-            if _any_record(os.listdir(run_directory / directory)):
+            if any(name.endswith(".json") for name in os.listdir(run_directory / directory)):
                 return True
     for user in host.user_directories():
         with contextlib.suppress(OSError), opened_user(user, directory) as inside:
-            if _any_record(os.listdir(inside)):
+            if any(name.endswith(".json") for name in os.listdir(inside)):
                 return True
     return False
-
-
-def _any_record(names: Sequence[str]) -> bool:
-    return any(name.endswith(".json") for name in names)
 
 
 def has_claims(host: Host, prefix: str) -> bool:
