@@ -45,9 +45,9 @@ def test_status_looks_only_where_there_may_be_some(monkeypatch: pytest.MonkeyPat
     assert Observer(host).read().vgpu_sessions == ()
     assert Observer(replace(host, makes_vgpus=lambda: True)).read().vgpu_sessions == ()
     monkeypatch.setattr(hosts, "_VGPU_MODULE", "/nowhere")
-    assert hosts._local_vgpus() is False
+    assert hosts.local_host().makes_vgpus() is False
     monkeypatch.setattr(hosts, "_VGPU_MODULE", "/proc")
-    assert hosts._local_vgpus() is True
+    assert hosts.local_host().makes_vgpus() is True
     admin.add_vgpu(SPEC, "0", "NVIDIA H200-35C", "vm", 35 * GIB)
     (found,) = Observer(host).read().vgpu_sessions
     assert isinstance(found, VgpuSession)
