@@ -292,7 +292,7 @@ class _Seen:
 class Tuner:
     """The search of all ways, one after the other."""
 
-    # Set by `run`.
+    # Entered by `run`.
     _experiment: Experiment
 
     def __init__(
@@ -391,7 +391,7 @@ class Tuner:
             # What a job itself did wrong ends the search.
             if error.code != "not_attached":
                 raise
-            raise self.left_out(error) from None
+            raise self.left_out_error(error) from None
         if stage.default_us:
             self._search = replace(self._search, default_us=stage.default_us)
         if stage.request_us is not None:
@@ -414,9 +414,9 @@ class Tuner:
                     gpu=str(self.device.gpu.index),
                 )
         except GpushareError as error:
-            raise self.left_out(error) from None
+            raise self.left_out_error(error) from None
 
-    def left_out(self, error: GpushareError) -> Exception:
+    def left_out_error(self, error: GpushareError) -> Exception:
         """Return what to raise where a way cannot be used: the search goes on if there is another one."""
         return error if len(self._search.ways) == 1 else _LeftOut(error)
 
@@ -555,7 +555,7 @@ def _mean_use(uses: Sequence[_Use]) -> dict[str, float | None]:
 class Stage:
     """One way: a production job, and the opportunistic ones next to it."""
 
-    # Set by `begin`.
+    # Started by `begin`.
     _production: Running
 
     def __init__(self, tuner: Tuner, experiment: Experiment, way: Way) -> None:
@@ -629,7 +629,7 @@ class Stage:
             self.end()
             if error.code == "job_ended":
                 raise
-            raise self._tuner.left_out(error) from None
+            raise self._tuner.left_out_error(error) from None
 
     def _first_limits(self) -> Limits:
         """Return the limits of the others at the start: the first cap to measure, once their rate without one is known."""
