@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.advice.case import Case, Role, Workload
 from gpushare.advice.rules import WayVerdict, verdicts, winner
@@ -32,9 +33,9 @@ class Part:
     @property
     def at_once(self) -> bool:
         """Return whether all of its processes run at the same time."""
-        alone = (self.situation.case.processes or 2) == 1 and self.way is not None
-        shared = self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
-        return alone or shared
+        if self.way is None or self.situation.case.processes == 1:
+            return self.way is not None
+        return self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
 
     @property
     def is_opportunistic(self) -> bool:
@@ -43,18 +44,18 @@ class Part:
 
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
-    """Return the GPU that a case is judged on first: one that has an answer, at once, and is idle, uncut and without MPS."""
+    """Return the GPU that a case is judged on first: one with an answer that need not wait, if possible idle."""
 
     def rank(gpu: GpuFacts) -> tuple[object, ...]:
         """Return the sort key of a GPU, the best first; of equal ones, the one whose answer has the best score."""
         part = _judge_part(replace(situation, gpu=gpu))
-        cut = gpu.layout is not None and bool(gpu.layout.instances)
-        in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
         # The whole of a GPU that others use is free later.
         waits = part.way is Way.WHOLE and part.situation.among_others
+        has_instances = gpu.layout is not None and bool(gpu.layout.instances)
+        in_use = (has_instances or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
         return part.best is None, waits, in_use, 0 if part.best is None else -part.best.score
 
-    # Of those that are alike and alike in use, only the first is judged: to judge one takes long.
+    # Judging takes long: of GPUs that are alike, also in their use, only the first is judged.
     unlike: dict[object, GpuFacts] = {}
     for gpu in gpus:
         unlike.setdefault((gpu.processes, gpu.memory_used_bytes, *_kind_key(gpu)), gpu)
@@ -66,7 +67,7 @@ def place(situation: Situation, *, apart: bool = True) -> tuple[Part, ...]:
 
     A process has a GPU of its own as long as there are idle ones, unless the situation is to ``consolidate``. If there
     are more processes than GPUs, they are spread evenly over those GPUs on which most of what was asked is kept.
-    Without ``apart`` it is not tried to keep some workloads on other GPUs than the others, which takes seconds.
+    ``apart``: placements that keep some workloads on other GPUs than the others are judged too, which takes seconds.
     """
     return situation.once(
         ("place", situation.case, situation.gpu.index, apart), lambda: _find_placement(situation, apart=apart)
@@ -85,7 +86,7 @@ def _find_placement(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
     if len(same_mode) == len(situation.gpus_to_have) or all(part.at_once for part in on_same_mode):
         return on_same_mode
     on_all = _placed_on(situation, situation.gpus_to_have, apart=apart)
-    # Only for an answer for all, or for all at once: not to use more GPUs.
+    # The number of GPUs and the score, which come later in the rank, are no reason to use GPUs of both modes.
     return max(on_same_mode, on_all, key=lambda parts: _rank_of(parts, situation)[:2])
 
 
@@ -95,58 +96,67 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
         return _of_several_gpus(situation, idle)
     on_one_gpu = _judge_part(situation)
-    count = case.processes
-    # Nothing to spread: one idle GPU, one process or an unknown number, or an answer that more GPUs do not change.
-    if (
-        len(idle) < _SEVERAL
-        or count is None
-        or count < _SEVERAL
-        or case.any("running")
-        or on_one_gpu.way is Way.STREAMS
-        # What does not fit on one GPU may fit on several.
-        or (on_one_gpu.way is Way.FIX and not on_one_gpu.situation.short_of_memory)
-    ):
+    if _is_for_one_gpu(on_one_gpu, idle):
         return (on_one_gpu,)
-    # One job of several processes: a GPU of one kind for each.
+    count = case.processes or 1
+    # One job of several processes: a GPU for each, of the kind of which there are most.
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_judge_part(situation.on(kind[0], case, more=kind[1:count])),)
-    # Else the best of all sets of GPUs and ways to load them.
     choices = [
-        parts
-        for gpus in _gpu_sets(idle, situation)
-        for sizes in _load_measures(gpus)
-        if (parts := _split_over(situation, gpus, sizes))
+        _split_over(situation, gpus, capacities)
+        for gpus in _gpus_to_try(idle, situation)
+        for capacities in _capacities(gpus)
     ]
-    spread = max(choices, key=lambda parts: _rank_of(parts, situation), default=(on_one_gpu,))
+    spread = max(choices, key=lambda parts: _rank_of(parts, situation))
     if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in spread):
         return spread
     return max([spread, *_placements_apart(situation, idle)], key=lambda parts: _rank_of(parts, situation))
 
 
 _SEVERAL: Final = 2
+
+
+def _is_for_one_gpu(part: Part, idle: Sequence[GpuFacts]) -> bool:
+    """Return whether there is nothing to spread over idle GPUs, or more GPUs would not change the answer for one."""
+    case = part.situation.case
+    if len(idle) < _SEVERAL or (case.processes or 1) < _SEVERAL or case.any("running"):
+        return True
+    # What does not fit on one GPU may fit on several.
+    return part.way is Way.STREAMS or (part.way is Way.FIX and not part.situation.short_of_memory)
+
+
 # Up to so many workloads, each way of putting some of them on GPUs of their own is judged.
 _MOST_APART: Final = 5
 
 
 def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
-    """Yield the placements that keep some workloads apart: a need of one then rules out a way only on its own GPUs."""
-    alike: dict[object, list[Workload]] = {}
+    """Yield placements that give some workloads GPUs of their own, where their needs do not rule out ways for others."""
+    inseparable: dict[object, list[Workload]] = {}
     for work in situation.case.workloads:
         # In a long list, workloads that differ only in name and number stay together.
         key = work if len(situation.case.workloads) <= _MOST_APART else replace(work, name=None, processes=None)
-        alike.setdefault(key, []).append(work)
-    if len(alike) > _MOST_APART:
+        inseparable.setdefault(key, []).append(work)
+    if len(inseparable) > _MOST_APART:
         return
-    for blocks in _partitions([tuple(works) for works in alike.values()], len(idle)):
+    for blocks in _partitions(list(inseparable.values()), len(idle)):
         cases = [replace(situation.case, workloads=tuple(itertools.chain(*block))) for block in blocks]
         cases.sort(key=lambda case: (-max(work.memory or 0 for work in case.workloads), -(case.processes or 1)))
-        # Not apart again: the partitions of a block are among those of this loop.
+        # A block is not taken apart again: what that gives is another partition of this loop.
         parts = [
             _on_own_gpus(situation, case, gpus, apart=False)
             for case, gpus in zip(cases, _gpus_for_cases(cases, idle), strict=True)
         ]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
+
+
+def _partitions(items: Sequence[list[Workload]], most: int) -> Iterator[list[list[list[Workload]]]]:
+    """Yield the partitions of some items into two blocks or more, at most ``most``."""
+    for block_of_item in itertools.product(range(min(most, len(items))), repeat=len(items)):
+        blocks = list(dict.fromkeys(block_of_item))
+        # Blocks are numbered by their first items: any other numbering is a partition that was there already.
+        if len(blocks) >= _SEVERAL and blocks == sorted(blocks) and blocks[-1] == len(blocks) - 1:
+            yield [[item for item, of in zip(items, block_of_item, strict=True) if of == block] for block in blocks]
 
 
 def _gpus_for_cases(cases: Sequence[Case], idle: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
@@ -171,34 +181,17 @@ def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, 
     return place(replace(within, gpu=first), apart=apart)
 
 
-def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[list[list[tuple[Workload, ...]]]]:
-    """Yield the partitions of some items into two blocks or more, at most ``most``."""
-
-    def grown(number: int, blocks: list[list[tuple[Workload, ...]]]) -> Iterator[list[list[tuple[Workload, ...]]]]:
-        """Yield the partitions that begin with these blocks, after each item from ``number`` on was put into one."""
-        if number == len(items):
-            if len(blocks) >= _SEVERAL:
-                yield blocks
-            return
-        for chosen in range(len(blocks)):
-            larger_block = [*blocks[chosen], items[number]]
-            yield from grown(number + 1, [*blocks[:chosen], larger_block, *blocks[chosen + 1 :]])
-        if len(blocks) < most:
-            yield from grown(number + 1, [*blocks, [items[number]]])
-
-    return grown(0, [])
-
-
 def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
-    """Return the parts of a case whose jobs have several GPUs each: the one with the most first, the others on the rest.
+    """Return the parts of a case with jobs that have several GPUs each.
 
-    Where there are too few for each workload, all of them share what there is; where too few are idle, they wait.
+    The workload with the most GPUs each has GPUs of its own, the others have the rest. If there are too few GPUs for
+    that, all jobs share all of them.
     """
     case = situation.case
     first = max(case.workloads, key=lambda work: work.gpus or 1)
     rest = tuple(work for work in case.workloads if work is not first)
     if not rest:
-        return (_shared_by_all(situation, idle),)
+        return (_on_gpu_sets(situation, idle),)
     gpus_each = first.gpus or 1
     choices = []
     situation_of_first = situation.on(situation.gpu, replace(case, workloads=(first,)))
@@ -208,19 +201,19 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
             gpus_of_first = gpus[: sets * gpus_each]
             remaining = [gpu for gpu in idle if gpu not in gpus_of_first]
             if remaining:
-                part = _shared_by_all(situation_of_first, gpus_of_first, beside=True)
+                part = _on_gpu_sets(situation_of_first, gpus_of_first, beside=True)
                 choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), remaining)))
-    return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_shared_by_all(situation, idle),))
+    return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_on_gpu_sets(situation, idle),))
 
 
-def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
-    """Return the part of jobs that have several GPUs each, on sets of GPUs of one kind.
+def _on_gpu_sets(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
+    """Return the part of jobs that have a set of several GPUs each; jobs for which there is no set wait for one.
 
-    ``beside``: other workloads have GPUs next to them. Jobs for which there is no set wait for one.
+    ``beside``: other workloads have other GPUs.
     """
     case = situation.case
     gpus_each = situation.gpus_each
-    idle_alike = _alike_for_a_set(situation, idle)
+    idle_alike = _idle_for_sets(situation, idle)
     jobs = case.processes or 1
     sets = max(1, min(jobs, len(idle_alike) // gpus_each))
     if len(idle_alike) >= gpus_each:
@@ -243,10 +236,11 @@ def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bo
     )
 
 
-def _alike_for_a_set(situation: Situation, idle: Sequence[GpuFacts]) -> Sequence[GpuFacts]:
-    """Return the largest kind of idle GPUs; if it has too few for a job, all that hold one, if these are enough.
+def _idle_for_sets(situation: Situation, idle: Sequence[GpuFacts]) -> Sequence[GpuFacts]:
+    """Return the idle GPUs of which sets are made: the kind with the most, if that is enough for one job.
 
-    Of several kinds, the one with the least memory is first: all is judged on the first GPU.
+    Else GPUs of all kinds that hold a job, if these are enough; the one with the least memory is first, as the part is
+    judged on the first GPU.
     """
     kind: Sequence[GpuFacts] = max(_kinds(idle), key=len, default=[])
     if len(kind) >= situation.gpus_each:
@@ -277,14 +271,14 @@ def _kind_key(gpu: GpuFacts) -> tuple[object, ...]:
     return gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances
 
 
-def _gpu_sets(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:
-    """Yield the sets of GPUs to judge: all, those of one kind, and if need be fewer."""
+def _gpus_to_try(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:
+    """Yield the choices of GPUs to spread a case over: all, those of one kind, and fewer of a kind."""
     kinds = _kinds(idle)
     yield idle
     for kind in kinds:
         if len(kinds) > 1:
             yield kind
-        # Else one GPU alone is tried too: there, all may keep more of what they asked for.
+        # If all are on one GPU, more of what was asked for may be kept than if they are spread.
         counts = range(1, len(kind)) if situation.consolidate else (1,)
         yield from (kind[:count] for count in counts)
 
@@ -305,70 +299,68 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
     )
 
 
-def _load_measures(gpus: Sequence[GpuFacts]) -> list[list[int]]:
-    """Return what unequal GPUs may be loaded by, as a number per GPU: memory, the same for each, the number of instances."""
+def _capacities(gpus: Sequence[GpuFacts]) -> list[list[int]]:
+    """Return the measures by which unequal GPUs may be loaded, with a number per GPU: memory, one each, instances."""
     by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
     if len(set(by_memory)) == 1:
         return [by_memory]
     return [by_memory, [1] * len(gpus), [gpu.largest_instance_count or 1 for gpu in gpus]]
 
 
-def _split_over(situation: Situation, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> tuple[Part, ...]:
-    """Return the parts of a case on these GPUs, alike ones joined; GPUs for which nothing is left have none."""
-    placed_cases = [
-        (gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus, sizes), strict=True) if case is not None
+class _GpuCase(NamedTuple):
+    """A GPU, and the part of a case that is to run on it."""
+
+    gpu: GpuFacts
+    case: Case
+
+
+def _split_over(situation: Situation, gpus: Sequence[GpuFacts], capacities: Sequence[int]) -> tuple[Part, ...]:
+    """Return the parts of a case that is split over these GPUs: one for all GPUs of a kind with equal jobs."""
+    works_per_gpu = _split(situation.case.workloads, gpus, capacities)
+    placed = [
+        _GpuCase(gpu, replace(situation.case, workloads=works))
+        for gpu, works in zip(gpus, works_per_gpu, strict=True)
+        if works
     ]
-    whole = situation.case if len(placed_cases) > 1 else None
-    parts: list[Part] = []
-    for kind in _kinds([gpu for gpu, _ in placed_cases]):
-        groups: dict[object, list[tuple[GpuFacts, Case]]] = {}
-        for gpu, case in placed_cases:
-            if gpu in kind:
-                # Alike are equal jobs on equal GPUs; an uneven rest is judged as the largest part.
-                works = case.workloads
-                key = replace(works[0], processes=None, groups=None, shares=None) if len(works) == 1 else gpu.index
-                groups.setdefault(key, []).append((gpu, case))
-        parts += [_group_part(situation, group, whole=whole) for group in groups.values()]
+    alike: dict[object, list[_GpuCase]] = {}
+    for gpu_case in placed:
+        works = gpu_case.case.workloads
+        # Of one workload, a GPU may have fewer processes than the others.
+        jobs = replace(works[0], processes=None, groups=None, shares=None) if len(works) == 1 else gpu_case.gpu.index
+        alike.setdefault((_kind_key(gpu_case.gpu), jobs), []).append(gpu_case)
+    parts = [_joined_part(situation, group, is_spread=len(placed) > 1) for group in alike.values()]
     return tuple(sorted(parts, key=lambda part: -(part.situation.case.processes or 0)))
 
 
-def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *, whole: Case | None) -> Part:
-    """Return one part for GPUs that have equal jobs, judged on the one with the most.
+def _joined_part(situation: Situation, group: Sequence[_GpuCase], *, is_spread: bool) -> Part:
+    """Return one part for GPUs that have equal jobs, judged on the one with the most processes.
 
-    ``whole`` is the case that was spread over the GPUs; None: each of them has a case of its own.
+    ``is_spread``: the case of the situation is on several GPUs.
     """
-    first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
-    total = sum(case.processes or 0 for _, case in group)
-    joined = whole is not None and len(first[1].workloads) == 1
-    return _judge_part(
-        situation.on(
-            first[0],
-            first[1],
-            more=[gpu for gpu, _ in others],
-            whole=_with_processes(first[1], total) if joined else None,
-            own_gpu=whole is not None and first[1].processes == 1,
-        )
-    )
+    first, *others = sorted(group, key=lambda gpu_case: -(gpu_case.case.processes or 0))
+    whole = None
+    if is_spread and len(first.case.workloads) == 1:
+        work = replace(first.case.workloads[0], processes=sum(gpu_case.case.processes or 0 for gpu_case in group))
+        whole = replace(first.case, workloads=(work,))
+    more = [gpu_case.gpu for gpu_case in others]
+    own_gpu = is_spread and first.case.processes == 1
+    return _judge_part(situation.on(first.gpu, first.case, more=more, whole=whole, own_gpu=own_gpu))
 
 
-def _with_processes(case: Case, processes: int) -> Case:
-    (work,) = case.workloads
-    return replace(case, workloads=(replace(work, processes=processes),))
+def _split(
+    works: tuple[Workload, ...], gpus: Sequence[GpuFacts], capacities: Sequence[int]
+) -> list[tuple[Workload, ...]]:
+    """Return the workloads of each GPU, which may be none, if all of them are split by the capacities of the GPUs."""
+    if len(works) > 1:
+        return _split_list(works, gpus, capacities)
+    (work,) = works
+    counts = _units_per_gpu(work.groups or work.processes or 1, capacities)
+    return [(_portion(work, count),) if count else () for count in counts]
 
 
-def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
-    """Split a case over GPUs by their sizes (see `_load_measures`); None for a GPU that gets no part."""
-    if len(case.workloads) > 1:
-        return _split_list(case, gpus, sizes)
-    (work,) = case.workloads
-    portions = (_portion(work, count) for count in _units_per_gpu(work.groups or work.processes or 1, sizes))
-    return [None if portion is None else replace(case, workloads=(portion,)) for portion in portions]
-
-
-def _portion(work: Workload, units: int) -> Workload | None:
-    """Return the part of a workload that has so many of its groups, or processes if it has none; None if that is nothing."""
-    if not units:
-        return None
+def _portion(work: Workload, units: int) -> Workload:
+    """Return the part of a workload that has so many of its groups or, if it has no groups, of its processes."""
+    # Rounded up: it is judged with its largest groups.
     processes = -(-(work.processes or 1) * units // (work.groups or work.processes or 1))
     # Shares of all processes say nothing of a part of them.
     has_all = work.shares is not None and units == len(work.shares)
@@ -384,46 +376,60 @@ def _portion(work: Workload, units: int) -> Workload | None:
     return portion
 
 
-def _split_list(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
+def _split_list(
+    works: Sequence[Workload], gpus: Sequence[GpuFacts], capacities: Sequence[int]
+) -> list[tuple[Workload, ...]]:
     """Split a list of workloads over GPUs: each process to the least loaded GPU that holds it, the largest first.
 
     Production has GPUs of its own if there are enough.
     """
-    works_on: list[list[Workload]] = [[] for _ in gpus]
-    processes = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
+    processes: list[Workload] = []
+    for work in works:
+        for number in range(work.processes or 1):
+            # Several shares are those of the processes, in order.
+            shares = work.shares if work.shares is None or len(work.shares) == 1 else (work.shares[number],)
+            processes.append(replace(work, processes=1, shares=shares))
     processes.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
-    production = sum(work.role is Role.PRODUCTION for work in processes)
+    production_count = sum(work.role is Role.PRODUCTION for work in processes)
     memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
+    works_on: list[list[Workload]] = [[] for _ in gpus]
+    production_gpus: set[int] = set()
 
     def load(number: int) -> tuple[float, int, int]:
         # Of empty GPUs the smallest is first: the larger ones may be needed for other workloads.
         used = sum(work.memory or 1 for work in works_on[number])
-        return used / sizes[number], len(works_on[number]), memory[number]
+        return used / capacities[number], len(works_on[number]), memory[number]
 
     for work in processes:
         allowed = list(range(len(gpus)))
-        if work.role is not Role.PRODUCTION and 0 < production < len(gpus):
-            allowed = [
-                number for number in allowed if not any(other.role is Role.PRODUCTION for other in works_on[number])
-            ]
+        if work.role is not Role.PRODUCTION and production_count < len(gpus):
+            allowed = [number for number in allowed if number not in production_gpus]
         large_enough = [number for number in allowed if memory[number] >= (work.memory or 1)]
-        works_on[min(large_enough or allowed, key=load)].append(work)
-    return [replace(case, workloads=_merged(works)) if works else None for works in works_on]
+        chosen = min(large_enough or allowed, key=load)
+        works_on[chosen].append(work)
+        if work.role is Role.PRODUCTION:
+            production_gpus.add(chosen)
+    return list(map(_merged, works_on))
 
 
 def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
-    """Return the workloads of one GPU, each of one process, with equal ones as one that has the number of its processes."""
+    """Return the processes of one GPU as workloads: equal ones are one workload with several processes."""
+    if not works:
+        return ()
     if len(works) == 1:
         # A process alone on its GPU does not share it with other users either.
         return (replace(works[0], same_user=True),)
-    kinds = dict.fromkeys(works)
-    return tuple(replace(work, processes=works.count(work)) for work in kinds)
+    if len(set(works)) == 1:
+        # Of one workload, a single share says nothing: each process has its own.
+        shares = works[0].shares and works[0].shares * len(works)
+        return (replace(works[0], processes=len(works), shares=shares),)
+    return tuple(replace(work, processes=count) for work, count in Counter(works).items())
 
 
-def _units_per_gpu(units: int, sizes: Sequence[int]) -> list[int]:
-    """Return how many of N units each GPU gets: one each first, then by size."""
-    counts = [0] * len(sizes)
+def _units_per_gpu(units: int, capacities: Sequence[int]) -> list[int]:
+    """Return how many of N units each GPU gets: one each first, then by capacity."""
+    counts = [0] * len(capacities)
     for _ in range(units):
-        number = min(range(len(sizes)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / sizes[n], n))
+        number = min(range(len(capacities)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / capacities[n], n))
         counts[number] += 1
     return counts

@@ -122,6 +122,9 @@ def test_a_list_may_have_a_workload_with_several_shares(cli: Any, tmp_path: Path
     file.write_text("[{memory: 5G, weights: [30, 70], users: same}, {memory: 5G, weights: [50], users: same}]")
     lines = [line for line in commands(answer(cli, "sim:l40s", f"-f {file}")) if " run " in line]
     assert [line.partition("--threads ")[2].split()[0] for line in lines] == ["20", "46.7", "33.3"]
+    # On two GPUs, each process is started once, with the share that it has of its GPU.
+    lines = [line for line in commands(answer(cli, "sim:2xl40s", f"-f {file}")) if " run " in line]
+    assert [line.partition("--threads ")[2].split()[:1] for line in lines] == [["37.5"], ["62.5"], []]
 
 
 def test_shares_of_bandwidth_are_slices_of_time(cli: Any) -> None:
