@@ -12,7 +12,7 @@ from gpushare.advice.limits import limits_sum
 from gpushare.advice.place import place
 from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
-from gpushare.advice.rules import Kind, Outcome, WayVerdict, verdicts
+from gpushare.advice.rules import Kind, WayVerdict, verdicts
 from gpushare.advice.situation import Budget, LeavingCost, Situation, instances_sentence
 from gpushare.advice.steps import AdviceStep, Recipe, join_recipes
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
@@ -82,7 +82,7 @@ def advise(situation: Situation) -> Advice:
     judged = verdicts(first)
     everywhere = all(part.best is not None for part in parts)
     best = parts[0].best if everywhere else None
-    # Other answers are not tried in all ways of keeping workloads apart: neither is what they are compared with.
+    # Other answers are placed without `apart`, which takes long: they are compared with the present case placed so, too.
     present_ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
     changes = tuple(
         OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open)
@@ -124,14 +124,10 @@ def _confidence(
 ) -> tuple[Confidence, str]:
     """Return the confidence: high only where a hard limit decides, or a measurement of the program (see measured.py)."""
     situation = parts[0].situation
-    permissions = [
-        change.text
-        for change in changes
-        if change.question in {"destroy", "root", "occupied"} and change.then is not None
-    ]
     if best is None:
-        if permissions:
-            return Confidence.MEDIUM, f"it would be possible if {permissions[0]}"
+        for change in changes:
+            if change.question in {"destroy", "root", "occupied"} and change.then is not None:
+                return Confidence.MEDIUM, f"it would be possible if {change.text}"
         return Confidence.HIGH, "arithmetic and hard limits"
     if all(part.situation.own_gpu and part.way is Way.WHOLE for part in parts):
         return Confidence.HIGH, "each has a GPU to itself"
@@ -215,6 +211,7 @@ def _unprotected(situation: Situation, way: Way) -> list[str]:
     if way.outer in {None, Way.STREAMS} or not situation.several:
         return []
     table = situation.table
+    # Other options of a cell hold only where the recipe sets them up.
     option = way.table_option if way is Way.MPS_STATIC else None
     unprotected = []
     for row, (protecting_level, name) in _PROTECTED_AT.items():
@@ -346,11 +343,10 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
 
 
 def _title_of(advice: Advice) -> str:
-    """Return the way in words, of each GPU where they differ; of whole GPUs, whether each job has its own or how many wait."""
+    """Return the answer in words: the way, by GPU where the ways differ; of whole GPUs, how many jobs have one at a time."""
     if advice.best is None:
         return "nothing fits"
-    uses = {(part.way, part.situation.gpus_each) for part in advice.parts}
-    if len(uses) > 1:
+    if len({(part.way, part.situation.gpus_each) for part in advice.parts}) > 1:
         answers = map(_place_answer, advice.parts)
         return "; ".join(
             f"GPU{'' if len(answer.gpus) == 1 else 's'} {ranges(answer.gpus)}: {answer.way_title}" for answer in answers
@@ -369,20 +365,17 @@ def _title_of(advice: Advice) -> str:
     return _queue_text(advice.situation, at_once)
 
 
-def _queue_text(situation: Situation, places: int) -> str:
-    """Return in words how many jobs run at a time where not all can have their GPUs at once.
-
-    ``places`` is how many can have their own; where memory alone decides, more of them may run on each GPU.
-    """
+def _queue_text(situation: Situation, gpu_sets: int) -> str:
+    """Return in words how many jobs run at a time where there are fewer sets of GPUs than jobs."""
     gpus = situation.gpus_each
     most = situation.plain.most
     if situation.memory_decides and most != 1:
-        if len(situation.case.workloads) > 1 or places != len(situation.spread):
+        if len(situation.case.workloads) > 1 or gpu_sets != len(situation.spread):
             return "as many at a time as fit"
-        return f"as many at a time as fit: {most}" + (" on each GPU" if places > 1 else "")
+        return f"as many at a time as fit: {most}" + (" on each GPU" if gpu_sets > 1 else "")
     if may_pause(situation):
         return "the whole GPU for production, the other job paused meanwhile"
-    count = "one" if gpus == 1 or places == 1 else str(places)
+    count = "one" if gpus == 1 or gpu_sets == 1 else str(gpu_sets)
     return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
@@ -392,14 +385,14 @@ def _place_answer(part: Part) -> PlacedProcesses:
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
         gpus_each = part.situation.gpus_each
-        places = part.situation.gpu_sets
-        equal_sets = len({work.gpus or 1 for work in case.workloads}) == 1
-        if case.processes <= places:
+        gpu_sets = part.situation.gpu_sets
+        if case.processes <= gpu_sets:
             title = "the whole GPU" if gpus_each == 1 else f"{gpus_each} whole GPUs"
-        elif equal_sets:
-            title = _queue_text(part.situation, places)
-        else:
+        elif len({work.gpus or 1 for work in case.workloads}) > 1:
+            # The jobs need different numbers of GPUs.
             title = "one at a time"
+        else:
+            title = _queue_text(part.situation, gpu_sets)
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return PlacedProcesses(
         gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes
@@ -411,15 +404,10 @@ _UNKEPT: Final = frozenset({"queue-no-shares", "slices-shares-idle", "mig-fixed-
 
 
 def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
-    """Return why: what cannot be kept comes first, then where the jobs are, what speaks for it, and its conditions."""
+    """Return why the answer is this: what cannot be kept, where the jobs are, what speaks for the way, its conditions."""
     best = advice.best
     if best is None:
-        nearest = next((change for change in advice.changes if change.then not in {None, Way.FIX}), None)
-        more = "" if nearest is None else f"; nearest: {nearest.then_title}, if {nearest.text}"
-        return [
-            f"not possible here: {text}{more if number == 0 else ''}"
-            for number, text in enumerate(_why_nothing(advice))
-        ]
+        return _why_nothing(advice)
     unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
     reasons = [reason.text for reason in best.of(Kind.FOR)] or [_why_without_reason(advice, best)]
     return [
@@ -440,25 +428,27 @@ def _placement_sentences(advice: Advice) -> list[str]:
     one_way = len({part.way for part in advice.parts}) == 1
     texts = []
     for part in advice.parts:
-        texts += _sentences_of_part(part, "" if one_way else f" ({_place_answer(part).way_title})")
+        texts += _texts_of_part(part, "" if one_way else f" ({_place_answer(part).way_title})")
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
 
 
-def _sentences_of_part(part: Part, way_text: str) -> list[str]:
+def _texts_of_part(part: Part, way_text: str) -> list[str]:
     """Return how many processes of one part are on each of its GPUs: a text per GPU, or one for all if there are many."""
     situation = part.situation
     gpus = sorted(gpu.index for gpu in situation.spread)
     if situation.gpus_each > 1:
         return [f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"]
-    per_gpu, total = situation.case.processes, (situation.whole or situation.case).processes
-    if per_gpu is not None and total is not None and len(gpus) <= _MOST_LISTED:
+    # A part is judged on the GPU with the most processes.
+    most_per_gpu = situation.case.processes
+    total = (situation.whole or situation.case).processes
+    if most_per_gpu is not None and total is not None and len(gpus) <= _MOST_LISTED:
         # An uneven rest is on the first GPUs.
         counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
         return [f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True)]
     if len(gpus) == 1:
-        return [f"{per_gpu or 'all'} on GPU {gpus[0]}{way_text}"]
-    uneven = total is not None and per_gpu is not None and per_gpu * len(gpus) != total
-    return [f"{'at most ' if uneven else ''}{per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
+        return [f"{most_per_gpu or 'all'} on GPU {gpus[0]}{way_text}"]
+    uneven = total is not None and most_per_gpu is not None and most_per_gpu * len(gpus) != total
+    return [f"{'at most ' if uneven else ''}{most_per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
 
 
 # Up to so many GPUs are listed one by one.
@@ -467,37 +457,32 @@ _SEVERAL: Final = 2
 
 
 def _others_ruled_out(advice: Advice, best: WayVerdict) -> bool:
-    """Return whether every other way of sharing at the same time is refused."""
-    ways = [way for way in CONCURRENT if way is not Way.VGPU]
-    return all(way is best.way or advice.of(way).outcome is Outcome.REFUSED for way in ways)
+    """Return whether every other way of sharing at the same time is refused; a vGPU needs another host."""
+    return all(advice.of(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
 
 
 def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
-    """Return why not several run at the same time, where one at a time wins for want of another way."""
-    waits = advice.situation.placed_processes > advice.situation.gpu_sets
-    if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
+    """Return why jobs wait in a queue, which rules prefer, and no way of sharing is possible; empty where that is not so."""
+    some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
+    if best.way is not Way.WHOLE or not some_wait or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
         return []
-    return [
-        f"not possible here: several at the same time ({text})" for text in _vetoes_of_nearest(advice, best.way)[:1]
-    ]
+    return [f"not possible here: several at the same time ({text})" for text in _vetoes_of_nearest(advice)[:1]]
 
 
 def _why_without_reason(advice: Advice, best: WayVerdict) -> str:
     """Return why a way wins that no rule prefers: the others are ruled out, or need more."""
     if not _others_ruled_out(advice, best):
         return "no answer favours another way, and this one needs the least"
-    reasons = _vetoes_of_nearest(advice, best.way)
+    reasons = _vetoes_of_nearest(advice)
     if best.way in CONCURRENT:
         return "; ".join(["every other way of sharing is ruled out", *reasons])
     return f"not possible here: several at the same time ({'; '.join(reasons)}); nearest: {_title_of(advice)}"
 
 
-def _vetoes_of_nearest(advice: Advice, except_way: Way, already_named: Sequence[str] = ()) -> list[str]:
-    """Return why the way of sharing with the most in its favour is refused, without the reasons already named.
-
-    Not of ``except_way``, nor of the two that need another host or another program.
-    """
-    others = [advice.of(way) for way in CONCURRENT if way not in {except_way, Way.VGPU, Way.STREAMS}]
+def _vetoes_of_nearest(advice: Advice, already_named: Sequence[str] = ()) -> list[str]:
+    """Return why that refused way of sharing is refused that has the most in its favour, but for reasons already named."""
+    # These two need another host, or another program.
+    others = [advice.of(way) for way in CONCURRENT if way not in {Way.VGPU, Way.STREAMS}]
     nearest = max((verdict for verdict in others if verdict.refused), key=lambda verdict: verdict.score, default=None)
     if nearest is None:
         return []
@@ -507,13 +492,17 @@ def _vetoes_of_nearest(advice: Advice, except_way: Way, already_named: Sequence[
 
 
 def _why_nothing(advice: Advice) -> list[str]:
-    """Return why even the whole GPU is refused, and why the nearest way of sharing is."""
+    """Return why nothing is possible: why the whole GPU and the nearest way of sharing are refused, and what would help."""
     reasons = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
-    # One job alone, or one with several GPUs, is not to share.
-    may_share = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
-    if may_share:
-        reasons += _vetoes_of_nearest(advice, Way.WHOLE, reasons)
-    return reasons or ["no GPU of this host can do it"]
+    # A job that would be alone, or has several GPUs, does not ask for a way of sharing; next to instances that stay it does.
+    asks_to_share = advice.situation.several or bool(advice.situation.kept)
+    if asks_to_share and advice.situation.gpus_each == 1:
+        reasons += _vetoes_of_nearest(advice, reasons)
+    first, *others = reasons or ["no GPU of this host can do it"]
+    nearest = next((change for change in advice.changes if change.then not in {None, Way.FIX}), None)
+    if nearest is not None:
+        first += f"; nearest: {nearest.then_title}, if {nearest.text}"
+    return [f"not possible here: {text}" for text in (first, *others)]
 
 
 def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
@@ -525,9 +514,9 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
     if situation.several and Way.TIMESLICE in {way.outer, way.inner}:
         commands = [line.command for line in made.lines if line.command] if made is not None else []
         jobs = [command for command in commands if " run " in command]
-        # In line, a job waits until there is room for its limit.
-        all_limited = bool(commands) and all("--memory" in job or "--wait" in job for job in jobs)
-        if all_limited:
+        # A job in line waits until there is room for its limit, or for the whole GPU.
+        all_limited = all("--memory" in job or "--wait" in job for job in jobs)
+        if commands and all_limited:
             return [
                 "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its limit for 0.2 s"
             ]
@@ -543,11 +532,11 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
     limits = None if best is None else limits_sum(situation, best.way)
     at_a_time = None if best is None else situation.wave_size(best.way)
 
-    # The sum of all jobs says nothing where each has a GPU of its own.
+    # The sum of all jobs says nothing where only one is on a GPU at a time, unless it is the reason for that.
     rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)
     enough = budget.fits or rank_per_gpu or not situation.short_of_memory
-    alone = best is not None and best.way is Way.WHOLE and enough and (situation.several or situation.own_gpu)
-    sentence = None if alone else budget.calculation(at_a_time)
+    one_per_gpu = best is not None and best.way is Way.WHOLE and (situation.several or situation.own_gpu)
+    sentence = None if one_per_gpu and enough else budget.calculation(at_a_time)
     if best is not None and best.way in ALL_MIG:
         sentence = instances_sentence(situation, best.way) or sentence
     elif limits is not None:

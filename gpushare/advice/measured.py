@@ -79,10 +79,12 @@ def differ(cell: Cell, other: Cell) -> bool | None:
 
 
 def alike(cell: Cell, other: Cell) -> bool:
-    """Return whether two ways do not differ; of single runs, whether they are close."""
+    """Return whether two ways do not differ; of single runs, which cannot tell, whether they are close."""
     different = differ(cell, other)
+    if different is not None:
+        return not different
     slower, faster = sorted((cell.speed, other.speed))
-    return slower >= (1 - NEAR) * faster if different is None else not different
+    return slower >= (1 - NEAR) * faster
 
 
 def _certain_of(cells: Sequence[Cell]) -> bool:
@@ -210,12 +212,13 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
         return MeasuredAdvice(rules=advice, final=advice, copies=copies, **finding._asdict())
     final = advice
     certain = _certain_of(cells)
+    # With the other effects, the way and the cap of the rules stay.
     if finding.chosen is not None and finding.effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
         final = with_way(advice, finding.chosen.way, cap=_cap_of_each(advice.situation, finding.chosen.name))
     if finding.effect is not Effect.KEPT:
-        # What it suggests to measure has been measured.
+        # What the recipe suggests to measure has been measured.
         recipe = None if final.recipe is None else replace(final.recipe, measure=())
-        final = replace(final, recipe=recipe, changes=_changes(final))
+        final = replace(final, recipe=recipe, changes=_changes_after(final))
     level, why = _confidence(advice, final, finding.effect, certain=certain)
     final = replace(final, confidence=level, confidence_why=why)
     return MeasuredAdvice(rules=advice, final=final, copies=copies, certain=certain, **finding._asdict())
@@ -303,8 +306,13 @@ def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
     fastest = max(cells, key=lambda cell: cell.speed)
     near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
     order = [verdict.way for verdict in advice.verdicts]
-    name = _name_of_rules_cap(advice.situation)
-    return min(near, key=lambda cell: (order.index(cell.way), cell.name != name, cell.cap is not None, -cell.speed))
+    rules_cap = _name_of_rules_cap(advice.situation)
+
+    def rank(cell: Cell) -> tuple[int, bool, bool, float]:
+        """Return the sort key: the rules' order of the ways; of MPS the rules' cap, else no cap."""
+        return order.index(cell.way), cell.name != rules_cap, cell.cap is not None, -cell.speed
+
+    return min(near, key=rank)
 
 
 def _rules_cell(situation: Situation, cells: Sequence[Cell]) -> Cell:
@@ -343,8 +351,11 @@ def _reasons_not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:
     return sorted((reason for reason in reasons if reason.rule not in ANSWERED), key=lambda reason: -reason.weight)
 
 
-def _changes(final: Advice) -> tuple[OtherAnswer, ...]:
-    """Return the answers that still change it: those that refuse the way, or need what was not measured."""
+def _changes_after(final: Advice) -> tuple[OtherAnswer, ...]:
+    """Return the answers to questions that would change an answer which was measured.
+
+    With them, the way is refused, or another is better for a reason that throughput does not show.
+    """
     if final.best is None:
         return ()
     way = final.best.way
@@ -359,15 +370,15 @@ def _changes(final: Advice) -> tuple[OtherAnswer, ...]:
 
 
 def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
-    """Return the confidence: higher if the rules and the measurement agree, lower if they do not."""
-    level, why = _LEVELS.get(effect, (advice.confidence, advice.confidence_why))
+    """Return the confidence in the final answer: higher if the rules and the measurement agree, lower if they do not."""
+    level, why = _LEVELS[effect]
     if effect is Effect.NO_DIFFERENCE:
         level = Confidence.MEDIUM if advice.confidence is Confidence.LOW else advice.confidence
     if effect is Effect.KEPT and advice.confidence is Confidence.LOW:
         level = Confidence.LOW
     if not certain:
-        stands = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
-        level = advice.confidence if stands else Confidence.LOW
+        agrees_with_rules = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
+        level = advice.confidence if agrees_with_rules else Confidence.LOW
         why = f"{why}, but from single runs: a difference may be noise"
     titles = open_titles(final.changes)
     if titles and effect is not Effect.KEPT:

@@ -44,16 +44,16 @@ class Question:
         return "same user" if self.field == "same_user" else self.field.replace("_", " ")
 
 
-def _yes_no_answers(yes: str | None, no: str | None = None) -> tuple[Answer, ...]:
-    """Return the answers yes and no, with their texts; one without a text is asked for, and not among the changes."""
-    return (Answer(word="yes", value=True, text=yes or ""), Answer(word="no", value=False, text=no or ""))
+def _yes_no_answers(yes: str, no: str = "") -> tuple[Answer, ...]:
+    """Return the answers yes and no with these texts."""
+    return (Answer(word="yes", value=True, text=yes), Answer(word="no", value=False, text=no))
 
 
 def _isolation_answer(word: str, text: str, *kinds: Isolation) -> Answer:
     return Answer(word=word, value=frozenset(kinds), text=text)
 
 
-# The most decisive first. An answer without a text is asked for, and not among what would change the advice.
+# The most decisive first. An answer with an empty text can be given, but is never among what would change the advice.
 QUESTIONS: Final = (
     Question(
         field="same_user",
@@ -214,24 +214,34 @@ def _applies(situation: Situation, question: Question) -> bool:
     """Return whether a question can matter here."""
     if question.pair not in {None, situation.pair}:
         return False
-    if situation.case.processes == 1 and question.field in {"same_user", "trusted"}:
-        return False
     if question.field == "destroy":
         return any(not instance.busy for instance in situation.kept)
-    return question.field != "occupied" or bool(situation.gpu.processes)
+    if question.field == "occupied":
+        return bool(situation.gpu.processes)
+    # One process has nobody to trust.
+    return situation.case.processes != 1 or question.field not in {"same_user", "trusted"}
 
 
-def other_answers(situation: Situation) -> Iterator[tuple[Question, Answer, bool, Part]]:
-    """Yield every other possible answer, whether the question is open, and the first part of the placement then."""
+class OtherCase(NamedTuple):
+    """A case with another answer to a question. ``part`` is the first part of its placement."""
+
+    question: Question
+    answer: Answer
+    is_open: bool
+    part: Part
+
+
+def other_answers(situation: Situation) -> Iterator[OtherCase]:
+    """Yield the case with every other possible answer to every question that can matter."""
     for question in QUESTIONS:
         if not _applies(situation, question):
             continue
         current = answer_of(situation, question.field)
         for answer in question.answers:
-            # Jobs that nobody said are running are taken as not running already.
-            assumed = current is None and answer.value is False and question.field == "running"
-            if answer.text and not assumed and answer.value != current:
-                yield question, answer, current is None, _first_part_with(situation, question, answer)
+            # Unless the user says otherwise, jobs are taken not to run already.
+            is_default = current is None and answer.value is False and question.field == "running"
+            if answer.text and not is_default and answer.value != current:
+                yield OtherCase(question, answer, current is None, _first_part_with(situation, question, answer))
 
 
 def _first_part_with(situation: Situation, question: Question, answer: Answer) -> Part:
@@ -242,8 +252,8 @@ def _first_part_with(situation: Situation, question: Question, answer: Answer) -
 def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:
     """Return the first open question whose answers lead to different ways, or None.
 
-    The answers may differ only together with an answer to one other open question: whether all belong to one user
-    decides once it is known that they are small.
+    It is enough if they do so after an answer to one other open question: whether all belong to one user decides only
+    once it is known that none fills the GPU.
     """
     open_questions = [
         question

@@ -106,40 +106,43 @@ class Rule:
         table = situation.table
         driver = situation.host.driver
         cell = table.cell(way.outer, needs.row, driver)
-        best = table.level(way.outer, needs.row, driver, option=way.table_option)
+        best_level = table.level(way.outer, needs.row, driver, option=way.table_option)
         # These two are themselves the option of their cell; other ways have its level only with a special setup.
-        usual = best if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
-        enough = table.at_least(needs.row, usual, needs.wanted)
+        usual_level = best_level if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
+        enough = table.at_least(needs.row, usual_level, needs.wanted)
+        # Instances meet the requirement, but each process shares its instance.
+        shares_instance = way.outer is Way.MIG and way.inner is not None and not situation.grouped
         if unanswered:
-            if not enough and not table.at_least(needs.row, best, needs.floor):
+            if not enough and not table.at_least(needs.row, best_level, needs.floor):
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", unanswered=True)
         elif not enough:
-            yield self._below_level(situation, way, cell, best, needs)
-        elif way.inner is not None and way.outer is Way.MIG and needs.inside and not situation.grouped:
-            # Instances meet it, but each process shares its instance.
+            yield self._below_level(situation, way, cell, best_level, needs)
+        elif way.inner is not None and shares_instance and needs.inside:
             inner = table.cell(way.inner, needs.row, driver)
-            text = f"{self.text}: that is so between instances, not within one"
-            if not table.at_least(needs.row, inner.level, needs.floor):
-                yield self._reason(inner, Kind.VETO, text)
-            elif not table.at_least(needs.row, inner.level, needs.wanted):
-                yield self._reason(inner, Kind.CONDITION, text)
+            if not table.at_least(needs.row, inner.level, needs.wanted):
+                kind = Kind.CONDITION if table.at_least(needs.row, inner.level, needs.floor) else Kind.VETO
+                yield self._reason(inner, kind, f"{self.text}: that is so between instances, not within one")
 
-    def _below_level(self, situation: Situation, way: Way, cell: Cell, best: str, needs: Requirement) -> Reason:
-        """Return the reason for a cell below the wanted level: a condition if an option or the floor helps."""
+    def _below_level(self, situation: Situation, way: Way, cell: Cell, best_level: str, needs: Requirement) -> Reason:
+        """Return the reason for a cell below the wanted level; ``best_level`` is what an option of the cell gives.
+
+        It is a condition if that is at least the floor, else a veto.
+        """
         table = situation.table
-        if way is Way.VGPU and table.at_least(needs.row, best, needs.wanted):
+        if way is Way.VGPU and table.at_least(needs.row, best_level, needs.wanted):
             if situation.gpu.mig_capable is not False:
                 return self._reason(cell, Kind.CONDITION, f"{self.text}: only with MIG-backed vGPU")
-            asks_for_bandwidth = self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos")
-            if not asks_for_bandwidth:
-                # A virtual machine is isolated by more than its SMs.
-                text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
-                return self._reason(cell, Kind.CONDITION, text)
-            return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
-        text = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
-        if table.at_least(needs.row, best, needs.floor):
+            if self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos"):
+                return self._reason(
+                    cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG"
+                )
+            # A virtual machine is isolated by more than its SMs.
+            text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
             return self._reason(cell, Kind.CONDITION, text)
-        return self._reason(cell, Kind.VETO, text if best == cell.level else f"{text}, at best {best}")
+        text = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
+        if table.at_least(needs.row, best_level, needs.floor):
+            return self._reason(cell, Kind.CONDITION, text)
+        return self._reason(cell, Kind.VETO, text if best_level == cell.level else f"{text}, at best {best_level}")
 
     def _reason(self, cell: Cell, kind: Kind, text: str, *, unanswered: bool = False) -> Reason:
         """Return a reason that comes from a cell of the table; ``unanswered``: the user has not said whether it applies.
@@ -204,7 +207,7 @@ def _compile_condition(node: ast.expr) -> Condition:
 
 def _parse_rule(row: Mapping[str, Any]) -> Rule:
     """Return the rule of one row of the file."""
-    # The key that says what kind of rule it is has the ways, of preferences with their weights.
+    # The name of the kind is the key of the ways; preferences have a weight for each.
     kind = next((kind for kind in Kind if kind.value in row), None)
     ways_of_row: Any = row.get("ways") if kind is None else row[kind.value]
     if kind in _PREFERENCES:
@@ -326,15 +329,15 @@ def _judge_all(situation: Situation) -> tuple[WayVerdict, ...]:
 
 
 def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
-    """Return the best verdict; None if every way of sharing or queueing is refused."""
+    """Return the best of sorted verdicts; None if every way of sharing or queueing is refused."""
     usable = [verdict for verdict in judged if not verdict.refused]
-    return usable[0] if any(map(_is_answer, usable)) else None
+    return usable[0] if any(map(_may_win_alone, usable)) else None
 
 
-def _is_answer(verdict: WayVerdict) -> bool:
-    """Return whether a usable way shows that something fits.
+def _may_win_alone(verdict: WayVerdict) -> bool:
+    """Return whether a way is an answer even if all others are refused.
 
-    Measuring alone does not, and a change of the program or vGPU only if a rule speaks for it.
+    Measuring is not, and a change of the program or a vGPU only if a rule speaks for it.
     """
     if verdict.way in {Way.FIX, Way.VGPU}:
         return bool(verdict.of(Kind.FOR))
