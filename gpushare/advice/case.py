@@ -32,7 +32,7 @@ def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the valu
 
 
 class Isolation(str, Enum):
-    """The isolation between parties; several kinds may be requested."""
+    """The isolation between processes, or groups of them; several kinds may be requested."""
 
     QUOTA = "quota"
     FAULT = "fault"
@@ -118,7 +118,7 @@ class Workload:
     progress: bool | None = None
     # Keeping each process within its share matters more than lending idle SMs.
     containment: bool | None = None
-    # The number of parties that must be separated from each other.
+    # The number of groups of processes that must be separated from each other.
     groups: int | None = None
     containers: bool | None = None
     kubernetes: bool | None = None
@@ -137,15 +137,12 @@ class Case:
 
     @functools.cached_property
     def shares(self) -> tuple[float, ...] | None:
-        """Return the unequal shares in percent, one for each process; None if they are not known."""
-        each = [work.shares for work in self.workloads]
-        if None in each:
+        """Return the unequal shares in percent, those of each workload in order; None if they are not known."""
+        if any(work.shares is None for work in self.workloads):
             return None
-        shares = [share for of_work in each for share in of_work or ()]
-        if len(each) == 1:
-            # A single process has nothing to share; several of one kind were given percentages.
-            return tuple(shares) if len(shares) > 1 else None
-        return _percentages(shares)
+        shares = [share for work in self.workloads for share in work.shares or ()]
+        # A single share says nothing of the others.
+        return _percentages(shares) if len(shares) > 1 else None
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
@@ -159,8 +156,8 @@ class Case:
 
     @functools.cached_property
     def processes(self) -> int | None:
-        counts = [count for count in self.counts if count is not None]
-        return sum(counts) if counts else None
+        """Return the number of all processes; None: it is one workload of unknown number."""
+        return None if None in self.counts else sum(filter(None, self.counts))
 
     @functools.cached_property
     def wanted_isolation(self) -> frozenset[Isolation] | None:
@@ -175,7 +172,7 @@ class Case:
 
     @functools.cached_property
     def groups(self) -> int | None:
-        """Return the number of parties to separate: as given, or one per workload of a list."""
+        """Return the number of groups to separate: as given, or one per workload of a list; None: there are no groups."""
         if len(self.workloads) > 1 or self.workloads[0].groups is not None:
             return sum(work.groups or 1 for work in self.workloads)
         return None
@@ -200,11 +197,11 @@ class Case:
 
     @property
     def same_user_inside(self) -> bool | None:
-        """Return whether the processes of each party belong to one user."""
+        """Return whether the processes of each group belong to one user; without groups, whether all do."""
         if self.same_user or self.groups is None:
             return self.same_user
-        # Of several parties, the users differ between them, unless a workload of the list says otherwise.
         if len(self.workloads) == 1:
+            # Different users may be those of different groups.
             return None
         if any(work.same_user is False for work in self.workloads):
             return False
@@ -291,13 +288,13 @@ def _with_usual_properties(words: Mapping[str, Any]) -> Mapping[str, Any]:
     if words.get("like") is None:
         return words
     kind = _parse_choice("like", words["like"], list(LIKE), str)
-    stated = {key: value for key, value in words.items() if value is not None}
-    merged = {**LIKE[kind], **stated, "like": kind}
+    given = {key: value for key, value in words.items() if value is not None}
+    merged = {**LIKE[kind], **given, "like": kind}
+    # A kind has at most one usual need. It is added to the needs that the user gives, unless one is its opposite.
     usual_need = LIKE[kind].get("needs")
-    if usual_need is not None and merged["needs"] != usual_need:
-        # Needs add up, unless the user says the opposite.
-        stated_needs = _split_words(merged["needs"])
-        merged["needs"] = stated_needs if f"no-{usual_need}" in stated_needs else [usual_need, *stated_needs]
+    if usual_need is not None and "needs" in given:
+        needs = _split_words(given["needs"])
+        merged["needs"] = needs if f"no-{usual_need}" in needs else [usual_need, *needs]
     return merged
 
 
@@ -338,8 +335,8 @@ def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
     memory = words.get("memory")
     sizes = sizes_of(memory)
     if len(sizes) <= 1:
-        if isinstance(memory, list) and sizes:
-            memory = sizes[0]
+        # A single value stays as it is: a number is a size in bytes.
+        memory = sizes[0] if isinstance(memory, list) and sizes else memory
         return (workload_of({**words, "memory": memory}),)
     count = len(sizes) if words.get("processes") is None else words["processes"]
     return workloads_of_sizes(workload_of({**words, "memory": None, "processes": count}), sizes)
@@ -524,7 +521,7 @@ LONG_SECONDS: Final = 10.0
 
 
 def _parse_latency(value: Any) -> dict[str, Any]:
-    """Return the fields that ``latency`` sets: a target in seconds if one is given; yes, no or none otherwise."""
+    """Return the fields that ``latency`` sets: whether there is a target that matters, and the target if it is given."""
     if isinstance(value, bool):
         return {"latency": value}
     text = str(value).strip().lower()
@@ -551,7 +548,7 @@ _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
 
 
 _HINT: Final = "write for example: workloads: [{processes: 4, memory: 6G, users: same, saturating: no}]"
-_TOP: Final = ("workloads", "root")
+_TOP_KEYS: Final = ("workloads", "root")
 
 
 def read_case(text: str, path: str) -> Case:
@@ -565,14 +562,14 @@ def read_case(text: str, path: str) -> Case:
         problem = "has several documents" if more else "is empty"
         raise BadUsage(f"{path} {problem}", _HINT, code="bad_file")
     root = None
-    # Else the mapping is a workload itself.
-    if isinstance(content, Located) and not content.keys().isdisjoint(_TOP):
+    # A mapping without these keys is a workload itself.
+    if isinstance(content, Located) and not content.keys().isdisjoint(_TOP_KEYS):
         for name, mark in content.keys_at.items():
-            if name not in _TOP:
-                hint = f"the only other key is: {', '.join(_TOP[1:])}"
+            if name not in _TOP_KEYS:
+                hint = f"the only other key is: {', '.join(_TOP_KEYS[1:])}"
                 raise BadUsage(f"{path}:{mark}: unknown key {quoted(str(name))}", hint, code="unknown_key")
         if "root" in content:
-            root = _placed(path, content.values_at["root"], lambda: _parse_yes_or_no("root", _flat(content["root"])))
+            root = _parsed_at(path, content.values_at["root"], lambda: _parse_yes_or_no("root", _flat(content["root"])))
         if "workloads" not in content:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
         content = content["workloads"]
@@ -590,11 +587,11 @@ def _parse_workloads(words: Any, path: str, mark: Mark) -> tuple[Workload, ...]:
     """Return the workloads of one mapping of a file; an error names the place of the property."""
     if not isinstance(words, Located):
         raise BadUsage(f"{path}:{mark}: a workload is a mapping", _HINT, code="bad_file")
-    for name, value in words.items():
-        # One by one, so that an error can name its place.
-        _placed(path, words.keys_at[name], functools.partial(workloads_of, {str(name): _flat(value)}))
     flat = {str(name): _flat(value) for name, value in words.items()}
-    return _placed(path, mark, lambda: workloads_of(flat))
+    for name, mark_of_key in words.keys_at.items():
+        # Each property alone is parsed first, so that an error has its place; then all, as some contradict each other.
+        _parsed_at(path, mark_of_key, functools.partial(workloads_of, {str(name): flat[str(name)]}))
+    return _parsed_at(path, mark, lambda: workloads_of(flat))
 
 
 def _flat(value: Any) -> Any:
@@ -604,9 +601,9 @@ def _flat(value: Any) -> Any:
     return dict.fromkeys(map(str, value), "...") if isinstance(value, Mapping) else value
 
 
-def _placed(path: str, mark: Mark, act: Callable[[], T]) -> T:
-    """Return the result of ``act``; an error of it gets the place in the file."""
+def _parsed_at(path: str, mark: Mark, parse: Callable[[], T]) -> T:
+    """Return the result of ``parse``; its error gets the place in the file."""
     try:
-        return act()
+        return parse()
     except BadUsage as error:
         raise error.restated(message=f"{path}:{mark}: {error.message}") from None
