@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import mps_clients, too_old_for_static_partitions
+from gpushare.advice.facts import has_static_partitions, mps_clients
 from gpushare.advice.table import Cell, Table, dated_values, driver_branch, options_of
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import counted, format_bytes
@@ -76,8 +76,8 @@ def _mps_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
 
 
 def _timeslice_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
-    modes = {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD, ComputeMode.PROHIBITED}
-    if gpu.compute_mode in modes:
+    """Return whether the compute mode admits several programs."""
+    if gpu.compute_mode is not None and gpu.compute_mode is not ComputeMode.DEFAULT:
         return Availability(usable=False, why=f"no: compute mode {gpu.compute_mode.title}")
     if gpu.mig_enabled:
         return Availability(usable=True, why="yes, inside each MIG instance")
@@ -138,27 +138,21 @@ def _mps_sm_text(here: _HostGpu) -> str | None:
     """Return how MPS divides the SMs here: by percentage, or also by partitions."""
     sms = here.gpu.multiprocessors
     of_total = "" if sms is None else f" of {sms} SMs"
-    if _has_static_partitions(here):
+    if has_static_partitions(here.host, here.gpu):
         return f"By percentage{of_total} (a cap, nothing reserved), or exclusive static partitions"
     return f"By percentage{of_total}, a cap at process launch; no static partitions"
 
 
-def _has_static_partitions(here: _HostGpu) -> bool:
-    """Return whether this GPU, driver and MPS can reserve SMs for a client."""
-    options = here.table.cell(Way.MPS, "sm_isolation", here.host.driver or "0").options
-    return (
-        bool(options) and too_old_for_static_partitions(here.host, here.gpu) == () and bool(here.gpu.compute_capability)
-    )
-
-
 def _mps_errors_text(here: _HostGpu) -> str | None:
-    """Return which programs an error of a client ends, without partitions; None: the table's text holds."""
-    if _has_static_partitions(here):
+    """Return which programs an error of a client ends where MPS has no partitions; None: the table's text holds."""
+    if has_static_partitions(here.host, here.gpu):
         return None
+    # The text for the oldest drivers says nothing of partitions.
     return here.table.cell(Way.MPS, "error_isolation", "0").today
 
 
 def _mps_memory_text(here: _HostGpu) -> str | None:
+    """Return that clients have one address space before Volta; None: the table's text holds."""
     if here.gpu.compute_capability is not None and here.gpu.compute_capability < VOLTA:
         return "No: one address space before Volta"
     return None
@@ -192,10 +186,11 @@ def _plain_profiles(here: _HostGpu) -> tuple[Profile, ...]:
 
 
 def _mig_max_text(here: _HostGpu) -> str | None:
-    """Return how many of the smallest instances fit; None: the table's text holds."""
+    """Return how many instances fit, with the profile of which there can be so many; None: the table's text holds."""
     most = here.gpu.largest_instance_count
     profiles = _plain_profiles(here)
     if most is None or not profiles:
+        # Nothing is listed. With MIG on, no reason is known.
         return None if here.gpu.mig_enabled else "Up to 7; this driver does not list the profiles while MIG is off"
     smallest = next((profile.name for profile in profiles if profile.instances == most), None)
     return str(most) if smallest is None else f"{most} of {smallest}"
@@ -330,8 +325,7 @@ def _lines_by_driver(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     texts = dated_values(entry["today"], "text")
     lines = [("today" if since is None else f"driver {since} on", text) for since, text in texts]
     if len(texts) > 1:
-        second_since, _ = texts[1]
-        lines[0] = (f"before driver {second_since}", lines[0][1])
+        lines[0] = (f"before driver {texts[1].since}", texts[0].value)
     return lines
 
 
@@ -344,5 +338,6 @@ def _host_lines(
     gpus = answering(host)
     text = text_here(table, way, row_key, host, gpus)
     if text is None:
-        return [("this host", f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}")]
+        # The availability begins with "no: ", which `NOT_HERE` says.
+        text = f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}"
     return [("this host", text)]

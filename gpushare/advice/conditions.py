@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
-from gpushare.advice.facts import too_old_for_static_partitions
+from gpushare.advice.facts import has_static_partitions, too_old_for_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.steps import FIRST_SLICES
 from gpushare.advice.ways import ALL_MPS, LEAVING
@@ -179,13 +179,6 @@ def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
     return bool(s.before_volta) and (asked_for or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
 
 
-def _no_static(s: Situation, _: Way) -> bool | None:
-    """Return whether MPS has no static partitions here; None: unknown."""
-    if too_old_for_static_partitions(s.host, s.gpu):
-        return True
-    return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
-
-
 def _driver_before(branch: int) -> Condition:
     """Return the condition that the driver is older than a branch."""
     return lambda s, _: None if s.host.driver_major is None else s.host.driver_major < branch
@@ -349,7 +342,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     ),
     "driver_before_slices": _driver_before(FIRST_SLICES),
     "driver_before_checkpoint": _driver_before(_FIRST_CHECKPOINT),
-    "no_static_partitions": _no_static,
+    "static_partitions": lambda s, _: has_static_partitions(s.host, s.gpu),
     # MIG
     "mig_stays": _mig_stays,
     "instances_may_go": _instances_may_go,

@@ -220,8 +220,8 @@ _WORD: Final = re.compile(r"[a-z]{2,}")
 
 
 @lru_cache(maxsize=1)
-def _beginnings() -> frozenset[str]:
-    """Return the beginnings of all words in what is known: a line without any is unknown."""
+def _known_beginnings() -> frozenset[str]:
+    """Return the first four letters of every word by which an explanation may be meant."""
     texts = [
         word
         for entry in explanations()
@@ -231,8 +231,8 @@ def _beginnings() -> frozenset[str]:
 
 
 def _may_be_known(line: str) -> bool:
-    """Return whether a line has the beginning of a word that is known: a quick look before the search."""
-    beginnings = _beginnings()
+    """Return whether a line has the beginning of a known word: quickly told, and without one the search finds nothing."""
+    beginnings = _known_beginnings()
     return any(word[:4] in beginnings for word in _WORD.findall(line.lower()))
 
 
@@ -240,10 +240,8 @@ class _Sought(NamedTuple):
     """What is looked for in a line, as a sign that an explanation is meant."""
 
     entry: Explanation
-    # Words of the line, as plain names.
+    # The whole line, or a name of an error in it, as a plain name.
     names: frozenset[str]
-    # The whole line, as a plain name.
-    texts: frozenset[str]
     # Parts of the line, in lower case.
     parts: tuple[str, ...]
     pattern: re.Pattern[str] | None
@@ -256,13 +254,12 @@ def _all_sought() -> tuple[_Sought, ...]:
     for entry in explanations():
         if entry.kind == "concept":
             continue
+        texts = [*entry.names, *filter(None, [entry.text])]
         # A line of a log of MPS is told by its pattern.
-        texts = [] if entry.kind == "mps" else [*entry.names, *filter(None, [entry.text])]
-        parts = tuple(text.lower() for text in texts if len(text) >= _LEAST_SIGNIFICANT)
+        significant = [] if entry.kind == "mps" else [text for text in texts if len(text) >= _LEAST_SIGNIFICANT]
+        parts = tuple(text.lower() for text in significant)
         pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
-        names = frozenset(map(plain_name, entry.names))
-        plain_texts = frozenset(map(plain_name, texts))
-        sought.append(_Sought(entry, names, plain_texts, parts, pattern))
+        sought.append(_Sought(entry, frozenset(map(plain_name, texts)), parts, pattern))
     return tuple(sought)
 
 
@@ -275,7 +272,6 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
     }
     names = {plain_name(name) for name in (*_NAME.findall(line), line)}
     lowered = line.lower()
-    bare = plain_name(line)
     return tuple(
         sought.entry
         for sought in _all_sought()
@@ -283,12 +279,12 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
         # CUDA_ERROR_X of the driver API is cudaErrorX of the runtime.
         or not names.isdisjoint(sought.names)
         or (sought.pattern is not None and sought.pattern.search(line))
-        or bare in sought.texts
         or any(part in lowered for part in sought.parts)
     )
 
 
 def _not_explained_error(asked: str) -> NotFound:
+    """Return the error that there is no explanation, with close titles in the hint."""
     close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
     hint = "give a code (805), a name, or a log line; for text from stdin: -; what a job printed: gpushare logs JOB"

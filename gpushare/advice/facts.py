@@ -31,10 +31,6 @@ _GUEST: Final = 2
 _VGPU_HOST: Final = frozenset({3, 4})
 
 
-def _unknown() -> None:
-    return None
-
-
 @dataclass(frozen=True, kw_only=True)
 class GpuFacts:
     """One GPU. ``error`` says why it does not answer; then the rest is what is still known."""
@@ -66,7 +62,7 @@ class GpuFacts:
     processes: int | None = None
     displays: int = 0
     # Asks nvidia-smi for the time-slice levels by GPU index; None: it does not answer.
-    ask_levels: Callable[[], Mapping[int, TimeSlice | None] | None] = _unknown
+    ask_levels: Callable[[], Mapping[int, TimeSlice | None] | None] = lambda: None
     vgpu_capable: bool | None = None
     error: str | None = None
 
@@ -120,7 +116,7 @@ class HostFacts:
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
     # Asks it for its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
-    ask_mps_version: Callable[[], int | None] = _unknown
+    ask_mps_version: Callable[[], int | None] = lambda: None
     # Looks for the jobs that run, once; by default there are none.
     ask_jobs: Callable[[], tuple[RunningJob, ...]] = tuple
 
@@ -169,6 +165,13 @@ def too_old_for_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, 
         # A container may contain an older program than the driver.
         too_old.append(f"MPS {host.mps_version}")
     return tuple(too_old)
+
+
+def has_static_partitions(host: HostFacts, gpu: GpuFacts) -> bool | None:
+    """Return whether MPS can reserve SMs for a client here; None: unknown."""
+    if too_old_for_static_partitions(host, gpu):
+        return False
+    return None if host.driver_major is None or gpu.compute_capability is None else True
 
 
 def host_facts(state: HostState) -> HostFacts:
@@ -283,7 +286,8 @@ def _read_layout(state: HostState, gpu: Gpu) -> Layout | None:
         # With names, grants and holders: what somebody has is not to be destroyed.
         layout = state.held_layouts([gpu])[gpu.index] if gpu.mig_enabled else state.layout(gpu)
     except NoPermission as error:
-        # No advice on what cannot be seen: it might turn off what others use. So to name one instance does not help here.
+        # No advice on what cannot be seen: it might turn off what others use. The hint also says to name one instance of
+        # the GPU, which would not show the others.
         raise error.restated(hint=error.hint.partition("; or name it")[0]) from error
     except GpushareError:
         return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gpushare.advice.ways import close_name_text, keys_named, way_of
 from gpushare.base.errors import BadUsage
@@ -112,11 +112,7 @@ class Table:
             sources=tuple(self.sources[key] for key in entry["source"]),
             since=max(branches, default=None),
             limit=limit,
-            options=tuple(
-                choice
-                for choice in options_of(entry)
-                if choice.since is None or branch is None or choice.since <= branch
-            ),
+            options=tuple(option for option in options_of(entry) if _is_valid_on(option.since, branch)),
             contradiction=entry.get("contradiction"),
             note=entry.get("note"),
         )
@@ -138,33 +134,35 @@ def driver_branch(driver: str | None) -> int | None:
     return int(match.group()) if match else None
 
 
-# A value of a cell, after the first driver branch for which it is true; None means all of them.
-_Dated = tuple["int | None", Any]
+class _DatedValue(NamedTuple):
+    """A value of a cell, and the first driver branch for which it is true; None means all of them."""
+
+    since: int | None
+    value: Any
 
 
-def dated_values(value: Any, name: str) -> list[_Dated]:
-    """Return the values of a cell of the file from old to new: one, or a list of ``{since, NAME}``; None: there is none."""
+def dated_values(value: Any, name: str) -> list[_DatedValue]:
+    """Return the values of a cell from old to new; in the file they are none, one, or a list of ``{since, NAME}``."""
     if value is None:
         return []
     several = value if isinstance(value, list) else [{name: value}]
-    return [(_since_driver(entry), entry[name]) for entry in several]
+    return [_DatedValue(entry.get("since"), entry[name]) for entry in several]
 
 
-def _newest_on(dated: Sequence[_Dated], branch: int | None) -> _Dated:
-    """Return the newest value that is valid on a branch; the value None: there is none."""
-    valid = [(since, value) for since, value in dated if since is None or branch is None or since <= branch]
-    return valid[-1] if valid else (None, None)
+def _newest_on(dated: Sequence[_DatedValue], branch: int | None) -> _DatedValue:
+    """Return the newest value that is true on a driver branch; the value is None if there is none."""
+    valid = [dated_value for dated_value in dated if _is_valid_on(dated_value.since, branch)]
+    return valid[-1] if valid else _DatedValue(None, None)
+
+
+def _is_valid_on(since: int | None, branch: int | None) -> bool:
+    """Return whether what is true since a driver branch is so on another; an unknown one is taken as the newest."""
+    return since is None or branch is None or since <= branch
 
 
 def options_of(entry: Mapping[str, Any]) -> list[Option]:
     """Return the options of a cell of the file, on any driver."""
-    options = entry.get("options") or {}
-    return [Option(**{**option, "key": key, "since": _since_driver(option)}) for key, option in options.items()]
-
-
-def _since_driver(entry: Mapping[str, Any]) -> int | None:
-    """Return the first driver branch for which an entry holds, like 570; None: it holds for all."""
-    return None if entry.get("since") is None else int(entry["since"])
+    return [Option(key=key, **option) for key, option in (entry.get("options") or {}).items()]
 
 
 def load_table() -> Table:
@@ -188,6 +186,7 @@ def parse_table(text: str) -> Table:
     )
 
 
+# What users call the rows, too.
 _ROWS: Final = {
     "partition_type": ("type", "partition"),
     "max_partitions": ("max", "partitions", "clients", "number"),

@@ -229,7 +229,7 @@ def test_the_branch_of_a_driver(text, branch):
 
 TEXT = files("gpushare").joinpath("data/ways.yaml").read_text(encoding="utf-8")
 WORD = {"type": "string", "minLength": 1}
-SINCE = {"type": "string", "pattern": "^[0-9]+$"}
+SINCE = {"type": "integer", "minimum": 1}
 
 
 def mapping(properties: dict[str, Any], *, optional: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def faults(text: str) -> list[str]:
             found += [f"{name}.{key}: no level {one}" for one in said if one not in levels.get(key, ())]
             found += [f"{name}.{key}: no source {one}" for one in cell["source"] if one not in raw["sources"]]
             for several in (cell["today"], cell["level"], cell.get("limit")):
-                order = [int(one.get("since", 0)) for one in several] if isinstance(several, list) else []
+                order = [one.get("since", 0) for one in several] if isinstance(several, list) else []
                 found += [f"{name}.{key}: not from old to new"] if order != sorted(set(order)) else []
     return found
 
@@ -327,9 +327,9 @@ def test_an_edited_copy_is_another_table(table):
         ("  vgpu:\n    title", "  vgpus:\n    title", "'vgpus' was unexpected"),
         ('published: "No"', "published: No", "published"),
         ("limit: 7\n", "limit: seven\n", "limit"),
-        ('{since: "590", limit: 60}', '{since: "new", limit: 60}', "limit"),
-        ("- {limit: 48}", '- {since: "470", limit: 48}', "limit"),
-        ('- {since: "615", text: "Yes:', '- {since: "400", text: "Yes:', "not from old to new"),
+        ("{since: 590, limit: 60}", '{since: "new", limit: 60}', "limit"),
+        ("- {limit: 48}", "- {since: 470, limit: 48}", "limit"),
+        ('- {since: 615, text: "Yes:', '- {since: 400, text: "Yes:', "not from old to new"),
         ("        note: Lost when", "        noted: Lost when", "'noted' was unexpected"),
         ("    title: MIG\n", "    title: MIG\n    title: MIG\n", "title"),
         ("  - key: interop\n", "  - key: reconfigure\n", "there is no row interop"),
