@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.values import dataclass
@@ -124,6 +124,13 @@ def segments(pieces: Sequence[Piece], width: int, theme: Theme, back: str = "bac
     return line
 
 
+def _append(pieces: list[Piece], piece: Piece) -> None:
+    """Add a piece to a line; it becomes one with the last piece if their colours are the same."""
+    if pieces and pieces[-1][1:] == piece[1:]:
+        piece = (pieces.pop()[0] + piece[0], *piece[1:])
+    pieces.append(piece)
+
+
 def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> list[Piece]:
     """Return a bar of ``width`` cells, filled from the left by ``parts``: shares of the bar (0 to 1) with their colours.
 
@@ -143,42 +150,40 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     edges.append((float(width), "track"))
     pieces: list[Piece] = []
     for cell in range(width):
-        shares = _cell_shares(cell, edges)
-        colour, shape = shares[0][0], _CELL
-        if colour == "track":
+        colours = _colours_in_cell(cell, edges)
+        first = next(iter(colours))
+        if first == "track":
             # A dot is thin: the colour of a track would hide it.
-            colour, shape = "dim", _FREE
-        elif colour == "reserved":
-            shape = _THIN
-        elif len(shares) > 1 and not theme.plain:
-            colour = mix_colours(shares, theme)
-        if pieces and pieces[-1][1] == colour:
-            pieces[-1] = (pieces[-1][0] + shape, colour)
+            _append(pieces, (_FREE, "dim"))
+        elif first == "reserved":
+            _append(pieces, (_THIN, first))
+        elif len(colours) > 1 and not theme.plain:
+            _append(pieces, (_CELL, mix_colours(colours, theme)))
         else:
-            pieces.append((shape, colour))
+            _append(pieces, (_CELL, first))
     return pieces
 
 
-def _cell_shares(cell: int, edges: Sequence[tuple[float, str]]) -> list[tuple[str, float]]:
-    """Return the colours in one cell of a bar, with their parts of it."""
-    shares = []
+def _colours_in_cell(cell: int, edges: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """Return the colours in one cell of a bar from the left, with their parts of it; ``edges`` are where each ends."""
+    parts: dict[str, float] = {}
     filled_to = float(cell)
     for edge, colour in edges:
         # In eighths: a colour for each value would be a style for each value, kept until the end.
         part = round(8 * (min(edge, cell + 1) - filled_to)) / 8
         if part > 0:
-            shares.append((colour, part))
+            parts[colour] = part
             filled_to += part
-    return shares or [("track", 1.0)]
+    return parts or {"track": 1.0}
 
 
-def mix_colours(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
+def mix_colours(parts: Mapping[str, float], theme: Theme) -> str:
     """Return the mean of colours by their parts, as a name that `Theme.style` takes: ``#5b9df5``."""
-    whole = sum(part for _, part in shares)
+    whole = sum(parts.values())
     mixed = "#"
     # Red, green and blue: two hexadecimal digits each.
     for start in (1, 3, 5):
-        total = sum(part * int(theme.colours[name][start : start + 2], 16) for name, part in shares)
+        total = sum(part * int(theme.colours[name][start : start + 2], 16) for name, part in parts.items())
         mixed += f"{min(255, round(total / whole)):02x}"
     return mixed
 
@@ -194,18 +199,13 @@ def chart(values: Sequence[float | None], width: int, height: int, colour: str) 
 
     A whole cell is a blank on a background: blocks above each other show a seam in some fonts.
     """
-    # The heights of the columns in eighths of a cell.
-    heights = [0 if value is None else _eighths(value, height) for value in _newest(values, width)]
+    heights_in_eighths = [0 if value is None else _eighths(value, height) for value in _newest(values, width)]
     lines: list[list[Piece]] = []
-    for lines_below in range(height - 1, -1, -1):
+    for lines_below in reversed(range(height)):
         line: list[Piece] = []
-        for column_height in heights:
-            level = min(8, max(0, column_height - 8 * lines_below))
-            cell = (" ", colour, colour) if level == 8 else (_UP[level], colour, "head")
-            # Cells with the same background are one piece.
-            if line and line[-1][-1] == cell[-1]:
-                cell = (line.pop()[0] + cell[0], *cell[1:])
-            line.append(cell)
+        for column_height in heights_in_eighths:
+            eighths = min(8, max(0, column_height - 8 * lines_below))
+            _append(line, (" ", colour, colour) if eighths == 8 else (_UP[eighths], colour, "head"))
         lines.append(line)
     return lines
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, or_none
 from gpushare.base.model import Gpu, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gpushare.host.machine import Load, Xid
     from gpushare.host.process import ProcessUsage
 
-# The kernel's log is read by a program.
+# The kernel's log is read so often.
 _XID_SECONDS: Final = 10.0
 
 
@@ -86,6 +86,13 @@ class Frame:
         return self.sm.get((gpu.index, None if instance is None else instance.gpu_instance_id))
 
 
+class _Reading(NamedTuple):
+    """What a process used of the host until a time."""
+
+    at: float
+    usage: ProcessUsage
+
+
 class Reader:
     """Reads a host again and again. ``with_memory`` adds the ledger of memory, and who has reserved GPUs, to a snapshot.
 
@@ -105,7 +112,8 @@ class Reader:
         self._looks = 0
         self._recorders: dict[tuple[int, int | None], ActivityRecorder] = {}
         self._traffic: dict[int, tuple[int | None, int | None]] = {}
-        self._usage: dict[int, tuple[float, ProcessUsage]] = {}
+        # The last reading of each process, by PID.
+        self._readings: dict[int, _Reading] = {}
         self._load: Load | None = None
         self._xids: tuple[Xid, ...] | None = None
         self._xids_until = 0.0
@@ -133,6 +141,7 @@ class Reader:
         earlier_load = self._load
         load = self._load = host.machine.load()
         uses, trees = self._host_use(jobs, now)
+        # Not at the first look: the kernel's log is read by a program.
         if self._looks and now >= self._xids_until:
             self._xids = host.machine.xids()
             self._xids_until = now + _XID_SECONDS
@@ -157,6 +166,7 @@ class Reader:
         in_turn = gpus[self._looks % len(gpus)].index if gpus else None
         by_gpu: dict[int, GpuSensors] = {}
         for gpu in gpus:
+            # Not at the first look, which would wait for it.
             if self._looks > 1 and gpu.index in {in_turn, self.watched}:
                 self._traffic[gpu.index] = or_none(lambda: self._host.nvml.pcie_traffic(gpu.index)) or (None, None)  # noqa: B023 - called here
             sensors = or_none(lambda: self._host.nvml.sensors(gpu.index))  # noqa: B023
@@ -167,42 +177,40 @@ class Reader:
 
     def _activity(self, gpus: Sequence[Gpu]) -> dict[tuple[int, int | None], float]:
         """Return the SM activity since the last look in percent, by GPU index and GPU instance (None: the whole GPU)."""
-        places = [
-            (gpu.index, instance)
+        devices = [
+            (gpu.index, instance_id)
             for gpu in gpus
-            for instance in dict.fromkeys([None, *(mig.gpu_instance_id for mig in gpu.mig_instances)])
+            for instance_id in dict.fromkeys([None, *(mig.gpu_instance_id for mig in gpu.mig_instances)])
         ]
-        for removed in self._recorders.keys() - set(places):
+        for removed in self._recorders.keys() - set(devices):
             self._recorders.pop(removed).close()
         percents = {}
-        for place in places:
-            if place not in self._recorders:
-                self._recorders[place] = ActivityRecorder(self._host.nvml, *place)
-            percent = self._recorders[place].since_last()
+        for device in devices:
+            if device not in self._recorders:
+                self._recorders[device] = ActivityRecorder(self._host.nvml, *device)
+            percent = self._recorders[device].since_last()
             if percent is not None:
-                percents[place] = percent
+                percents[device] = percent
         return percents
 
     def _host_use(
         self, jobs: Sequence[ListedJob], now: float
     ) -> tuple[dict[int, HostUse], dict[int, tuple[Member, ...]]]:
-        """Return what each job uses of the host, and the trees of processes if ``trees``; both by the job's first PID.
-
-        A job without a tree counts with its first process and those on GPUs.
-        """
+        """Return what each job uses of the host and, if ``trees``, its processes; both by the PID of its first process."""
         roots = [job.pid for job in jobs if job.pid is not None]
         families = self._host.processes.families(roots) if self.trees else {}
-        # `_process_use` keeps the readings of now in its place.
-        earlier = self._usage
-        self._usage = {}
+        # `_process_use` adds the readings of now.
+        earlier = self._readings
+        self._readings = {}
         uses = {}
         trees = {}
         for job in jobs:
             if job.pid is None:
                 continue
+            # Where the family of a job is not read, its first process and those on GPUs count.
             pids = dict.fromkeys(families.get(job.pid) or [job.pid, *job.processes])
-            by_pid = {pid: self._process_use(pid, now, earlier.get(pid)) for pid in pids}
-            readable = [use for use in by_pid.values() if use is not None]
+            use_by_pid = {pid: self._process_use(pid, now, earlier.get(pid)) for pid in pids}
+            readable = [use for use in use_by_pid.values() if use is not None]
             percents = [use.cpu_percent for use in readable if use.cpu_percent is not None]
             if readable:
                 uses[job.pid] = HostUse(
@@ -210,41 +218,35 @@ class Reader:
                     memory_bytes=sum(use.memory_bytes for use in readable),
                 )
             if job.pid in families:
-                trees[job.pid] = self._tree(families[job.pid], by_pid)
+                trees[job.pid] = self._tree(families[job.pid], use_by_pid)
         return uses, trees
 
-    def _process_use(self, pid: int, now: float, earlier: tuple[float, ProcessUsage] | None) -> HostUse | None:
+    def _process_use(self, pid: int, now: float, earlier: _Reading | None) -> HostUse | None:
         """Return what a process uses of the host, and keep the reading: CPU percent are since the earlier one."""
         usage = self._host.processes.usage(pid)
         if usage is None:
             return None
-        self._usage[pid] = now, usage
+        self._readings[pid] = _Reading(now, usage)
         percent = None
-        if earlier is not None:
-            read_at, earlier_usage = earlier
-            # Otherwise another process has the PID now.
-            if earlier_usage.started == usage.started and now > read_at:
-                percent = 100 * max(0.0, usage.cpu_seconds - earlier_usage.cpu_seconds) / (now - read_at)
+        # With another start, another process has the PID now.
+        if earlier is not None and earlier.usage.started == usage.started and now > earlier.at:
+            percent = 100 * max(0.0, usage.cpu_seconds - earlier.usage.cpu_seconds) / (now - earlier.at)
         return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
 
     def _tree(self, family: Sequence[int], uses: Mapping[int, HostUse | None]) -> tuple[Member, ...]:
-        """Return the descendants of the first PID of a family, each below its parent."""
-        root = family[0]
+        """Return the descendants of the first PID of a family, each after its parent, with its own descendants next."""
+        root, *others = family
         children: dict[int, list[int]] = {}
-        for pid in family[1:]:
+        for pid in others:
             children.setdefault(self._host.processes.parent(pid) or root, []).append(pid)
         members: list[Member] = []
-
-        def add(pid: int, depth: int) -> None:
-            """Add the descendants of a process, each before its own."""
-            for child in children.pop(pid, []):
-                info = self._host.processes.describe(child)
-                members.append(
-                    Member(pid=child, depth=depth, name=None if info is None else info.name, use=uses.get(child))
-                )
-                add(child, depth + 1)
-
-        add(root, 1)
+        # PIDs with their depths, the next one last.
+        pending = [(child, 1) for child in reversed(children.pop(root, []))]
+        while pending:
+            pid, depth = pending.pop()
+            info = self._host.processes.describe(pid)
+            members.append(Member(pid=pid, depth=depth, name=None if info is None else info.name, use=uses.get(pid)))
+            pending += [(child, depth + 1) for child in reversed(children.pop(pid, []))]
         return tuple(members)
 
 

@@ -120,7 +120,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
     if layout.past:
         # The driver tells no utilization in MIG mode.
         series = "sm" if gpu.mig_enabled else "util"
-        pieces += [*sparkline(history.values(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
+        pieces += [*sparkline(history.means(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
     if layout.sm:
         sm = frame.activity(gpu)
         pieces.append(_figure_piece(sm, "%", layout.sm, "sm" if sm else "dim"))
@@ -249,7 +249,7 @@ def _daemon_line(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
 
 
 def _limits(threads_percent: float | None, memory_bytes: int | None) -> str:
-    """Return limits of MPS in words. Without a thread percentage none were read, and that of memory is unknown too."""
+    """Return limits of MPS in words. Of memory, None is no limit if the threads are known, else the limit is unknown."""
     if threads_percent is None:
         return f"threads -  memory {format_bytes(memory_bytes)}"
     memory = f"memory {format_bytes(memory_bytes)}" if memory_bytes else "no memory limit"
@@ -329,28 +329,25 @@ def _flow(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
 
 def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: int) -> list[list[Piece]]:
     """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
-    titles = ("utilization", "memory", "SM activity", "power")
-    series = [
-        (key, title, share)
-        for key, title, share in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
-        if share is not None or key in {"util", "memory"}
-    ]
-    count = max(1, min(len(series), width // 24))
+    present = gpu_values(frame, gpu)
+    shown = [key for key in SERIES if present[key] is not None or key in {"util", "memory"}]
+    count = max(1, min(len(shown), width // 24))
     # The cells of a chart; what is left over makes the first charts a cell wider.
     cells_each, extra_cells = divmod(width - 1 - count, count)
     heads: list[Piece] = [(" ", "dim")]
     rows: list[list[Piece]] = [[(" ", "dim")] for _ in range(height - 1)]
     watts = frame.sensors.get(gpu.index, GpuSensors()).power_watts
-    for number, (key, title, share) in enumerate(series[:count]):
+    for number, key in enumerate(shown[:count]):
         cells = cells_each + (number < extra_cells)
+        share = present[key]
         figure = "-" if share is None else f"{100 * share:.0f} %"
         if key == "memory":
             figure = used_text(gpu)
         elif key == "power" and watts is not None:
             figure = f"{watts:.0f} W"
-        label = f"GPU {gpu.index} {title}"
+        label = f"GPU {gpu.index} {SERIES[key]}"
         heads += [(fit(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]
-        area = chart(history.values(gpu.index, key, cells), cells, height - 1, key)
+        area = chart(history.means(gpu.index, key, cells), cells, height - 1, key)
         for row, line in zip(rows, area, strict=True):
             row += [*line, (" ", "dim")]
     return [heads, *rows]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.model import MPS_SERVER, GpuSensors, ListedJob
 from gpushare.base.units import counted, format_bytes
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from gpushare.top.frame import Frame
 
 SECONDS: Final = 300.0
-SERIES: Final = ("util", "memory", "sm", "power")
+# The values of a GPU that are kept, with their titles.
+SERIES: Final = {"util": "utilization", "memory": "memory", "sm": "SM activity", "power": "power"}
 _MOST_POINTS: Final = 1200
 _MOST_EVENTS: Final = 500
 # The reasons for lowered clocks come and go every second under load.
 _QUIET_SECONDS: Final = 60.0
 
 
-def gpu_values(frame: Frame, gpu: Gpu) -> tuple[float | None, ...]:
-    """Return the present values of `SERIES` of a GPU, as shares from 0 to 1; None: unknown."""
+def gpu_values(frame: Frame, gpu: Gpu) -> dict[str, float | None]:
+    """Return the present values of a GPU by the keys of `SERIES`, as shares from 0 to 1; None: unknown."""
     sensors = frame.sensors.get(gpu.index)
-    sm = frame.activity(gpu)
-    return (
-        None if gpu.utilization_percent is None else gpu.utilization_percent / 100,
-        _share(gpu.memory_used_bytes, gpu.memory_total_bytes),
-        None if sm is None else sm / 100,
-        None if sensors is None else _share(sensors.power_watts, sensors.power_limit_watts),
-    )
+    return {
+        "util": _share(gpu.utilization_percent, 100),
+        "memory": _share(gpu.memory_used_bytes, gpu.memory_total_bytes),
+        "sm": _share(frame.activity(gpu), 100),
+        "power": None if sensors is None else _share(sensors.power_watts, sensors.power_limit_watts),
+    }
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
@@ -41,44 +41,49 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else min(1.0, part / whole)
 
 
+class _Point(NamedTuple):
+    """The values of a GPU at one time."""
+
+    at: float
+    values: dict[str, float | None]
+
+
 class History:
     """The values of each GPU over the last five minutes."""
 
     def __init__(self) -> None:
-        self._points: dict[int, deque[tuple[float, tuple[float | None, ...]]]] = {}
+        # By GPU index, the newest last.
+        self._points: dict[int, deque[_Point]] = {}
 
     def add(self, frame: Frame) -> None:
-        """Keep a frame. The ones after its time are forgotten: a replay that went back shows another past."""
+        """Keep a frame. Those after its time are forgotten: a replay that went back shows another past."""
         for gpu in frame.snapshot.gpus:
             points = self._points.setdefault(gpu.index, deque(maxlen=_MOST_POINTS))
-            while points and points[-1][0] >= frame.at:
+            while points and points[-1].at >= frame.at:
                 points.pop()
-            while points and points[0][0] < frame.at - SECONDS:
+            while points and points[0].at < frame.at - SECONDS:
                 points.popleft()
-            points.append((frame.at, gpu_values(frame, gpu)))
+            points.append(_Point(frame.at, gpu_values(frame, gpu)))
 
-    def values(self, index: int, series: str, width: int) -> list[float | None]:
-        """Return a series of a GPU in ``width`` equal parts of the five minutes up to now, each the mean of its values."""
+    def means(self, index: int, series: str, width: int) -> list[float | None]:
+        """Return the means of a series of a GPU in ``width`` equal parts of the five minutes up to now."""
         points = self._points.get(index)
-        place = SERIES.index(series)
         if not points or width <= 0:
             return [None] * width
-        # Whole parts of the clock, so that old ones do not change their height as they move on.
-        part = SECONDS / width
-        last = int(points[-1][0] / part)
-        sums = [0.0] * width
-        counts = [0] * width
-        for at, values in points:
-            value = values[place]
-            slot = width - 1 - (last - int(at / part))
-            if value is not None and 0 <= slot < width:
-                sums[slot] += value
-                counts[slot] += 1
-        means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
-        # Where looks are further apart than a part, some parts have no value: they have that of the part before.
-        for slot in range(1, width):
-            if means[slot] is None:
-                means[slot] = means[slot - 1]
+        # Parts begin at whole multiples on the clock, so that old ones do not change their height as they move on.
+        part_seconds = SECONDS / width
+        newest_part = int(points[-1].at / part_seconds)
+        values_of_part: list[list[float]] = [[] for _ in range(width)]
+        for point in points:
+            value = point.values[series]
+            parts_ago = newest_part - int(point.at / part_seconds)
+            if value is not None and parts_ago < width:
+                values_of_part[-1 - parts_ago].append(value)
+        means: list[float | None] = []
+        for values in values_of_part:
+            # Where looks are further apart than a part, a part without a value has that of the part before.
+            before = means[-1] if means else None
+            means.append(sum(values) / len(values) if values else before)
         return means
 
 
@@ -116,13 +121,21 @@ _STATE_TEXTS: Final = {
 
 
 def _may_be_unseen(job: ListedJob, frame: Frame) -> bool:
-    """Return whether a process may be on its GPU and not in a frame: what runs on a GPU that does not answer is unknown."""
+    """Return whether a process without a job may be missing in a frame although it runs: its GPU does not answer there."""
     silent_gpus = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
     return job.name is None and not silent_gpus.isdisjoint(job.gpu_indexes)
 
 
-# The name of a job, or its PID, and whether it waits.
-_Key = tuple[str | None, int | None, bool]
+class _JobKey(NamedTuple):
+    """What tells jobs apart: the name, as a requeued job has a new program, or the PID of one without a name."""
+
+    name: str | None
+    pid: int | None
+    waits: bool
+
+    @classmethod
+    def of(cls, job: ListedJob) -> _JobKey:
+        return cls(job.name, job.pid if job.name is None else None, job.line is not None)
 
 
 class Events:
@@ -135,7 +148,7 @@ class Events:
         # The processes of jobs with a name are no jobs of their own: the end of such a job is told once.
         self._pids_of_named_jobs: set[int | None] = set()
         # Waiting jobs that were told of, or waited at the first look.
-        self._waiting: set[_Key] = set()
+        self._waiting: set[_JobKey] = set()
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
@@ -144,7 +157,7 @@ class Events:
         before = self._before
         self._before = frame
         if before is None:
-            self._waiting = {_job_key(job) for job in frame.jobs if job.line is not None}
+            self._waiting = {_JobKey.of(job) for job in frame.jobs if job.line is not None}
         elif frame.at > before.at:
             self.all.extend(self._job_events(before, frame))
             self.all.extend(self._gpu_events(before, frame))
@@ -162,21 +175,8 @@ class Events:
         named_jobs = [job for job in jobs_of_both if job.name is not None]
         self._pids_of_named_jobs &= {job.pid for job in jobs_of_both}
         self._pids_of_named_jobs |= {pid for job in named_jobs for pid in (job.pid, *job.processes)}
-
-        def jobs_by_key(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
-            """Return jobs by their keys, without those that have ended and the processes of named jobs."""
-            listed = [job for job in jobs if job.name is not None or job.pid not in self._pids_of_named_jobs]
-            # The end of an MPS server is an event of its daemon.
-            return {_job_key(job): job for job in listed if job.state != ENDED and program_of(job) != MPS_SERVER}
-
-        earlier = jobs_by_key(before.jobs)
-        present = jobs_by_key(frame.jobs)
-        ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
-        new_exit_codes = {
-            job.name: job.exit_code
-            for job in frame.jobs
-            if job.state == ENDED and (job.name, job.ran_seconds) not in ended_before
-        }
+        earlier = self._jobs_by_key(before.jobs)
+        present = self._jobs_by_key(frame.jobs)
         for key, job in present.items():
             # A process on a GPU that answers again has not started.
             if job.line is None and (key in earlier or not _may_be_unseen(job, before)):
@@ -186,17 +186,31 @@ class Events:
                 self._waiting.add(key)
                 yield Event(frame.at, f"{job_title(job)} waits for room, place {job.line.place}", "warn")
         self._waiting &= present.keys()
-        running = {job.name for job in present.values()} - {None}
+        running_names = {job.name for job in present.values()} - {None}
+        ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
+        new_exit_codes = {
+            job.name: job.exit_code
+            for job in frame.jobs
+            if job.state == ENDED and (job.name, job.ran_seconds) not in ended_before
+        }
         for key, job in earlier.items():
             # What has left the line to start tells that itself.
-            if key in present or _may_be_unseen(job, frame) or (job.line is not None and job.name in running):
+            has_started = job.line is not None and job.name in running_names
+            if key in present or has_started or _may_be_unseen(job, frame):
                 continue
             if job.name in new_exit_codes:
                 yield _end_event(job_title(job), new_exit_codes.pop(job.name), frame.at)
             else:
                 yield Event(frame.at, f"{job_title(job)} {'left the line' if job.line is not None else 'ended'}")
+        # The other jobs began and ended between the two frames.
         for name, code in new_exit_codes.items():
             yield _end_event(name or "a job", code, frame.at)
+
+    def _jobs_by_key(self, jobs: Sequence[ListedJob]) -> dict[_JobKey, ListedJob]:
+        """Return jobs by their keys, without those that have ended and the processes of named jobs."""
+        listed = [job for job in jobs if job.name is not None or job.pid not in self._pids_of_named_jobs]
+        # The end of an MPS server is an event of its daemon.
+        return {_JobKey.of(job): job for job in listed if job.state != ENDED and program_of(job) != MPS_SERVER}
 
     def _gpu_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
         """Yield what has happened to the GPUs: silent, back, throttled (once a minute), Xids."""
@@ -269,11 +283,6 @@ def _job_changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[E
 def _end_event(title: str, code: int | None, at: float) -> Event:
     text = "was not started" if code is None else f"ended with exit code {code}"
     return Event(at, f"{title} {text}", "bad" if code else "good")
-
-
-def _job_key(job: ListedJob) -> _Key:
-    # A requeued job has a new program and the same name.
-    return (job.name, None, job.line is not None) if job.name is not None else (None, job.pid, job.line is not None)
 
 
 def is_over(job: ListedJob) -> bool:

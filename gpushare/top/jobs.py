@@ -29,14 +29,18 @@ class Row(NamedTuple):
     branch: str = ""
 
 
+# The text of a cell, and the name of its colour.
+Cell = tuple[str, str]
+
+
 class Column(NamedTuple):
-    """A column of the list. ``value`` sorts (None comes last), ``cell`` is the text with the name of its colour."""
+    """A column of the list. ``value`` sorts; None comes last."""
 
     key: str
     title: str
     width: int
     value: Callable[[Row], Any]
-    cell: Callable[[Row], tuple[str, str]]
+    cell: Callable[[Row], Cell]
     right: bool = False
     # Sorted, the largest comes first.
     falls: bool = False
@@ -60,8 +64,8 @@ def _number_text(value: float | None) -> str:
 _STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim", "-": "dim"}
 
 
-def _state_cell(job: ListedJob) -> tuple[str, str]:
-    """Return the text and the colour of a job's state: what is wrong with it comes first."""
+def _state_cell(job: ListedJob) -> Cell:
+    """Return the cell of a job's state: what is wrong with it comes first."""
     if job.line is not None:
         return f"waits #{job.line.place}", "warn"
     if job.state == ENDED:
@@ -88,7 +92,8 @@ def _way_text(job: ListedJob) -> str:
     return "time-slice" if job.slice_us is None else "slice"
 
 
-def _command_cell(row: Row) -> tuple[str, str]:
+def _command_cell(row: Row) -> Cell:
+    """Return what runs, or what a job waits for."""
     job = row.job
     if row.member is not None:
         return visible(row.member.name or "-"), "dim"
@@ -116,7 +121,7 @@ def waiting_reason(job: ListedJob) -> str:
 
 
 def _gpus_of(job: ListedJob) -> tuple[int, ...]:
-    """Return the indexes of the GPUs of a job; of one that has ended from what is left of it, the text of its device."""
+    """Return the indexes of the GPUs of a job; of one that has ended, only the text of its device tells them."""
     if job.gpu_indexes or job.device is None:
         return job.gpu_indexes
     numbers = re.search(r"\bGPUs (.*)", job.device)
@@ -124,7 +129,8 @@ def _gpus_of(job: ListedJob) -> tuple[int, ...]:
     return tuple(sorted({int(index) for index in indexes}))
 
 
-def _name_cell(row: Row) -> tuple[str, str]:
+def _name_cell(row: Row) -> Cell:
+    """Return the name of a job, or its program in another colour; of a process its program, in the tree."""
     if row.member is not None:
         return row.branch + visible(row.member.name or "-"), "dim"
     return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
@@ -138,16 +144,18 @@ def _of_job(
     show: Callable[[Any], str] = visible,
     colour: str = "text",
     *,
-    cell: Callable[[ListedJob], tuple[str, str]] | None = None,
+    cell: Callable[[ListedJob], Cell] | None = None,
     **more: bool,
 ) -> Column:
-    """Return a column about jobs, whose processes in the tree have nothing there.
+    """Return a column about jobs; processes in the tree have nothing there.
 
-    It shows what ``get`` returns, a dash if that is None; ``cell`` returns another text, with its colour.
+    ``get`` returns the value of a job. It is shown by ``show`` in ``colour``, as a dash if it is None, or by ``cell``.
     """
 
-    def cell_of(row: Row) -> tuple[str, str]:
-        """Return the text and the colour of a row."""
+    def value_of(row: Row) -> Any:
+        return None if row.member is not None else get(row.job)
+
+    def cell_of(row: Row) -> Cell:
         if row.member is not None:
             return "", "dim"
         if cell is not None:
@@ -155,17 +163,17 @@ def _of_job(
         value = get(row.job)
         return ("-", "dim") if value is None else (show(value), colour)
 
-    return Column(key, title, width, lambda row: None if row.member is not None else get(row.job), cell_of, **more)
+    return Column(key, title, width, value_of, cell_of, **more)
 
 
-def _memory_cell(job: ListedJob) -> tuple[str, str]:
-    """Return the memory of a job and its colour; in brackets what is out of the GPU."""
+def _memory_cell(job: ListedJob) -> Cell:
+    """Return the memory of a job; in brackets what is out of the GPU."""
     if job.swapped_bytes and not job.memory_used_bytes:
         return f"({size_text(job.swapped_bytes)})", "warn"
     return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
 
 
-def _cpu_cell(row: Row) -> tuple[str, str]:
+def _cpu_cell(row: Row) -> Cell:
     percent = None if row.use is None else row.use.cpu_percent
     return _number_text(percent), "text" if percent else "dim"
 
@@ -296,8 +304,8 @@ def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[C
     last, last_width = chosen[-1]
     has_command = last.key == "command"
     longest_name = max((len(program_of(row.job)) for row in rows), default=0)
-    most = room // 3 if has_command else min(room, 12)
-    wider_name = min(max(0, longest_name - COLUMNS[0].width), most)
+    most_wider = room // 3 if has_command else min(room, 12)
+    wider_name = min(max(0, longest_name - COLUMNS[0].width), most_wider)
     chosen[0] = (COLUMNS[0], COLUMNS[0].width + wider_name)
     if has_command:
         chosen[-1] = (last, last_width + room - wider_name)

@@ -68,7 +68,7 @@ class Replay:
         return frames
 
     @property
-    def place(self) -> str:
+    def progress_text(self) -> str:
         """Return how far it is, in percent of the time."""
         samples = self._samples
         whole = samples.time(len(samples) - 1)
@@ -81,23 +81,21 @@ class Replay:
         measured = {gpu.index: gpu for gpu in sample.gpus}
         # What was recorded of each process and each MIG device once, with what this sample says of it.
         processes = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
-        devices = {
+        instances = {
             gpu.index: [(recorded.instances[use.id], use) for use in gpu.instances if use.id in recorded.instances]
             for gpu in sample.gpus
         }
-        places = {device.uuid: device for instances in devices.values() for device, _ in instances}
+        instance_by_uuid = {instance.uuid: instance for on_gpu in instances.values() for instance, _ in on_gpu}
         ways = {index: _WAYS.get(gpu.way or "") for index, gpu in measured.items()}
         gpus: list[Gpu] = []
         sm: dict[tuple[int, int | None], float | None] = {}
+        sensors: dict[int, GpuSensors] = {}
         for facts in header.gpus:
             if facts.index not in measured:
                 continue
             gpu = measured[facts.index]
-            way = ways[facts.index]
-            instances = devices[facts.index]
-            sm |= {(facts.index, device.gpu_instance_id): use.sm_percent for device, use in instances}
-            sm[facts.index, None] = gpu.sm_percent
-            percent = gpu.utilization_percent
+            on_gpu = instances[facts.index]
+            own_processes = [(process, use) for process, use in processes if process.gpu == facts.index]
             gpus.append(
                 Gpu(
                     index=facts.index,
@@ -105,49 +103,44 @@ class Replay:
                     name=facts.name,
                     memory_total_bytes=facts.memory_total_bytes,
                     memory_used_bytes=gpu.memory_used_bytes,
-                    utilization_percent=None if percent is None else round(percent),
-                    mig_enabled=None if way is None else way is Way.MIG,
-                    mig_instances=tuple(
-                        replace(device, memory_used_bytes=use.memory_used_bytes) for device, use in instances
-                    ),
-                    processes=tuple(
-                        _gpu_process(process, use, places) for process, use in processes if process.gpu == facts.index
-                    ),
+                    utilization_percent=None if gpu.utilization_percent is None else round(gpu.utilization_percent),
+                    mig_enabled=None if ways[facts.index] is None else ways[facts.index] is Way.MIG,
+                    mig_instances=tuple(replace(mig, memory_used_bytes=use.memory_used_bytes) for mig, use in on_gpu),
+                    processes=tuple(_gpu_process(process, use, instance_by_uuid) for process, use in own_processes),
                     error=gpu.error,
                 )
             )
+            sm |= {(facts.index, instance.gpu_instance_id): use.sm_percent for instance, use in on_gpu}
+            sm[facts.index, None] = gpu.sm_percent
+            if gpu.error is None:
+                sensors[facts.index] = GpuSensors(
+                    power_watts=gpu.power_watts,
+                    power_limit_watts=facts.power_limit_watts,
+                    temperature_celsius=gpu.temperature_celsius,
+                    sm_clock_mhz=gpu.sm_clock_mhz,
+                )
         at = header.started_at + sample.at
         daemons = tuple(
             _mps_daemon(index, processes) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE}
         )
-        limits = {gpu.index: gpu.power_limit_watts for gpu in header.gpus}
         return Frame(
             at=at,
             snapshot=Snapshot(
                 host=header.host, driver_version=header.driver, gpus=tuple(gpus), daemons=daemons, taken_at=at
             ),
             ways=ways,
-            jobs=tuple(_listed_job(process, use, places) for process, use in processes),
-            sensors={
-                gpu.index: GpuSensors(
-                    power_watts=gpu.power_watts,
-                    power_limit_watts=limits.get(gpu.index),
-                    temperature_celsius=gpu.temperature_celsius,
-                    sm_clock_mhz=gpu.sm_clock_mhz,
-                )
-                for gpu in sample.gpus
-                if gpu.error is None
-            },
-            sm={place: percent for place, percent in sm.items() if percent is not None},
+            jobs=tuple(_listed_job(process, use, instance_by_uuid) for process, use in processes),
+            sensors=sensors,
+            sm={device: percent for device, percent in sm.items() if percent is not None},
         )
 
 
 _WAYS: Final = {way.value: cast("WayInForce", way) for way in Way}
 
 
-def _gpu_process(process: RecordedProcess, use: PartSample, places: dict[str, RecordedInstance]) -> GpuProcess:
-    """Return a recorded process as NVML lists it; ``places`` are the MIG devices by UUID."""
-    place = places.get(process.mig or "")
+def _gpu_process(process: RecordedProcess, use: PartSample, instances: dict[str, RecordedInstance]) -> GpuProcess:
+    """Return a recorded process as NVML lists it; ``instances`` are the MIG devices by UUID."""
+    instance = instances.get(process.mig or "")
     return GpuProcess(
         pid=process.pid,
         compute=not process.graphics,
@@ -155,8 +148,8 @@ def _gpu_process(process: RecordedProcess, use: PartSample, places: dict[str, Re
         mps=process.mps,
         user=process.user,
         name=process.name,
-        gpu_instance_id=None if place is None else place.gpu_instance_id,
-        compute_instance_id=None if place is None else place.compute_instance_id,
+        gpu_instance_id=None if instance is None else instance.gpu_instance_id,
+        compute_instance_id=None if instance is None else instance.compute_instance_id,
         memory_used_bytes=use.memory_used_bytes,
     )
 
@@ -184,9 +177,9 @@ def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, PartSample]]) -
     )
 
 
-def _listed_job(process: RecordedProcess, sample: PartSample, places: dict[str, RecordedInstance]) -> ListedJob:
-    """Return a recorded process as a job; ``places`` are the MIG devices by UUID."""
-    place = places.get(process.mig or "")
+def _listed_job(process: RecordedProcess, sample: PartSample, instances: dict[str, RecordedInstance]) -> ListedJob:
+    """Return a recorded process as a job; ``instances`` are the MIG devices by UUID."""
+    instance = instances.get(process.mig or "")
     way: JobWay
     if process.mps or process.name == MPS_SERVER:
         way = Way.MPS if process.mig is None else Way.MIG_MPS
@@ -204,8 +197,8 @@ def _listed_job(process: RecordedProcess, sample: PartSample, places: dict[str, 
         device=f"GPU {process.gpu}",
         gpu_indexes=(process.gpu,),
         way=way,
-        mig_profile=None if place is None else place.profile,
-        mig_name=None if place is None else place.name,
+        mig_profile=None if instance is None else instance.profile,
+        mig_name=None if instance is None else instance.name,
         threads_percent=process.threads_percent,
         slice_us=process.slice_us,
         memory_used_bytes=sample.memory_used_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Gpu, ListedJob
     from gpushare.top.frame import Frame
+    from gpushare.top.verbs import Document
     from gpushare.top.watch import Watch
 
 
@@ -63,8 +64,8 @@ KEYS: Final = (
     Key("escape", "back", "Esc", "back: closes the GPU, then removes filters"),
     Key("Choose"),
     Key("slash,f4,f3", "filter", "/ F4", "filter: part of a name, user, command, state or PID"),
-    Key("u", "user", "u g", "only jobs of a user; only jobs on a GPU"),
-    Key("g", "of_gpu"),
+    Key("u", "only_user", "u g", "only jobs of a user; only jobs on a GPU"),
+    Key("g", "only_gpu"),
     Key("o,f6", "sort", "o F6 < >", "sort by a column; by the one left or right of it"),
     Key("less_than_sign,comma", "sort_next(-1)"),
     Key("greater_than_sign,full_stop", "sort_next(1)"),
@@ -94,14 +95,14 @@ KEYS: Final = (
 FOOTER: Final = {
     "help": "help", "quit": "quit", "filter": "filter", "sort": "sort", "tree": "tree", "act('s')": "stop",
     "act('p')": "pause", "act('r')": "resume", "act('w')": "swap out", "act('b')": "back in", "logs": "logs",
-    "open": "open", "explain": "explain", "events": "events", "findings": "findings", "user": "user", "of_gpu": "GPU",
-    "act('n')": "slice", "act('v')": "move", "act('m')": "limits",
+    "open": "open", "explain": "explain", "events": "events", "findings": "findings", "only_user": "user",
+    "only_gpu": "GPU", "act('n')": "slice", "act('v')": "move", "act('m')": "limits",
 }  # fmt: skip
 # Of a replay, where nothing can be acted on.
 REPLAY_FOOTER: Final = {
     "help": "help", "quit": "quit", "hold": "hold", "seek(-10)": "10 s, 5 min", "interval(0.5)": "faster",
-    "filter": "filter", "sort": "sort", "open": "open", "explain": "explain", "events": "events", "user": "user",
-    "of_gpu": "GPU",
+    "filter": "filter", "sort": "sort", "open": "open", "explain": "explain", "events": "events", "only_user": "user",
+    "only_gpu": "GPU",
 }  # fmt: skip
 FOOTER_KEYS: Final = {
     key.action: key.shown.split(" ")[0] or key.names
@@ -219,6 +220,14 @@ class Bar(Widget):
         return Strip(self._draw(self.size.width))
 
 
+class _Note(NamedTuple):
+    """A message in the line of events, until a time of `time.monotonic`."""
+
+    until: float
+    text: str
+    colour: str
+
+
 class Cockpit(App[None]):
     """`gpushare top`."""
 
@@ -259,7 +268,7 @@ class Cockpit(App[None]):
         self._rows: list[jobs.Row] = []
         self._gpu_of_row: list[int] = []
         self._first_column = 1
-        self._note: tuple[float, str, str] | None = None
+        self._note: _Note | None = None
         # The command that is being carried out.
         self._doing: str | None = None
         self._title = Bar(self._title_line)
@@ -307,9 +316,8 @@ class Cockpit(App[None]):
     def _tick(self) -> None:
         """Draw the clock again, and remove a message whose time is over."""
         self._title.refresh()
-        if self._note is not None and time.monotonic() > self._note[0]:
-            self._note = None
-            self._last.refresh()
+        if self._note is not None and time.monotonic() > self._note.until:
+            self._clear_note()
 
     def _recolour(self) -> None:
         """Draw everything in the colours of the theme."""
@@ -334,7 +342,11 @@ class Cockpit(App[None]):
 
     def say(self, text: str, colour: str = "text", seconds: float = 10.0) -> None:
         """Show a message in the line of events for a while."""
-        self._note = (time.monotonic() + seconds, text, colour)
+        self._note = _Note(time.monotonic() + seconds, text, colour)
+        self._last.refresh()
+
+    def _clear_note(self) -> None:
+        self._note = None
         self._last.refresh()
 
     def redraw(self) -> None:
@@ -347,27 +359,27 @@ class Cockpit(App[None]):
 
     def _draw_gpus(self, frame: Frame) -> None:
         """Draw the GPUs and the charts, as much of them as the list of jobs leaves room for."""
-        width, height = self.size
         all_gpus = frame.snapshot.gpus
         shown = [gpu for gpu in all_gpus if self.opened in {None, gpu.index}]
-        layout = gpus.layout_of(width, max((len(gpus.short_name(gpu)) for gpu in all_gpus), default=0))
+        layout = gpus.layout_of(self.size.width, max((len(gpus.short_name(gpu)) for gpu in all_gpus), default=0))
+        # All but the title, the heads of both lists, events and keys.
+        height_of_lists = self.size.height - 5
+        # The GPUs may have a half of it, an open one more.
+        room_for_gpus = max(1, height_of_lists * (2 if self.opened is None else 3) // 4)
+        rows, owners = self._gpu_rows(frame, shown, layout, room_for_gpus)
+        # By the rows that are on the screen now.
         chosen = self.chosen_gpu
-        # All but the title, the heads of both lists, events and keys. The GPUs may have a half of it, an open one more.
-        height_of_lists = height - 5
-        room = max(1, height_of_lists * (2 if self.opened is None else 3) // 4)
-        rows, owners = self._gpu_rows(frame, shown, layout, room)
         self._gpu_of_row = owners
         if chosen not in owners:
             chosen = owners[0] if owners else None
         job_count = len(jobs.rows_of(frame, self.view))
-        lines = min(len(rows), max(room, height_of_lists - max(3, job_count)))
+        gpu_lines = min(len(rows), max(room_for_gpus, height_of_lists - max(3, job_count)))
         # The jobs have at most two thirds of what is left. Charts, with a head, take the rest.
         least_jobs = 6 if self.opened is None else 3
-        room_for_jobs = max(least_jobs, min(job_count + 1, (height_of_lists - lines) * 2 // 3))
-        chart_room = height_of_lists - 1 - lines - room_for_jobs
+        room_for_jobs = max(least_jobs, min(job_count + 1, (height_of_lists - gpu_lines) * 2 // 3))
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
-        self._draw_charts(frame, charted, chart_room)
-        self._gpus.styles.height = lines + 1
+        self._draw_charts(frame, charted, height_of_lists - 1 - gpu_lines - room_for_jobs)
+        self._gpus.styles.height = gpu_lines + 1
         # The cursor stays on its line of the chosen GPU, else goes to the first one.
         cursor = self._gpus.cursor
         if cursor >= len(owners) or owners[cursor] != chosen:
@@ -377,7 +389,7 @@ class Cockpit(App[None]):
     def _gpu_rows(
         self, frame: Frame, shown: Sequence[Gpu], layout: gpus.Layout, room: int
     ) -> tuple[list[list[Piece]], list[int]]:
-        """Return the lines of the GPUs, and for each line the index of its GPU; no index where there is no GPU to show."""
+        """Return the lines of the GPUs, and the index of the GPU of each line; no indexes where no GPU can be shown."""
         if frame.error is not None:
             first, *others = frame.error.split("\n")
             error_rows: list[list[Piece]] = [[(f" {first}", "bad")]]
@@ -407,7 +419,7 @@ class Cockpit(App[None]):
         if gpu is not None and room >= 4 and not gpu.error:
             most = 16 if self.opened is not None else max(7, self.size.height // 4)
             heads, *areas = gpus.chart_lines(frame, gpu, self.past, self.size.width, min(room, most))
-        self._charts.styles.height = len(areas) and len(areas) + 1
+        self._charts.styles.height = len(areas) + 1 if areas else 0
         self._charts.show_rows(heads, areas, 0)
 
     def _draw_jobs(self, frame: Frame) -> None:
@@ -497,12 +509,12 @@ class Cockpit(App[None]):
         if isinstance(reader, Reader):
             return [*right, (time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text")]
         clock = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(frame.at))
-        return [*right, (f"recorded, {reader.place}  ", "warn"), (clock, "text")]
+        return [*right, (f"recorded, {reader.progress_text}  ", "warn"), (clock, "text")]
 
     def _event_line(self, width: int) -> list[Segment]:
         """Return the line of events: a message while there is one, else what happened last."""
         if self._note is not None:
-            return segments([(" ", "text"), (one_line(self._note[1]), self._note[2])], width, self.colours)
+            return segments([(" ", "text"), (one_line(self._note.text), self._note.colour)], width, self.colours)
         pieces: list[Piece] = [(" ", "text")]
         for event in reversed(self.happened.all):
             pieces += [(f"{event.clock} ", "dim"), (f"{visible(event.text)}   ", event.colour)]
@@ -720,16 +732,16 @@ class Cockpit(App[None]):
         hint = "part of a name, user, command, state or PID; empty shows all"
         self.push_screen(Prompt("Filter", hint, self.colours, value=self.view.text), typed)
 
-    def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], cursor: int = 0) -> None:
-        """Let the user choose one of the texts; ``chosen`` gets its number."""
+    def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], **options: Any) -> None:
+        """Let the user choose one of the texts; ``chosen`` gets its number. ``options`` are those of `Choice`."""
 
-        def done(number: object) -> None:
+        def closed(number: object) -> None:
             if isinstance(number, int):
                 chosen(number)
 
-        self.push_screen(Choice(title, texts, self.colours, cursor=cursor), done)
+        self.push_screen(Choice(title, texts, self.colours, **options), closed)
 
-    def action_user(self) -> None:
+    def action_only_user(self) -> None:
         users = sorted({job.user for job in self.frame.jobs if job.user} if self.frame else ())
 
         def show_user(number: int) -> None:
@@ -738,7 +750,7 @@ class Cockpit(App[None]):
 
         self._choose("Jobs of", ["all users", *users], show_user)
 
-    def action_of_gpu(self) -> None:
+    def action_only_gpu(self) -> None:
         indexes = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
 
         def show_gpu(number: int) -> None:
@@ -750,7 +762,7 @@ class Cockpit(App[None]):
     def action_sort(self) -> None:
         keys = [column.key for column in jobs.COLUMNS]
         titles = [column.title.lower() for column in jobs.COLUMNS]
-        self._choose("Sort by", titles, lambda number: self._sort_by(keys[number]), keys.index(self.view.sort))
+        self._choose("Sort by", titles, lambda number: self._sort_by(keys[number]), cursor=keys.index(self.view.sort))
 
     def action_open(self) -> None:
         """Open or close the chosen GPU, or show the menu of the chosen job."""
@@ -762,22 +774,14 @@ class Cockpit(App[None]):
 
     def _open_job_menu(self, job: ListedJob) -> None:
         """Show what can be done with a job, and do what is chosen."""
-        choices = [
-            (action.key, action.title, partial(self._begin_action, action, job))
-            for action in ACTIONS
-            if action.fits(job)
-        ]
-        choices += [
-            (key.shown, key.text, partial(do, job)) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
-        ]
-
-        def act_on(number: object) -> None:
-            if isinstance(number, int):
-                choices[number][2]()
-
-        texts = [f"{key}  {title}" for key, title, _ in choices]
-        keys = "".join(key for key, _, _ in choices)
-        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._job_facts(job)), act_on)
+        fitting = [action for action in ACTIONS if action.fits(job)]
+        acts: list[Callable[[ListedJob], None]] = [partial(self._begin_action, action) for action in fitting]
+        acts += [self._show_logs, self._explain]
+        keys = [action.key for action in fitting] + [LOGS.shown, EXPLAIN.shown]
+        titles = [action.title for action in fitting] + [LOGS.text, EXPLAIN.text]
+        texts = [f"{key}  {title}" for key, title in zip(keys, titles, strict=True)]
+        above = self._job_facts(job)
+        self._choose(job_title(job), texts, lambda number: acts[number](job), keys="".join(keys), above=above)
 
     def _job_facts(self, job: ListedJob) -> list[Line]:
         """Return what the dialog of a job says about it, above what can be done."""
@@ -831,43 +835,45 @@ class Cockpit(App[None]):
         words = await self._command_words(action, job)
         if words is None:
             return
-        self.say(f"planning: {command_of(words)} ...")
-        document = await self._answer([*words, "-n"])
+        command = command_of(words)
+        self.say(f"planning: {command} ...")
+        plan = await self._answer([*words, "-n"])
         while True:
-            self._note = None
-            self._last.refresh()
-            if failed(document) and not needs_consent(document):
-                await self._show_dialog(command_of(words), error_lines(document, words))
+            self._clear_note()
+            if failed(plan) and not needs_consent(plan):
+                await self._show_dialog(command, error_lines(plan, words))
                 return
-            plan = plan_lines(document, words)
-            if not await self.push_screen_wait(Question(f"{job_title(job)}: {action.title}?", plan, self.colours)):
+            question = Question(f"{job_title(job)}: {action.title}?", plan_lines(plan, words), self.colours)
+            if not await self.push_screen_wait(question):
                 self.say("nothing was changed")
                 return
             if reader.identity(job.pid) != process:
-                await self._show_dialog(
-                    command_of(words), [(f"process {job.pid} has ended meanwhile; nothing was changed", "warn")]
-                )
+                text = f"process {job.pid} has ended meanwhile; nothing was changed"
+                await self._show_dialog(command, [(text, "warn")])
                 return
-            consent = bool((document.get("data") or {}).get("consent"))
-            self._doing = command_of(words)
-            try:
-                self.say(f"{self._doing} ...", seconds=3600)
-                document = await self._answer([*words, "-y"] if consent else words)
-            finally:
-                self._doing = None
-            # The host has changed, and the verb would take more than was agreed to: show the new plan, and ask again.
-            if not needs_consent(document):
+            result = await self._run_command(words, plan)
+            if not needs_consent(result):
                 break
+            # The host has changed, and the verb would take more than was agreed to: this is a new plan.
+            plan = result
         self._note = None
         self.watch_host.look_now()
-        if failed(document):
-            await self._show_dialog(command_of(words), error_lines(document, words))
+        if failed(result):
+            await self._show_dialog(command, error_lines(result, words))
             return
-        undo = (document.get("data") or {}).get("undo")
-        self.happened.all.append(
-            Event(time.time(), f"done: {command_of(words)}{f'; undo: {undo}' if undo else ''}", "good")
-        )
+        undo = (result.get("data") or {}).get("undo")
+        self.happened.all.append(Event(time.time(), f"done: {command}{f'; undo: {undo}' if undo else ''}", "good"))
         self._last.refresh()
+
+    async def _run_command(self, words: Sequence[str], plan: Document) -> Document:
+        """Run a command whose plan the user has agreed to, with what it takes; return its document."""
+        consent = bool((plan.get("data") or {}).get("consent"))
+        self._doing = command_of(words)
+        try:
+            self.say(f"{self._doing} ...", seconds=3600)
+            return await self._answer([*words, "-y"] if consent else words)
+        finally:
+            self._doing = None
 
     async def _command_words(self, action: Action, job: ListedJob) -> list[str] | None:
         """Return the command line of an action, after a question if it has one; None: it is not wanted, or cannot be."""
@@ -928,14 +934,14 @@ class Cockpit(App[None]):
         """Show what a job prints, and go on with it until the dialog is closed."""
         if self._refuse_in_replay("output of jobs") or self._follow is None:
             return
-        pages = Dialog(f"{job_title(job)}: output", [], self.colours)
+        dialog = Dialog(f"{job_title(job)}: output", [], self.colours)
         follow = self._follow
         target = job.name or str(job.pid)
 
-        async def followed() -> None:
+        async def add_output() -> None:
             # Lines can be added only to a dialog that is on the screen.
-            await shown
-            await follow(target, lambda lines: pages.add([(line, "text") for line in lines]))
+            await on_screen
+            await follow(target, lambda lines: dialog.add([(line, "text") for line in lines]))
 
-        shown: Awaitable[None] = self.push_screen(pages, lambda _: worker.cancel())
-        worker: Worker[None] = self.run_worker(followed(), group="logs", exclusive=True)
+        on_screen: Awaitable[None] = self.push_screen(dialog, lambda _: worker.cancel())
+        worker: Worker[None] = self.run_worker(add_output(), group="logs", exclusive=True)

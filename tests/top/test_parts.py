@@ -177,14 +177,14 @@ def test_the_past_has_five_minutes_and_goes_back_with_the_time() -> None:
     past = History()
     for second in range(600):
         past.add(frame(float(second), gpu=Gpu(index=0, utilization_percent=100 if second < 450 else 0)))
-    values = past.values(0, "util", 10)
+    values = past.means(0, "util", 10)
     assert values[0] == 1.0
     assert values[-1] == 0.0
-    assert past.values(0, "sm", 3) == [None] * 3
-    assert past.values(9, "util", 2) == [None] * 2
+    assert past.means(0, "sm", 3) == [None] * 3
+    assert past.means(9, "util", 2) == [None] * 2
     # A replay that goes back forgets what is later.
     past.add(frame(430.0, gpu=Gpu(index=0, utilization_percent=100)))
-    assert past.values(0, "util", 10)[-1] == 1.0
+    assert past.means(0, "util", 10)[-1] == 1.0
 
 
 def test_events_of_jobs() -> None:
