@@ -184,16 +184,11 @@ class Case:
     @functools.cached_property
     def same_user(self) -> bool | None:
         """Return whether all processes belong to one user."""
-        if any(work.same_user is False for work in self.workloads):
-            return False
         names = {work.user for work in self.workloads if work.user is not None}
-        if len(names) > 1:
+        if len(names) > 1 or any(work.same_user is False for work in self.workloads):
             return False
-        if len(names) == 1 and all(work.user is not None for work in self.workloads):
-            return True
-        if all(work.same_user for work in self.workloads):
-            return True
-        return True if self.processes == 1 else None
+        one_name = all(work.user is not None for work in self.workloads)
+        return True if one_name or all(work.same_user for work in self.workloads) or self.processes == 1 else None
 
     @property
     def same_user_inside(self) -> bool | None:
@@ -205,9 +200,8 @@ class Case:
             return None
         if any(work.same_user is False for work in self.workloads):
             return False
-        if all(work.same_user or work.user or (work.processes or 1) == 1 for work in self.workloads):
-            return True
-        return None
+        all_known = all(work.same_user or work.user or (work.processes or 1) == 1 for work in self.workloads)
+        return True if all_known else None
 
 
 def check_users(case: Case) -> Case:

@@ -59,10 +59,6 @@ def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) 
 # -- availability ---------------------------------------------------------------------------------
 
 
-def _streams_availability(_host: HostFacts, _gpu: GpuFacts) -> Availability:
-    return Availability(usable=True, why="yes, inside each program")
-
-
 def _mps_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
     """Return whether a daemon can be started here, or runs already."""
     if not host.mps_program:
@@ -112,7 +108,7 @@ def _vgpu_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
 
 
 _AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
-    Way.STREAMS: _streams_availability,
+    Way.STREAMS: lambda _host, _gpu: Availability(usable=True, why="yes, inside each program"),
     Way.MPS: _mps_availability,
     Way.TIMESLICE: _timeslice_availability,
     Way.MIG: _mig_availability,
@@ -304,7 +300,13 @@ def explanation(
     cell = table.cell(way, row_key, driver)
     row = table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published), *_lines_by_driver(entry)]
-    lines += _host_lines(table, way, row_key, host, why_no_host)
+    if host is not None:
+        gpus = answering(host)
+        # The availability begins with "no: ", which `NOT_HERE` says.
+        not_here = f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}"
+        lines.append(("this host", text_here(table, way, row_key, host, gpus) or not_here))
+    elif why_no_host:
+        lines.append(("this host", f"not known: {why_no_host}"))
     lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
     branch = driver_branch(driver)
     for option in options_of(entry):
@@ -327,17 +329,3 @@ def _lines_by_driver(entry: Mapping[str, Any]) -> list[tuple[str, str]]:
     if len(texts) > 1:
         lines[0] = (f"before driver {texts[1].since}", texts[0].value)
     return lines
-
-
-def _host_lines(
-    table: Table, way: Way, row_key: str, host: HostFacts | None, why_no_host: str | None
-) -> list[tuple[str, str]]:
-    """Return the line of a cell on this host; none if there is no host and no reason for that."""
-    if host is None:
-        return [("this host", f"not known: {why_no_host}")] if why_no_host else []
-    gpus = answering(host)
-    text = text_here(table, way, row_key, host, gpus)
-    if text is None:
-        # The availability begins with "no: ", which `NOT_HERE` says.
-        text = f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}"
-    return [("this host", text)]

@@ -420,16 +420,6 @@ def _programs_here(s: Situation, _: Way) -> str:
     return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
 
 
-def _cost_text(s: Situation, way: Way) -> str:
-    cost = s.leaving_cost(way)
-    return "" if cost is None else cost.sentence
-
-
-def _host_needed(s: Situation, way: Way) -> str:
-    cost = s.leaving_cost(way)
-    return "-" if cost is None else format_bytes(cost.host_bytes)
-
-
 def _without_limits(s: Situation, _: Way) -> str:
     """Return what follows where MPS cannot have limits, for the text of a rule."""
     if Isolation.QUOTA in s.isolation:
@@ -474,9 +464,9 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "at_a_time": lambda s, way: s.wave_size(way),
     "why_so_many_at_a_time": _why_so_many_at_a_time,
     "without_limits": _without_limits,
-    "host_needed": _host_needed,
+    "host_needed": lambda s, way: "-" if (cost := s.leaving_cost(way)) is None else format_bytes(cost.host_bytes),
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
-    "cost": _cost_text,
+    "cost": lambda s, way: "" if (cost := s.leaving_cost(way)) is None else cost.sentence,
     "untried_uses": _untried_uses,
 }
 

@@ -198,10 +198,12 @@ _LONGEST: Final = 4096
 def explain_log(lines: Iterable[str]) -> Log:
     """Return what explains the lines of a log of any length."""
     matches: dict[Explanation, Match] = {}
+    known_beginnings = _known_beginnings()
     number = 0
     for number, text in enumerate(lines, 1):
         line = text[:_LONGEST].strip()
-        if not line or not _may_be_known(line):
+        # Quickly told: in a line without a known word, the search finds nothing.
+        if known_beginnings.isdisjoint(word[:4] for word in _WORD.findall(line.lower())):
             continue
         # No code has four digits, and no time tells anything: without them most lines of a log are the same, and the
         # search is made once for all of these.
@@ -228,12 +230,6 @@ def _known_beginnings() -> frozenset[str]:
         for word in (entry.pattern or "", entry.text or "", *entry.names, TITLES[entry.kind])
     ]
     return frozenset(word[:4] for text in texts for word in _WORD.findall(text.lower()))
-
-
-def _may_be_known(line: str) -> bool:
-    """Return whether a line has the beginning of a known word: quickly told, and without one the search finds nothing."""
-    beginnings = _known_beginnings()
-    return any(word[:4] in beginnings for word in _WORD.findall(line.lower()))
 
 
 class _Sought(NamedTuple):

@@ -13,7 +13,6 @@ from gpushare.base.values import dataclass
 if TYPE_CHECKING:
     from gpushare.advice.place import Part
     from gpushare.advice.situation import Situation
-    from gpushare.base.model import Way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,11 +268,8 @@ def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Q
             situation,
             *(with_answer(situation, other.field, answer.value) for other in others for answer in other.answers),
         ]
-        if any(len(ways_of(variant, question)) > 1 for variant in situations):
-            return question
+        for variant in situations:
+            ways = {_first_part_with(variant, question, answer).way for answer in question.answers}
+            if len(ways) > 1:
+                return question
     return None
-
-
-def ways_of(situation: Situation, question: Question) -> set[Way | None]:
-    """Return the ways that the answers to a question lead to."""
-    return {_first_part_with(situation, question, answer).way for answer in question.answers}

@@ -570,9 +570,8 @@ class Situation:
             return any(work.gaps for work in production)
         if any(work.cuda_graphs for work in production):
             return False
-        if any(work.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for work in production):
-            return True
-        return None
+        idle_often = any(work.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for work in production)
+        return True if idle_often else None
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
@@ -857,6 +856,7 @@ class Situation:
 
     @cached_property
     def idle_instances(self) -> tuple[GpuInstance, ...]:
+        """Return the existing instances of the GPU that anybody may use."""
         return _idle_instances(self.gpu)
 
     @property
@@ -894,34 +894,24 @@ class Situation:
         return self.case.root if self.case.root is not None else self.host.root or None
 
     def shares(self, way: Way) -> tuple[Share, ...]:
-        """Return what each instance must hold: one process with plain MIG, else the processes of one group."""
-        works = self.case.workloads
-        if way is Way.MIG:
-            return self._shares_of_processes()
-        context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
-        if len(works) > 1:
-            return tuple(
-                _share_of(work, -(-(work.processes or 1) // (work.groups or 1)), context)
-                for work in works
-                for _ in range(work.groups or 1)
-            )
-        processes = works[0].processes or 2
-        instances = self.case.groups or self._instances_for(processes)
-        return (_share_of(works[0], -(-processes // instances), context),) * instances
+        """Return what each instance must hold: one process with plain MIG, else the processes of one group.
 
-    def _shares_of_processes(self) -> tuple[Share, ...]:
-        """Return what the instance of each process must hold, with its percentage if the user gave unequal ones."""
+        With plain MIG, it has its percentage if the user wants unequal shares.
+        """
         works = self.case.workloads
-        if len(works) == 1:
-            share = _share_of(works[0], 1, CONTEXT_BYTES)
-            if not works[0].shares:
-                # An unknown number is taken as two.
-                return (share,) * (self.case.processes or 2)
-            return tuple(replace(share, percent=percent) for percent in works[0].shares)
-        shares = [_share_of(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
+        context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
+        shares: list[Share] = []
+        for work in works:
+            processes = work.processes or (1 if len(works) > 1 else 2)
+            if way is Way.MIG:
+                instances = processes
+            else:
+                instances = work.groups or (1 if len(works) > 1 else self._instances_for(processes))
+            memory = 0 if work.memory is None else -(-processes // instances) * (work.memory + context)
+            shares += [Share(memory, work.sms or 0, bool(work.graphics))] * instances
         percentages = self.case.shares or ()
-        if len(percentages) == len(shares):
-            shares = [replace(share, percent=percent) for share, percent in zip(shares, percentages, strict=True)]
+        if way is Way.MIG and len(percentages) == len(shares):
+            return tuple(replace(share, percent=percent) for share, percent in zip(shares, percentages, strict=True))
         return tuple(shares)
 
     def _instances_for(self, processes: int) -> int:
@@ -1064,12 +1054,6 @@ def instance_title(instance: GpuInstance) -> str:
     if not reasons and not instance.made:
         reasons.append("not made by gpushare")
     return f"{instance} ({', '.join(reasons)})" if reasons else str(instance)
-
-
-def _share_of(workload: Workload, processes: int, context: int) -> Share:
-    """Return what an instance must hold for so many processes of a workload, each with a context of so many bytes."""
-    memory = 0 if workload.memory is None else processes * (workload.memory + context)
-    return Share(memory, workload.sms or 0, bool(workload.graphics))
 
 
 def instances_sentence(situation: Situation, way: Way) -> str | None:

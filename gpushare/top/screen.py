@@ -187,12 +187,6 @@ class Panel(Widget, can_focus=True):
         self.show_rows(self._head, self._rows, self.cursor)
         self.refresh()
 
-    def on_focus(self) -> None:
-        self.refresh()
-
-    def on_blur(self) -> None:
-        self.refresh()
-
     def on_click(self, event: events.Click) -> None:
         if event.y == 0:
             self._cockpit.sort_by_title(self, event.x)
@@ -293,7 +287,7 @@ class Cockpit(App[None]):
         self._recolour()
         self._jobs.styles.height = "1fr"
         self._jobs.focus()
-        self.watch_host.deliver_to(lambda frame: self.post_message(NewFrame(frame)))
+        self.watch_host.deliver = lambda frame: self.post_message(NewFrame(frame))
         if self.watch_host.latest is not None:
             self.take(self.watch_host.latest)
         # So that a look that hangs is seen.
@@ -466,11 +460,10 @@ class Cockpit(App[None]):
             # Several jobs of one name may have ended, each after another time.
             return (row.job.name, row.job.pid, row.job.ran_seconds, row.member and row.member.pid)
 
-        if row is not None:
-            for number, other in enumerate(self._rows):
-                if identity(other) == identity(row):
-                    return number
-        return self._jobs.cursor
+        if row is None:
+            return self._jobs.cursor
+        same = (number for number, other in enumerate(self._rows) if identity(other) == identity(row))
+        return next(same, self._jobs.cursor)
 
     # -- the lines -----------------------------------------------------------------------------------------------------------
 

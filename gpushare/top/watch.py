@@ -29,15 +29,12 @@ class Watch:
         self._began: float | None = None
         self._wake = threading.Event()
         self._ended = threading.Event()
-        self._deliver: Callable[[Frame], object] = lambda _frame: None
+        # Gets each frame, in the thread.
+        self.deliver: Callable[[Frame], object] = lambda _frame: None
 
     def start(self) -> None:
         """Begin to look. The thread is a daemon: one that hangs in the driver does not keep gpushare from ending."""
         threading.Thread(target=self._run, name="gpushare-top", daemon=True).start()
-
-    def deliver_to(self, deliver: Callable[[Frame], object]) -> None:
-        """Call a function, in the thread, with each frame from now on."""
-        self._deliver = deliver
 
     def look_now(self) -> None:
         """Look again at once, as after an action."""
@@ -70,6 +67,6 @@ class Watch:
             if self._ended.is_set():
                 return
             self.latest = frame
-            self._deliver(frame)
+            self.deliver(frame)
             self._wake.wait(max(0.0, began + self.seconds - time.monotonic()))
             self._wake.clear()

@@ -428,7 +428,7 @@ def test_a_look_that_fails_unexpectedly_is_told_and_repeated() -> None:
             raise ValueError(message)
 
     watch = Watch(Reader(), 0.0)  # type: ignore[arg-type]
-    watch.deliver_to(seen.append)
+    watch.deliver = seen.append
     watch.start()
     assert done.wait(5)
     watch.end()
