@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import has_static_partitions, mps_clients
+from gpushare.advice.facts import HOPPER, has_static_partitions, mps_clients
 from gpushare.advice.table import Cell, Table, dated_values, driver_branch, options_of
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import counted, format_bytes
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 
     from gpushare.advice.facts import GpuFacts, HostFacts
     from gpushare.mig.profile import Profile
-
-
-_HOPPER: Final = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +213,7 @@ def _mig_change_text(here: _HostGpu) -> str | None:
         return f"Idle instances at any time, {rights}"
     if gpu.compute_capability is None:
         return None
-    how = "no reset" if gpu.compute_capability >= _HOPPER else "with a reset of the GPU"
+    how = "no reset" if gpu.compute_capability >= HOPPER else "with a reset of the GPU"
     if gpu.processes is None:
         return f"When idle, {rights}; {how}"
     present = f"{counted(gpu.processes, 'process')} now" if gpu.processes else "idle now"

@@ -26,6 +26,7 @@ _MPS_60: Final = 13010
 _BEFORE_590: Final = 589
 _CLIENTS_BEFORE_VOLTA: Final = 16
 _AMPERE: Final = (8, 0)
+HOPPER: Final = (9, 0)
 # NVML_GPU_VIRTUALIZATION_MODE_*: inside a vGPU guest; on a host that makes vGPUs.
 _GUEST: Final = 2
 _VGPU_HOST: Final = frozenset({3, 4})

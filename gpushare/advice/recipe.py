@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.advice.case import Isolation, Pattern, Role
 from gpushare.advice.conditions import wakes_late
+from gpushare.advice.facts import HOPPER
 from gpushare.advice.limits import (
     client_job_memory,
     client_limits,
@@ -21,7 +22,7 @@ from gpushare.advice.limits import (
     threads_for,
 )
 from gpushare.advice.rules import cannot_leave, verdicts
-from gpushare.advice.situation import HOPPER, may_go
+from gpushare.advice.situation import may_go
 from gpushare.advice.steps import (
     OWN_SLICE,
     AdviceStep,
@@ -390,6 +391,14 @@ def _production(steps: Steps, way: Way) -> None:
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     if way is Way.MPS_PRIORITY:
         _start_daemons(steps, "start MPS without a cap for production", Limits())
+    if can_yield:
+        note = pair.note and pair.note.format(name=first_name)
+        # Swap is told by the growth of production, whichever job that is.
+        target = None if way is Way.SWAP else first_name
+        options_of_others: dict[str, Any] = {"opportunistic": True, "yields": pair.yields, "target": target}
+    else:
+        note = pair.note_apart
+        options_of_others = _options_apart(s, way)
     production_count = 0
     others_count = 0
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
@@ -407,15 +416,7 @@ def _production(steps: Steps, way: Way) -> None:
         else:
             others_count += 1
             name = "other" if others_count == 1 else f"other{others_count}"
-            if can_yield:
-                how = pair.note and pair.note.format(name=first_name)
-                # Swap is told by the growth of production, whichever job that is.
-                target = None if way is Way.SWAP else first_name
-                options = {"opportunistic": True, "yields": pair.yields, "target": target}
-            else:
-                how = pair.note_apart
-                options = _options_apart(s, way)
-            steps.add_copies(work, count, how, owner, default=name, memory=memory, **options)
+            steps.add_copies(work, count, note, owner, default=name, memory=memory, **options_of_others)
     if way is Way.SWAP and can_yield:
         early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
         steps.add_line(

@@ -90,14 +90,14 @@ class Budget:
 
     @property
     def may_fit(self) -> bool | None:
-        """Return whether all fit at the same time with the smallest reported contexts."""
-        left = self.left_bytes
-        if left is None or self.processes is None:
+        """Return whether all fit at the same time with the smallest reported contexts; None: unknown."""
+        if self.wanted_bytes is None or self.processes is None or self.usable_bytes is None:
             return None
-        return left + self.processes * (self.context_bytes - self.least_context_bytes) >= 0
+        return self.wanted_bytes + self.processes * self.least_context_bytes <= self.usable_bytes
 
     @property
     def one_fits(self) -> bool | None:
+        """Return whether the largest process fits; None: unknown."""
         usable = self.usable_bytes
         return None if usable is None or self.largest_bytes is None else self.largest_bytes <= usable
 
@@ -424,28 +424,25 @@ def _fitting_instances(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> 
     return [chosen[number] for number in range(len(shares))]
 
 
-HOPPER: Final = (9, 0)
-
-
 @dataclass(frozen=True)
 class Situation:
-    """A case, the host and GPU that it is to run on, and the table.
-
-    ``cap`` is the active thread percentage of an MPS client that was measured to be best (100 means no cap), or None.
-    ``among``: the indexes of the GPUs that may be used; none means all. ``consolidate``: as few GPUs as possible are used.
-    ``more`` are other GPUs like this one that have a part of the case as large as this one, or one smaller; ``whole`` is
-    then the case on all of them. ``own_gpu``: it is one process of several, each of which has a GPU.
-    """
+    """A case, the host and GPU that it is to run on, and the table."""
 
     case: Case
     host: HostFacts
     gpu: GpuFacts
     table: Table
+    # The active thread percentage of an MPS client that was measured to be best (100: no cap); None: not measured.
     cap: float | None = None
+    # The indexes of the GPUs that may be used; empty: all of them.
     among: tuple[int, ...] = ()
+    # As few GPUs as possible are used.
     consolidate: bool = False
+    # Other GPUs like ``gpu``, on which equal jobs run: as many as on ``gpu``, or fewer.
     more: tuple[GpuFacts, ...] = ()
+    # The case on all of these GPUs, where there are several.
     whole: Case | None = None
+    # The case is one process of several, each of which has a GPU.
     own_gpu: bool = False
 
     @property
