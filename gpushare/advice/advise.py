@@ -343,7 +343,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
 
 
 def _title_of(advice: Advice) -> str:
-    """Return the answer in words: the way, by GPU where the ways differ; of whole GPUs, how many jobs have one at a time."""
+    """Return the way in words, by GPU where the ways differ; where it is the whole GPU, how many jobs run at a time."""
     if advice.best is None:
         return "nothing fits"
     if len({(part.way, part.situation.gpus_each) for part in advice.parts}) > 1:
@@ -462,7 +462,7 @@ def _others_ruled_out(advice: Advice, best: WayVerdict) -> bool:
 
 
 def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
-    """Return why jobs wait in a queue, which rules prefer, and no way of sharing is possible; empty where that is not so."""
+    """Return why several do not run at the same time, where jobs wait in a queue and no way of sharing is possible."""
     some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
     if best.way is not Way.WHOLE or not some_wait or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
         return []
@@ -480,7 +480,7 @@ def _why_without_reason(advice: Advice, best: WayVerdict) -> str:
 
 
 def _vetoes_of_nearest(advice: Advice, already_named: Sequence[str] = ()) -> list[str]:
-    """Return why that refused way of sharing is refused that has the most in its favour, but for reasons already named."""
+    """Return why the refused way of sharing with the highest score is refused, without the reasons already named."""
     # These two need another host, or another program.
     others = [advice.of(way) for way in CONCURRENT if way not in {Way.VGPU, Way.STREAMS}]
     nearest = max((verdict for verdict in others if verdict.refused), key=lambda verdict: verdict.score, default=None)

@@ -315,7 +315,7 @@ class _GpuCase(NamedTuple):
 
 
 def _split_over(situation: Situation, gpus: Sequence[GpuFacts], capacities: Sequence[int]) -> tuple[Part, ...]:
-    """Return the parts of a case that is split over these GPUs: one for all GPUs of a kind with equal jobs."""
+    """Return the parts of a case that is split over these GPUs; GPUs that are alike and have equal jobs are one part."""
     works_per_gpu = _split(situation.case.workloads, gpus, capacities)
     placed = [
         _GpuCase(gpu, replace(situation.case, workloads=works))
