@@ -221,8 +221,12 @@ def _consolidate(
     """Return what work on these GPUs comes to: load, peaks, memory and cost, against all GPUs now."""
     gpus = len(bins)
     max_load = max(sum((workload.load for workload in place), Decimal(0)) for place in bins)
-    p95 = [_sum_p95(place) for place in bins]
-    memory = [_sum_memory(place) for place in bins]
+    max_p95 = max_memory = None
+    # Of some work alone, a sum would say too little.
+    if all(workload.p95 is not None for place in bins for workload in place):
+        max_p95 = max(sum((workload.p95 or Decimal(0) for workload in place), Decimal(0)) for place in bins)
+    if all(workload.memory_bytes is not None for place in bins for workload in place):
+        max_memory = max(sum(workload.memory_bytes or 0 for workload in place) for place in bins)
     new_cost = None if price is None else price.cost(gpus)
     verdict = "fits"
     if max_load > target_load:
@@ -231,23 +235,13 @@ def _consolidate(
         gpus=gpus,
         places=tuple(tuple(workload.name for workload in place) for place in bins),
         max_load_percent=max_load,
-        max_p95_percent=None if None in p95 else max(value for value in p95 if value is not None),
-        max_memory_bytes=None if None in memory else max(value for value in memory if value is not None),
+        max_p95_percent=max_p95,
+        max_memory_bytes=max_memory,
         verdict=verdict,
         cost=new_cost,
         saving=None if cost is None or new_cost is None else cost - new_cost,
         saving_percent=(Decimal(100) * (gpus_now - gpus) / gpus_now).quantize(Decimal("0.1"), ROUND_HALF_UP),
     )
-
-
-def _sum_p95(place: Sequence[Work]) -> Decimal | None:
-    loads = [workload.p95 for workload in place if workload.p95 is not None]
-    return sum(loads, Decimal(0)) if len(loads) == len(place) else None
-
-
-def _sum_memory(place: Sequence[Work]) -> int | None:
-    sizes = [workload.memory_bytes for workload in place if workload.memory_bytes is not None]
-    return sum(sizes) if len(sizes) == len(place) else None
 
 
 def _no_room_text(work: Sequence[Work], gpus: int, capacity: int | None) -> str:

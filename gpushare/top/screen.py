@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
@@ -581,14 +582,11 @@ class Cockpit(App[None]):
         if self.opened is not None:
             self._open_gpu(None)
         else:
-            self.view.text = ""
-            self.view.user = None
-            self.view.gpu = None
+            self.view = replace(self.view, text="", user=None, gpu=None)
             self.redraw()
 
     def action_reverse(self) -> None:
-        self.view.reverse = not self.view.reverse
-        self.redraw()
+        self._sort_by(self.view.sort)
 
     def _sort_by(self, key: str) -> None:
         """Sort the jobs by a column; by the same one again: the other way round."""
@@ -598,9 +596,7 @@ class Cockpit(App[None]):
 
     def action_sort_next(self, by: int) -> None:
         keys = [column.key for column in jobs.COLUMNS]
-        self.view.sort = keys[(keys.index(self.view.sort) + by) % len(keys)]
-        self.view.reverse = False
-        self.redraw()
+        self._sort_by(keys[(keys.index(self.view.sort) + by) % len(keys)])
 
     def _refuse_in_replay(self, thing: str) -> bool:
         """Say that a recording does not have some thing, and return True, if one is shown; else return False."""
