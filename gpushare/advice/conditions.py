@@ -24,13 +24,9 @@ _REPLICAS_BEFORE_7_5: Final = 16
 _FIRST_WITH_ALL_REPLICAS: Final = (7, 5)
 
 
-def _wants(*kinds: Isolation) -> Condition:
-    """Return the condition that one of these kinds of isolation is wanted."""
-
-    def wanted(s: Situation, _: Way) -> bool | None:
-        return None if s.case.wanted_isolation is None else bool(s.isolation & set(kinds))
-
-    return wanted
+def _wants(kind: Isolation) -> Condition:
+    """Return the condition that a kind of isolation is wanted."""
+    return lambda s, _: None if s.case.wanted_isolation is None else kind in s.isolation
 
 
 def _gpus_here(s: Situation) -> int:
@@ -314,10 +310,6 @@ def _free_to_measure(s: Situation, _: Way) -> bool:
     return len(s.case.workloads) == 1 or all(work.cuda_graphs for work in s.case.workloads)
 
 
-def _pattern(pattern: Pattern) -> Condition:
-    return lambda s, _: s.case.pattern is pattern
-
-
 CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
     "spans_gpus": lambda s, _: s.gpus_each > 1,
@@ -404,9 +396,9 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "leaves_half": _leaves_half,
     "free_to_measure": _free_to_measure,
     "production_work": lambda s, _: Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY}),
-    "interactive": _pattern(Pattern.INTERACTIVE),
-    "bursty": _pattern(Pattern.BURSTY),
-    "steady": _pattern(Pattern.STEADY),
+    "interactive": lambda s, _: s.case.pattern is Pattern.INTERACTIVE,
+    "bursty": lambda s, _: s.case.pattern is Pattern.BURSTY,
+    "steady": lambda s, _: s.case.pattern is Pattern.STEADY,
     "wants_quota": _wants(Isolation.QUOTA),
     "wants_fault": _wants(Isolation.FAULT),
     "wants_full": _wants(Isolation.FULL),
