@@ -48,6 +48,15 @@ class MigDescription:
         """Return whether its compute instance fills its GPU instance: the driver then prints no ``1c.``."""
         return _PARTIAL.match(self.profile) is None
 
+    def check_whole(self, engine: str, gpu_index: int) -> None:
+        """Raise NotSupported, for an engine that offers only those, unless it is whole."""
+        if not self.is_whole:
+            raise NotSupported(
+                f"{engine} does not offer a MIG device that is part of a GPU instance; GPU {gpu_index} has {self.profile}",
+                "gpushare export slurm can, and gpushare export docker, compose and cdi",
+                code="partial_compute_instance",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuDescription:

@@ -86,12 +86,7 @@ def _distinct_devices(gpu: GpuDescription) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
     distinct: dict[object, MigDescription] = {}
     for mig in gpu.mig:
-        if not mig.is_whole:
-            raise NotSupported(
-                f"the DRA driver does not offer a MIG device that is part of a GPU instance; GPU {gpu.index} has {mig.profile}",
-                "gpushare export slurm can, and gpushare export docker, compose and cdi",
-                code="partial_compute_instance",
-            )
+        mig.check_whole("the DRA driver", gpu.index)
         is_shared = mig.mps is not None or bool(mig.replicas)
         distinct.setdefault((mig.uuid or mig.index) if is_shared else mig.profile, mig)
     return list(distinct.values())

@@ -268,13 +268,7 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
                 code="mps_on_mig",
             )
-        if not mig.is_whole:
-            raise NotSupported(
-                f"the device plugin does not offer a MIG device that is part of a GPU instance; "
-                f"GPU {gpu.index} has {mig.profile}",
-                "gpushare export slurm can, and gpushare export docker, compose and cdi",
-                code="partial_compute_instance",
-            )
+        mig.check_whole("the device plugin", gpu.index)
     if strategy == "single":
         _check_single_strategy(host, plain)
 

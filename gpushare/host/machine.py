@@ -165,15 +165,11 @@ class Machine:
 
     def descriptor_limit(self, pid: int) -> int | None:
         """Return the soft limit of open files (``/proc/PID/limits``); if unlimited, the kernel's own maximum."""
-        try:
-            with open(f"{self._proc}/{pid}/limits", encoding="ascii", errors="replace") as file:
-                text = file.read()
-        except OSError:
-            return None
-        match = re.search(r"^Max open files\s+(\d+|unlimited)", text, re.MULTILINE)
+        text = read_proc(f"{self._proc}/{pid}/limits") or b""
+        match = re.search(rb"^Max open files\s+(\d+|unlimited)", text, re.MULTILINE)
         if match is None:
             return None
-        return _MOST_FILES if match[1] == "unlimited" else int(match[1])
+        return _MOST_FILES if match[1] == b"unlimited" else int(match[1])
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         """Return these variables by PID (``/proc/PID/environ``): as they were when the program started."""
