@@ -59,7 +59,9 @@ _own_command = ""
 def set_host(spec: str | None, verbs: Collection[str], *, simulated: bool) -> None:
     """Say which ``--host`` the commands (of these verbs) need in the text from now on, and whether that host is simulated."""
     global _simulated, _host_option, _own_command  # noqa: PLW0603
-    _simulated, _host_option = simulated, "" if spec is None else f"--host {shlex.quote(spec)}"
+    _simulated = simulated
+    _host_option = "" if spec is None else f"--host {shlex.quote(spec)}"
+    # Up to the verb, before which the option goes.
     _own_command = rf"{_COMMAND_BEGINS}(?:sudo )?gpushare (?=(?:{'|'.join(verbs)})(?![\w-]))"
 
 
