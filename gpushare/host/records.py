@@ -200,7 +200,7 @@ def directory_locked(
     """
     from gpushare.host.host import make_private_directory
 
-    # One by one: the mode applies to the last directory of a path only.
+    # One by one, because only the last directory of a path is checked.
     make_private_directory(directory.parent)
     make_private_directory(directory)
     path = directory / "lock"

@@ -380,7 +380,7 @@ class RecordStore(Generic[T]):
             NoPermission, OperationFailed: it cannot be written; an earlier one stays.
         """
         variable = "GPUSHARE_STATE_DIR" if self._survives_reboot else "GPUSHARE_RUN_DIR"
-        # One by one: the mode applies to the last directory of a path only.
+        # One by one, because only the last directory of a path is checked.
         for directory in reversed(self._directories_of(value.path)):
             make_private_directory(directory, variable=variable)
         document = {"schema": SCHEMA, **plain(value)}
