@@ -24,7 +24,6 @@ from gpushare.base.errors import (
     system_error,
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
-from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.doctor.check import (
     MOST_SHOWN,
@@ -54,6 +53,7 @@ from gpushare.memory.ledger import owners_of, reservations
 from gpushare.memory.peaks import PROFILES
 from gpushare.memory.swap import check_host
 from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, swaps
+from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
@@ -285,18 +285,17 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
 
 def _start_remedy(seen: Examination, pipe: str) -> str:
     """Return how to start the daemon that listens at a pipe directory; empty: it is not one of this user's daemons."""
-    for gpu in seen.gpus:
-        for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances)):
-            if str(own_home(seen.host, device.uuid).pipe) == pipe:
-                return f"start the daemon first: gpushare mps start -g {device.selector}; or "
+    for device in (device for gpu in seen.gpus for device in devices_of(gpu)):
+        if str(own_home(seen.host, device.uuid).pipe) == pipe:
+            return f"start the daemon first: gpushare mps start -g {device.selector}; or "
     return ""
 
 
 def _is_outside_mps(seen: Examination, pipe: str) -> bool:
     """Return whether a pipe directory is one that `gpushare run` gives a program to keep it outside MPS: .../mig/KEY."""
-    uuids = [uuid for gpu in seen.gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))]
     path = PurePath(pipe)
-    return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids if uuid is not None}
+    keys = {device_key(device.uuid) for gpu in seen.gpus for device in devices_of(gpu) if device.uuid}
+    return path.parent.name == "mig" and path.name in keys
 
 
 def _comparable_paths(path: str, *, trusted: bool) -> set[str]:

@@ -258,9 +258,8 @@ def daemon_environment(seen: Examination) -> Iterator[Check]:
     for item in seen.trusted_daemons:
         environment = seen.host.processes.environment(item.daemon.pid or 0) or {}
         text = environment.get(THREADS_VARIABLE)
-        # No device's memory limit is asked for here.
-        is_valid = Limits.in_environment(environment, "").threads_percent is not None
-        if text is not None and not is_valid:
+        accepted = Limits.in_environment(environment, item.daemon.device_uuid or "")
+        if text is not None and accepted.threads_percent is None:
             yield finding("mps.threads_ignored", item.daemon.gpu_index, daemon=item.daemon, value=cut(text, MOST_SHOWN))
 
 

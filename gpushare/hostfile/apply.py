@@ -271,7 +271,7 @@ class _GpuWork:
         Raises:
             InUse: programs on a whole GPU would keep running next to what the file wants.
         """
-        # Where MIG is on, programs are in instances that the change destroys, which it refuses itself.
+        # Where MIG goes off, the switch of the mode refuses them.
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         staying = {device.place for device in self.devices_after}

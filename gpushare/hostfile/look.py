@@ -13,6 +13,7 @@ from gpushare.base.units import mps_memory_readback, parse_memory_limit
 from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
+from gpushare.mig.daemons import devices_of
 from gpushare.mig.grant import known_user, reapplied_steps
 from gpushare.mig.profile import Layout
 from gpushare.mps.control import parse_memory
@@ -45,8 +46,8 @@ def unit_device(found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
     pipe = found.daemon.pipe_directory
     if found.daemon.ours or not found.trusted or pipe is None or not pipe.startswith(f"{UNIT_PIPES}/"):
         return None
-    uuids = [uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
-    return next((uuid for uuid in uuids if pipe == pipe_directory(uuid)), None)
+    uuids = (device.uuid for gpu in gpus for device in devices_of(gpu))
+    return next((uuid for uuid in uuids if uuid and pipe == pipe_directory(uuid)), None)
 
 
 def _with_unit_limit(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
@@ -107,7 +108,7 @@ def _live_gpu(
 ) -> LiveGpu:
     """Return how one GPU is shared now, from the time-slice ``levels`` (by index) and ``daemons`` of all GPUs."""
     host = state.host
-    device_uuids = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
+    device_uuids = {device.uuid for device in devices_of(gpu)}
     foreign = [
         item.daemon
         for item in daemons

@@ -19,7 +19,7 @@ from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of
-from gpushare.mig.places import unknown_name_error
+from gpushare.mig.places import named_instance
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
 from gpushare.mig.shape import InstanceShape
@@ -56,7 +56,7 @@ def as_root(host: Host) -> str:
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
     """Return the plan that grants a named instance to one more user; only users with a grant may use it."""
-    named = _named_instance(host, need_name(name, f"{as_root(host)}gpushare mig grant NAME {shlex.quote(user)}"))
+    named = named_instance(host, need_name(name, f"{as_root(host)}gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     steps = access_steps(host, named, users)
@@ -81,7 +81,7 @@ def _no_instance_error(named: NamedInstance) -> NotFound:
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants all users may use the instance."""
-    named = _named_instance(host, need_name(name, f"{as_root(host)}gpushare mig revoke NAME"))
+    named = named_instance(host, need_name(name, f"{as_root(host)}gpushare mig revoke NAME"))
     revoked_users = named.users
     if user is not None:
         # A user removed from the machine is only known by name.
@@ -149,15 +149,6 @@ def reapplied_steps(host: Host, named: NamedInstance) -> tuple[Step, ...]:
     A new instance is open to all users: call this when it exists. Raises as `access_steps`.
     """
     return access_steps(host, named, named.users) if named.users else ()
-
-
-def _named_instance(host: Host, name: str) -> NamedInstance:
-    """Return the instance that a name means. Raises NotFound if there is no such name."""
-    names = names_of(host)
-    named = names.get(name)
-    if named is None:
-        raise unknown_name_error(name, names)
-    return named
 
 
 def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
@@ -549,7 +540,7 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
 
     def make() -> Sequence[Step]:
         """Return the steps that add the users to those who have a grant by then."""
-        named = _named_instance(host, name)
+        named = named_instance(host, name)
         return access_steps(host, named, tuple(dict.fromkeys((*named.users, *map(known_user, users)))))
 
     return deferred_step(

@@ -95,13 +95,12 @@ def remedy(holders: Iterable[Holder]) -> str | None:
 def no_plan_error(no_plan: NoPlan, gpu: int | None = None) -> GpushareError:
     """Return the error of a wish without a plan; its hint says how to stop known holders."""
     message = no_plan.message if gpu is None else f"GPU {gpu}: {no_plan.message}"
-    index = None if gpu is None else str(gpu)
     if no_plan.why is Why.NEVER:
-        return NotSupported(message, no_plan.hint, gpu=index, code="never_fits")
+        return NotSupported(message, no_plan.hint, gpu=gpu, code="never_fits")
     in_the_way = [holder for _, change in no_plan.would_go for holder in change.known_holders]
     # Remedies are known only for what holds an instance without a CUDA context.
     holders = [holder for holder in in_the_way if isinstance(holder, Holder)]
-    return InUse(message, remedy(holders) or no_plan.hint, gpu=index, code="no_room")
+    return InUse(message, remedy(holders) or no_plan.hint, gpu=gpu, code="no_room")
 
 
 def _remedy_of(name: str) -> str | None:

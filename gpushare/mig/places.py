@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -72,11 +72,18 @@ def means_profile(text: str) -> bool:
     return _PROFILE.match(word) is not None
 
 
-def unknown_name_error(name: str, names_now: Iterable[str]) -> NotFound:
-    """Return the error for an unknown name; its hint lists the known names, or says how to give this one."""
-    names = first_few(sorted(names_now), 16)
-    hint = f"names: {names}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
-    return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
+def named_instance(host: Host, name: str) -> NamedInstance:
+    """Return the instance that a name means.
+
+    Raises:
+        NotFound: there is no such name; the hint lists the known names, or says how to give this one.
+    """
+    names = names_of(host)
+    if name in names:
+        return names[name]
+    listing = first_few(sorted(names), 16)
+    hint = f"names: {listing}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    raise NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 
 
 def named_places(host: Host, name: str) -> list[InstancePlace]:
@@ -87,10 +94,7 @@ def named_places(host: Host, name: str) -> list[InstancePlace]:
         GpuLost: its GPU does not answer.
         NoPermission: the driver does not list the GPU instances for this user.
     """
-    names = names_of(host)
-    named = names.get(name)
-    if named is None:
-        raise unknown_name_error(name, names)
+    named = named_instance(host, name)
     gpus = host.nvml.sweep()
     gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
     if gpu is None:
