@@ -7,9 +7,7 @@ cheapest one, and always the same.
 Instances are never moved. A busy instance is destroyed only if ``evict`` names it; unknown holders count as busy.
 
 During the search a cost is a single integer: the fields of `Cost`, the heaviest in the highest digits, so that comparing and
-adding integers compares and adds field by field. A part of a wish is a code in the same way: one integer with a field per kind
-of instance, and one for the size of the part, each with a guard bit, so that one subtraction tells for all fields whether
-any goes below zero.
+adding integers compares and adds field by field.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations
-from operator import mul, or_
+from operator import add, le, mul, or_, sub
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, NotFound, NotSupported
@@ -106,10 +104,14 @@ class Placing(NamedTuple):
     removal: Removal
 
 
-class Candidate(NamedTuple):
-    """One way to place a part of the wish: its code, the weight of what is created, the places."""
+# A part of the wish: how many instances it has of each request, and last the memory slices of all these.
+WishPart = tuple[int, ...]
 
-    code: int
+
+class Candidate(NamedTuple):
+    """One way to place a part of the wish: the weight of what is created, the places."""
+
+    part: WishPart
     creation_weight: int
     arrangement: Arrangement
 
@@ -193,15 +195,15 @@ class Site:
 
     # -- adding ------------------------------------------------------------------------------------
 
-    def options(self, candidates: Iterable[Candidate]) -> dict[int, Placing]:
-        """Return the cheapest way to place every part of the wish on this GPU, by the code of the part.
+    def options(self, candidates: Iterable[Candidate]) -> dict[WishPart, Placing]:
+        """Return the cheapest way to place every part of the wish on this GPU.
 
         Weights are differences to leaving the GPU as it is.
         """
-        cheapest: dict[int, int] = {}
+        cheapest: dict[WishPart, int] = {}
         # All ways with the cheapest weight: `_least_lost` chooses among them, as what they lose takes longer to count.
-        tied: dict[int, list[tuple[Arrangement, Removal]]] = {}
-        for code, creation_weight, arrangement in candidates:
+        tied: dict[WishPart, list[tuple[Arrangement, Removal]]] = {}
+        for part, creation_weight, arrangement in candidates:
             if arrangement.mask & self._fixed_mask:
                 continue
             removals = self._removals_for(arrangement)
@@ -209,12 +211,12 @@ class Site:
                 continue
             # All removals weigh the same.
             weight = creation_weight + removals[0].weight
-            if code not in cheapest or weight < cheapest[code]:
-                cheapest[code] = weight
-                tied[code] = []
-            if weight == cheapest[code]:
-                tied[code] += [(arrangement, removal) for removal in removals]
-        return {code: self._least_lost(cheapest[code], ways) for code, ways in tied.items()}
+            if part not in cheapest or weight < cheapest[part]:
+                cheapest[part] = weight
+                tied[part] = []
+            if weight == cheapest[part]:
+                tied[part] += [(arrangement, removal) for removal in removals]
+        return {part: self._least_lost(cheapest[part], ways) for part, ways in tied.items()}
 
     def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Placing:
         """Return the way that leaves the most room, by `Arrangement.rank` among equal ones; all ways have this weight."""
@@ -735,16 +737,6 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
     return offers
 
 
-def _codes_of_wish(wish: Wish, offers: Mapping[Board, _Offer]) -> Codes:
-    """Return how parts of a wish are written as numbers; the size of a request is its smallest on any board."""
-    sizes: dict[int, int] = {}
-    for board, offer in offers.items():
-        for number, kind in zip(offer.numbers, offer.kinds, strict=True):
-            size = board.sizes[kind.profile]
-            sizes[number] = min(size, sizes.get(number, size))
-    return codes_for([request.count for request in wish], [sizes[number] for number in range(len(wish))])
-
-
 def _add(
     layouts: Sequence[Layout],
     wish: Wish,
@@ -774,41 +766,56 @@ def _place(
     with_others: bool = True,
 ) -> dict[int, tuple[Site, Placing]] | None:
     """Return by the number of a layout which part of a wish goes there, at the least cost; None: it does not fit."""
-    codes = _codes_of_wish(wish, offers)
     # Of GPUs that are the same for the search only the first is searched.
     sites_by_key: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
         requests = offers[board_of(layout)].requests
         site = Site(layout, requests, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
         sites_by_key.setdefault(site.key, []).append((number, site))
-    candidates = {board: _candidates_on(board, offer, codes) for board, offer in offers.items()}
+    sizes = _least_sizes(offers)
+    candidates = {board: _candidates_on(board, offer, sizes) for board, offer in offers.items()}
     equal_sites = list(sites_by_key.values())
-    placings_by_code = []
-    for (_, first_site), *_ in equal_sites:
-        placings_by_code.append(first_site.options(candidates[first_site.board]))
+    options = [first_site.options(candidates[first_site.board]) for (_, first_site), *_ in equal_sites]
     groups = [
-        Group(len(sites), {code: placing.weight for code, placing in placings.items()})
-        for sites, placings in zip(equal_sites, placings_by_code, strict=True)
+        Group(len(sites), {part: placing.weight for part, placing in placings.items()})
+        for sites, placings in zip(equal_sites, options, strict=True)
     ]
-    parts = assign(groups, codes, sum(request.count for request in wish))
-    if parts is None:
+    parts_of_groups = assign(groups, part_of([request.count for request in wish], sizes))
+    if parts_of_groups is None:
         return None
-    return {
-        number: (site, placings[code])
-        for sites, placings, taken in zip(equal_sites, placings_by_code, parts, strict=True)
-        # The last GPUs of a group may get no part.
-        for (number, site), code in zip(sites, sorted(taken, reverse=True), strict=False)
-    }
+    placed = {}
+    for sites, placings, parts in zip(equal_sites, options, parts_of_groups, strict=True):
+        # The largest part goes to the first GPU; the last GPUs of a group may get none.
+        largest_first = sorted(parts, key=lambda part: part[::-1], reverse=True)
+        for (number, site), part in zip(sites, largest_first, strict=False):
+            placed[number] = site, placings[part]
+    return placed
 
 
-def _candidates_on(board: Board, offer: _Offer, codes: Codes) -> list[Candidate]:
-    """Return all ways to place a part of the wish on one kind of board, the empty way first."""
-    code_of_one = [codes.of_one[number] for number in offer.numbers]
+def _least_sizes(offers: Mapping[Board, _Offer]) -> list[int]:
+    """Return the memory slices of one instance of each request of a wish, on the board where it takes the fewest."""
+    sizes: dict[int, int] = {}
+    for board, offer in offers.items():
+        for number, kind in zip(offer.numbers, offer.kinds, strict=True):
+            size = board.sizes[kind.profile]
+            sizes[number] = min(size, sizes.get(number, size))
+    return [sizes[number] for number in sorted(sizes)]
+
+
+def part_of(counts: Sequence[int], sizes: Sequence[int]) -> WishPart:
+    """Return the part of a wish with so many instances of each request, which have these sizes."""
+    return (*counts, sum(map(mul, counts, sizes)))
+
+
+def _candidates_on(board: Board, offer: _Offer, sizes: Sequence[int]) -> list[Candidate]:
+    """Return all ways to place a part of the wish on one kind of board, the empty way first; ``sizes`` are of each request."""
+    # For each request its place among those of the board; a request that it cannot serve gets the 0 at the end.
+    order = [offer.numbers.index(number) if number in offer.numbers else -1 for number in range(len(sizes))]
     # A GPU instance, and its compute instances.
     created_by_one = [1 + max(1, len(request.compute)) for request in offer.requests]
     return [
         Candidate(
-            code=sum(map(mul, arrangement.counts, code_of_one)),
+            part=part_of([(*arrangement.counts, 0)[kind] for kind in order], sizes),
             creation_weight=sum(map(mul, arrangement.counts, created_by_one)) * CREATED,
             arrangement=arrangement,
         )
@@ -914,92 +921,39 @@ def fragmentation(layout: Layout) -> int:
 
 
 @dataclass(frozen=True)
-class Codes:
-    """How parts of a wish are written as numbers, so that they can be added and compared at once.
-
-    A field of bits counts the instances of each kind, the last field their size; a guard bit above each field shows an
-    overflow. ``of_one`` is the code of one instance of each kind, ``whole`` that of the whole wish.
-    """
-
-    of_one: tuple[int, ...]
-    whole: int
-    guard: int
-    # (shift, bits) of each field, the size last.
-    fields: tuple[tuple[int, int], ...]
-
-    def field_wise_max(self, codes: Sequence[int]) -> int:
-        """Return the code with the largest value of each field."""
-        largest = 0
-        for shift, bits in self.fields:
-            largest |= max((code >> shift & ((1 << bits) - 1) for code in codes), default=0) << shift
-        return largest
-
-    def capped_sum(self, first: int, second: int) -> int:
-        """Return the sum field by field, each at most that of the whole wish: more than it asks for counts no more."""
-        total_code = 0
-        for shift, bits in self.fields:
-            mask = (1 << bits) - 1
-            total = (first >> shift & mask) + (second >> shift & mask)
-            total_code |= min(total, self.whole >> shift & mask) << shift
-        return total_code
-
-
-def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
-    """Return how to write parts of a wish: ``counts`` are how many of each kind it has, ``sizes`` the memory slices of one.
-
-    A field is as wide as its value for the whole wish, so that no part of the wish overflows it. The sum of sizes only makes
-    the search short: it bounds what the GPUs that are left can take.
-    """
-    total_size = sum(count * size for count, size in zip(counts, sizes, strict=True))
-    fields: list[tuple[int, int]] = []
-    shift = guard = whole = 0
-    for value in (*counts, total_size):
-        bits = value.bit_length()
-        fields.append((shift, bits))
-        whole |= value << shift
-        guard |= 1 << shift + bits
-        shift += bits + 1
-    size_shift, _ = fields[-1]
-    of_one = tuple(
-        (1 << kind_shift) + (size << size_shift) for (kind_shift, _), size in zip(fields, sizes, strict=False)
-    )
-    return Codes(of_one, whole, guard, tuple(fields))
-
-
-@dataclass(frozen=True)
 class Group:
     """GPUs that are the same for the search: how many, and what each part of the wish costs on one of them."""
 
     count: int
-    weights: Mapping[int, int]
+    weights: Mapping[WishPart, int]
 
 
-def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[int]] | None:
+def assign(groups: Sequence[Group], wish: WishPart) -> list[list[WishPart]] | None:
     """Return for each group the parts that its GPUs take (at most one each), at the least total; None: no way.
 
-    ``instances`` is how many instances the wish has: no more GPUs of a group than that are needed. A group's
-    ``weights`` are differences to leaving a GPU as it is, and hold the empty part (0) with weight 0.
+    A group's ``weights`` are differences to leaving a GPU as it is, and hold the empty part with weight 0.
 
     GPU by GPU, the search keeps the cheapest way to each rest of the wish.
     """
-    # The largest group last, where `_PartsForRest` saves the most.
+    # The largest group last, where `_PartsForRest` saves the most. It needs no more GPUs than the wish has instances.
+    instances = sum(wish[:-1])
     by_count = sorted(range(len(groups)), key=lambda number: groups[number].count)
     group_of_gpu = [number for number in by_count for _ in range(min(groups[number].count, instances))]
-    most_from = _most_from_gpu(groups, group_of_gpu, codes)
-    cheapest = {codes.whole: 0}
-    steps: list[Mapping[int, tuple[int, int]]] = []
+    most_from = _most_from_gpu(groups, group_of_gpu, wish)
+    cheapest = {wish: 0}
+    steps: list[Mapping[WishPart, tuple[WishPart, WishPart]]] = []
     for gpu, number in enumerate(group_of_gpu):
         group = groups[number]
-        in_order = _PartsForRest(group, codes) if number == group_of_gpu[-1] else None
-        cheapest, taken = _next_rests(cheapest, group, in_order, most_from[gpu + 1] | codes.guard, codes.guard)
+        in_order = _PartsForRest(group) if number == group_of_gpu[-1] else None
+        cheapest, taken = _next_rests(cheapest, group, in_order, most_from[gpu + 1])
         steps.append(taken)
-    if 0 not in cheapest:
+    rest: WishPart = (0,) * len(wish)
+    if rest not in cheapest:
         return None
-    parts: list[list[int]] = [[] for _ in groups]
-    rest = 0
+    parts: list[list[WishPart]] = [[] for _ in groups]
     for number, step in zip(reversed(group_of_gpu), reversed(steps), strict=True):
         part, rest = step[rest]
-        if part:
+        if any(part):
             parts[number].append(part)
     return parts
 
@@ -1008,59 +962,52 @@ class _PartsForRest:
     """The parts of the wish that the next GPU of the last group may take, by what is left of the wish.
 
     The last group has to take all that is left, and its GPUs are interchangeable. So of the many orders of the same parts
-    only one is searched: each GPU takes a part with the first kind of instance that is left. The kinds are numbered from the
-    one that the fewest parts hold, so that few parts begin with a low kind.
+    only one is searched: each GPU takes a part with the first request that is left. First is the request that the fewest
+    parts hold, so that there are few parts to try.
     """
 
-    def __init__(self, group: Group, codes: Codes) -> None:
-        # The last field of a code is the sum of sizes, and no kind.
-        kind_masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
-        self._masks = sorted(kind_masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
-        self._by_first_kind: list[dict[int, int]] = [{} for _ in range(len(kind_masks) + 1)]
-        for code, weight in group.weights.items():
-            self._by_first_kind[self._first_kind(code)][code] = weight
+    def __init__(self, group: Group) -> None:
+        # The last number of a part is no request.
+        requests = range(len(next(iter(group.weights))) - 1)
+        self._order = sorted(requests, key=lambda request: sum(part[request] > 0 for part in group.weights))
+        self._by_first: dict[int | None, dict[WishPart, int]] = {request: {} for request in (*requests, None)}
+        for part, weight in group.weights.items():
+            self._by_first[self._first(part)][part] = weight
 
-    def _first_kind(self, code: int) -> int:
-        """Return the first kind of instance in a code; the number of kinds if it holds none."""
-        return next((kind for kind, mask in enumerate(self._masks) if code & mask), len(self._masks))
+    def _first(self, part: WishPart) -> int | None:
+        return next((request for request in self._order if part[request]), None)
 
-    def weights(self, rest: int) -> Mapping[int, int]:
+    def weights(self, rest: WishPart) -> Mapping[WishPart, int]:
         """Return the weights of the parts to try; some parts may hold more than the rest."""
-        return self._by_first_kind[self._first_kind(rest)]
+        return self._by_first[self._first(rest)]
 
 
 def _next_rests(
-    cheapest: Mapping[int, int], group: Group, in_order: _PartsForRest | None, most_later: int, guard: int
-) -> tuple[dict[int, int], dict[int, tuple[int, int]]]:
+    cheapest: Mapping[WishPart, int], group: Group, in_order: _PartsForRest | None, most_later: WishPart
+) -> tuple[dict[WishPart, int], dict[WishPart, tuple[WishPart, WishPart]]]:
     """Return the least weight of each rest of the wish after one more GPU, and by which part, from which rest it is reached.
 
-    ``in_order`` is for the last group. ``most_later`` is the most that all later GPUs can take, with the guard bits set.
+    ``in_order`` is for the last group. ``most_later`` is the most that all later GPUs can take.
     """
-    best: dict[int, int] = {}
-    taken: dict[int, tuple[int, int]] = {}
+    best: dict[WishPart, int] = {}
+    taken: dict[WishPart, tuple[WishPart, WishPart]] = {}
     for rest_before, weight in cheapest.items():
-        guarded = rest_before | guard
         weights = group.weights if in_order is None else in_order.weights(rest_before)
-        for code, more in weights.items():
-            rest = guarded - code
-            # The part holds more than is left of the wish.
-            if rest & guard != guard:
-                continue
-            rest ^= guard
-            # The later GPUs cannot take the rest.
-            if (most_later - rest) & guard != guard:
+        for part, more in weights.items():
+            rest = tuple(map(sub, rest_before, part))
+            if min(rest) < 0 or not all(map(le, rest, most_later)):
                 continue
             cheaper = best.get(rest)
             if cheaper is None or weight + more < cheaper:
                 best[rest] = weight + more
-                taken[rest] = (code, rest_before)
+                taken[rest] = (part, rest_before)
     return best, taken
 
 
-def _most_from_gpu(groups: Sequence[Group], group_of_gpu: Sequence[int], codes: Codes) -> list[int]:
-    """Return for each GPU the most of the wish that it and all later ones can take together, as a code; for none of them 0."""
-    most_on_one = [codes.field_wise_max(list(group.weights)) for group in groups]
-    most_from = [0]
+def _most_from_gpu(groups: Sequence[Group], group_of_gpu: Sequence[int], wish: WishPart) -> list[WishPart]:
+    """Return for each GPU the most of each number of a part that it and all later ones can take together; at the end 0."""
+    most_on_one = [tuple(map(max, zip(*group.weights, strict=True))) for group in groups]
+    most_from: list[WishPart] = [(0,) * len(wish)]
     for group in reversed(group_of_gpu):
-        most_from.append(codes.capped_sum(most_from[-1], most_on_one[group]))
+        most_from.append(tuple(map(add, most_from[-1], most_on_one[group])))
     return most_from[::-1]
