@@ -181,6 +181,7 @@ class _AdviseCommand(AskingCommand):
         """Make an option of each property, after the program and before the options of the function."""
         options = [
             TyperOption(
+                # Its name is that in a file: one_application of --one-application/--many-applications.
                 param_decls=[option.split("/")[0].strip("-").replace("-", "_"), option],
                 metavar=metavar,
                 is_flag=metavar is None,

@@ -153,7 +153,8 @@ class _Basis(NamedTuple):
 
 def _basis(view: View | None, driver: str | None, gpu: str | None) -> _Basis:
     """Return what the cells are about: without a view and a driver this host, if it answers."""
-    if view not in {None, View.HOST} or driver is not None:
+    is_about_host = view is View.HOST or (view is None and driver is None)
+    if not is_about_host:
         return _Basis(driver)
     try:
         facts = _facts_of_host(gpu)

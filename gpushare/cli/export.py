@@ -155,7 +155,7 @@ def mig_parted(
 
 
 def _container_device(gpu: str | None, file: str | None) -> ExportedDevice:
-    """Return the device that a container gets; with a gpushare.yaml as it is to be, if it exists."""
+    """Return the device that a container gets: as it is, or as a gpushare.yaml (``file``) wants it."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
     host = describe_host(state, [device.gpu])

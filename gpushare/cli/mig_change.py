@@ -96,10 +96,12 @@ def current_layouts(host: Host, gpu: str | None, *, named: bool = False) -> tupl
                 code="whole_gpu",
             )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
-    capable = ",".join(str(each.index) for each in gpus if each.mig_capable)
-    for each in gpus:
-        if not each.mig_capable:
-            raise no_mig_error([each], f"name those that have it: -g {capable}") if capable else no_mig_error([each])
+    incapable = [each for each in gpus if not each.mig_capable]
+    if incapable and len(incapable) < len(gpus):
+        capable = ",".join(str(each.index) for each in gpus if each.mig_capable)
+        raise no_mig_error(incapable[:1], f"name those that have it: -g {capable}")
+    if incapable:
+        raise no_mig_error(incapable[:1])
     return gpus, layouts_of(host, gpus)
 
 
@@ -755,15 +757,15 @@ def _demands_on_gpus(
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:
     """Raise NotSupported if MIG is off on all of these GPUs."""
-    off = [each for each in gpus if not each.mig_enabled]
-    if off and len(off) == len(gpus):
-        which = ",".join(str(each.index) for each in off)
-        raise NotSupported(
-            f"MIG is off on GPU {which}",
-            f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
-            gpu=off[0].index,
-            code="mig_off",
-        )
+    if any(each.mig_enabled for each in gpus):
+        return
+    which = ",".join(str(each.index) for each in gpus)
+    raise NotSupported(
+        f"MIG is off on GPU {which}",
+        f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
+        gpu=gpus[0].index,
+        code="mig_off",
+    )
 
 
 def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapping[int, Demand]) -> None:
