@@ -29,7 +29,7 @@ from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until_it_runs
+from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until, until_it_runs
 
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
@@ -91,12 +91,13 @@ def runs(real: Real, world: World, *share: str) -> tuple[Started, dict[str, str]
 
 def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli, world: World) -> None:
     started, job = runs(real, world, "--production", "web", "--slice", "500us", "--memory", "4G")
+    # A time-slice is set only once the program is on the GPU.
+    until(lambda: value(samples(cli), "job_slice_seconds", **job) == 0.0005, "its time-slice is set")
     found = samples(cli)
     user = user_name(os.geteuid())
     assert value(found, "job_info", **job, role="production", way="timeslice", user=user) == 1
     assert value(found, "job_on_gpu", **job, gpu="0", UUID=world.uuid()) == 1
     assert value(found, "job_state", **job, state="running") == value(found, "jobs", state="running") == 1
-    assert value(found, "job_slice_seconds", **job) == 0.0005
     assert value(found, "job_memory_limit_bytes", **job) == 4 << 30
     assert (value(found, "job_memory_used_bytes", **job) or 0) > 0
     # Unknown, or none: absent.
