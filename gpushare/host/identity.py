@@ -149,16 +149,6 @@ def parent_of(pid: int) -> int | None:
     return None if stat is None else stat.parent or None
 
 
-def ancestors() -> frozenset[int]:
-    """Return the PIDs of this process and its ancestors, up to init."""
-    family = {1, os.getpid()}
-    pid = os.getppid()
-    while pid > 1 and pid not in family:
-        family.add(pid)
-        pid = parent_of(pid) or 0
-    return frozenset(family)
-
-
 def boot_id() -> str | None:
     """Return the id of this boot; None: unknown."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from gpushare.base.units import first_few
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host, ending_hint
-from gpushare.host.identity import ancestors, is_kernel_thread, start_of
+from gpushare.host.identity import is_kernel_thread, start_of
 from gpushare.host.process import processes_text
 from gpushare.host.users import has_records
 from gpushare.mig.daemons import (
@@ -267,7 +268,7 @@ class Eviction:
             )
         listed = {holder.pid for holder in self._removed.known_holders if isinstance(holder, GpuProcess)}
         for pid in sorted(self.started):
-            if pid in ancestors():
+            if pid in {1, *self._host.processes.ancestry(os.getpid())}:
                 raise self._not_evictable_error([pid], "runs this gpushare", "run it from another shell")
             if is_kernel_thread(pid):
                 raise self._not_evictable_error([pid], "is a thread of the kernel", "see why: gpushare doctor")

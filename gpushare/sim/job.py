@@ -34,7 +34,8 @@ from typing import Final, NamedTuple
 
 from gpushare.base.units import parse_memory_limit
 from gpushare.gpu_models import model_of
-from gpushare.host.identity import ancestors, identity_of
+from gpushare.host.identity import identity_of
+from gpushare.host.process import Processes
 from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
@@ -241,7 +242,7 @@ def _start(file: StateFile, options: argparse.Namespace, ended: list[int]) -> in
 
     The process of the simulated host is this one, or the ancestor that `gpushare run` started.
     """
-    family = [os.getpid(), *ancestors()]
+    family = list(Processes().ancestry(os.getpid()))
     if _RANK in os.environ:
         _add_rank(file, int(os.environ[_RANK]))
     deadline = time.monotonic() + _CONTEXT_SECONDS
