@@ -82,17 +82,14 @@ class Board:
 
     def _rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
-        return tuple(self._room_for(number, members) for number in range(len(self.profiles)))
-
-    def _room_for(self, profile: int, members: tuple[int, ...]) -> int:
-        """Return how many more of one profile the rules allow with these members."""
-        if not self.exclusive[profile].isdisjoint(members):
-            return 0
-        limit = self.limits[profile] - members.count(profile)
-        if profile in self.exclusive[profile]:
-            limit = min(limit, 1)
         spare = self.compute_slices - sum(self.slices[other] for other in members)
-        return max(0, min(limit, spare // self.slices[profile]))
+        rooms = []
+        for profile, exclusive in enumerate(self.exclusive):
+            room = min(self.limits[profile] - members.count(profile), spare // self.slices[profile])
+            if profile in exclusive:
+                room = min(room, 1)
+            rooms.append(max(0, room) if exclusive.isdisjoint(members) else 0)
+        return tuple(rooms)
 
     def _free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile fit: the Free column of ``nvidia-smi mig -lgip``."""
@@ -317,18 +314,19 @@ def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_
     GPU instance itself, all count as busy.
     """
     existing = instance.compute
-    ways = []
-    for number_kept in range(len(existing), -1, -1):
-        for kept in combinations(existing, number_kept):
-            destroyed = tuple(part for part in existing if part not in kept)
-            busy = sum(part.busy or instance.held for part in destroyed)
-            ways.append((busy, kept, destroyed))
-    for busy, kept, destroyed in sorted(ways, key=lambda way: (way[0], len(way[2]))):
+    ways = [kept for number in range(len(existing), -1, -1) for kept in combinations(existing, number)]
+
+    def busy_destroyed(kept: Sequence[ComputeInstance]) -> int:
+        return sum(part.busy or instance.held for part in existing if part not in kept)
+
+    for kept in sorted(ways, key=busy_destroyed):
+        if busy_destroyed(kept) and not may_evict:
+            return None
         missing = Counter(slices_of_each)
         missing.subtract(part.profile.slices for part in kept)
-        if (busy and not may_evict) or any(count < 0 for count in missing.values()):
+        if any(count < 0 for count in missing.values()):
             continue
         created = new_compute(instance.profile, list(missing.elements()), kept)
         if created is not None:
-            return ComputeChange(destroyed, created)
+            return ComputeChange(tuple(part for part in existing if part not in kept), created)
     return None
