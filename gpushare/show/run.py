@@ -253,8 +253,9 @@ def _seconds_left(copies: Sequence[Copy], seconds: float) -> float:
     if not waiting:
         # A copy beyond the mean may take any time.
         return max(rests) if all(rests) else 0.0
-    # At least until a copy that waits has started and ended; else the work that is left, shared by those that run.
-    return max(min(rests) + mean, (sum(rests) + waiting * mean) / len(running))
+    work_left = sum(rests) + waiting * mean
+    # As many go on running; and a copy that waits must at least start, when one ends, and end.
+    return max(work_left / len(running), min(rests) + mean)
 
 
 @dataclass(kw_only=True)
@@ -333,11 +334,11 @@ def farm_result(
         Column("log", "log", rank=4, least=10, optional=True),
     )
     table = Table(name="copies", title="copies", columns=columns, rows=data.copies)
-    shown = _rows_for_people(data.copies)
+    # The errors say how copies failed.
+    shown_columns = tuple(column for column in columns if column.key != "failure")
     return Result(
         data=data,
-        # The errors say how copies failed.
-        tables=(replace(table, columns=tuple(column for column in columns if column.key != "failure"), rows=shown),),
+        tables=(replace(table, columns=shown_columns, rows=_rows_for_people(data.copies)),),
         csv=table,
         errors=tuple(errors),
         notes=tuple(notes),
