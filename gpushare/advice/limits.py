@@ -54,9 +54,10 @@ def memory_limits(s: Situation) -> list[int | None]:
         return limits
     limited_bytes = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
     if limited_bytes > usable:
-        # There is no room for CUDA's own memory: the limits are the bare sizes if a quota was asked for, else there is none.
-        quota = Isolation.QUOTA in s.isolation
-        return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
+        # There is no room for CUDA's own memory: only a quota is worth a limit without it.
+        if Isolation.QUOTA not in s.isolation:
+            return [None] * len(works)
+        return [None if work.memory is None else work.memory // MIB * MIB for work in works]
     # Clients of unknown size share the rest.
     unlimited_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
     part_of_rest = equal_limit(usable - limited_bytes, unlimited_count) if unlimited_count else None

@@ -372,6 +372,7 @@ def _changes_after(final: Advice) -> tuple[OtherAnswer, ...]:
 def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
     """Return the confidence in the final answer: higher if the rules and the measurement agree, lower if they do not."""
     level, why = _LEVELS[effect]
+    # Where the rules' answer stands, their confidence counts; that nothing is faster makes a low one medium.
     if effect is Effect.NO_DIFFERENCE:
         level = Confidence.MEDIUM if advice.confidence is Confidence.LOW else advice.confidence
     if effect is Effect.KEPT and advice.confidence is Confidence.LOW:

@@ -237,10 +237,9 @@ def _on_gpu_sets(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool
 
 
 def _idle_for_sets(situation: Situation, idle: Sequence[GpuFacts]) -> Sequence[GpuFacts]:
-    """Return the idle GPUs of which sets are made: the kind with the most, if that is enough for one job.
+    """Return the idle GPUs for jobs that have several each: the largest kind, or all kinds if only these are enough.
 
-    Else GPUs of all kinds that hold a job, if these are enough; the one with the least memory is first, as the part is
-    judged on the first GPU.
+    Of all kinds, the GPU with the least memory is first, because the part is judged on the first one.
     """
     kind: Sequence[GpuFacts] = max(_kinds(idle), key=len, default=[])
     if len(kind) >= situation.gpus_each:
@@ -420,7 +419,7 @@ def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
         # A process alone on its GPU does not share it with other users either.
         return (replace(works[0], same_user=True),)
     if len(set(works)) == 1:
-        # Of one workload, a single share says nothing: each process has its own.
+        # One share says nothing without those of the others: all processes have this one.
         shares = works[0].shares and works[0].shares * len(works)
         return (replace(works[0], processes=len(works), shares=shares),)
     return tuple(replace(work, processes=count) for work, count in Counter(works).items())

@@ -427,14 +427,14 @@ def _production(steps: Steps, way: Way) -> None:
 
 
 def _can_yield(s: Situation, way: Way, *, already_running: bool) -> bool:
-    """Return whether the others can yield by ``--opportunistic``, which has to find production by its role.
+    """Return whether the other jobs can yield by ``--opportunistic``, which has to find production by its role.
 
-    ``already_running``: production runs already, without that role.
+    ``already_running``: production was started without that role.
     """
     if _PAIRS[way].yields is None:
         return False
     if s.case.same_user is False:
-        # Only root finds the jobs of other users by their names; a production that runs is seen to grow by swap.
+        # Only root finds the jobs of other users by name. Swap needs no name where production runs: it sees it grow.
         return already_running and way is Way.SWAP
     return not (already_running and way is Way.SLICES)
 
@@ -470,7 +470,8 @@ def _production_name(work: Workload, number: int, running_names: Sequence[str]) 
 def _whole(steps: Steps, way: Way) -> None:
     """Add the lines of jobs that have a GPU, or GPUs, to themselves."""
     s = steps.s
-    ranks = s.together and s.case.any("nccl") is not False and s.placed_processes > 1
+    # Processes that wait for each other are one job with a GPU for each.
+    one_job = s.together and s.case.any("nccl") is not False and s.placed_processes > 1
     if s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
         machine = "one virtual machine at a time" if s.several else "the virtual machine"
@@ -479,7 +480,7 @@ def _whole(steps: Steps, way: Way) -> None:
         steps.add_line(
             "for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU"
         )
-    elif ranks:
+    elif one_job:
         _one_job(steps)
     elif may_pause(s):
         # In a queue, a service that stays would keep the other job out.
@@ -776,6 +777,7 @@ def recipe(s: Situation, way: Way) -> Recipe:
     _turn_off_obstacles(steps, way)
     add_lines = _RECIPES[way]
     if s.pair and way in {Way.SLICES, Way.SWAP}:
+        # Without a pair, these ways are for equal jobs.
         add_lines = _production
     add_lines(steps, way)
     if s.case.any("containers") and way.outer in _FOR_PODS:

@@ -556,6 +556,7 @@ class Cockpit(App[None]):
         """Sort by the column of the list of jobs whose title was clicked; again: the other way round."""
         if panel is not self._jobs:
             return
+        # A blank is before the first column, and after each.
         left = 1
         for column, width in jobs.visible_columns(self.size.width - 2, self._first_column, self._rows):
             if left <= x < left + width:
