@@ -253,6 +253,7 @@ class Cockpit(App[None]):
         self.colours: Theme = THEMES[theme]
         self._examines = examine
         self.view = jobs.View()
+        # The index of the GPU that alone is shown.
         self.opened: int | None = None
         self.frame: Frame | None = None
         self.past = History()
@@ -260,8 +261,10 @@ class Cockpit(App[None]):
         # Of the doctor, None until it has answered; and their dialog, which may be closed.
         self._findings: list[dict[str, object]] | None = None
         self._finding_pages: Dialog | None = None
+        # What is in each row of the two lists.
         self._rows: list[jobs.Row] = []
         self._gpu_of_row: list[int] = []
+        # The first column of the list of jobs after their names.
         self._first_column = 1
         self._note: _Note | None = None
         # The command that is being carried out.
