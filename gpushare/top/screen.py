@@ -144,13 +144,13 @@ class Panel(Widget, can_focus=True):
     def show_rows(self, head: list[Piece], rows: list[list[Piece]], cursor: int) -> None:
         """Draw other rows, but only those that have changed; the cursor stays in view."""
         old_lines = [self._head, *self._rows]
-        shown_before = (self.top, self.cursor, len(rows))
+        old_view = (self.top, self.cursor)
         self._head, self._rows = head, rows
         self.cursor = min(max(0, cursor), max(0, len(rows) - 1))
         self.top = min(self.top, max(0, len(rows) - self.room), self.cursor)
         if self.room:
             self.top = max(self.top, self.cursor - self.room + 1)
-        if shown_before != (self.top, self.cursor, len(old_lines) - 1):
+        if old_view != (self.top, self.cursor) or len(rows) != len(old_lines) - 1:
             self.refresh()
             return
         changed = []
