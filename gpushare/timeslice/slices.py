@@ -325,16 +325,9 @@ def plan_slice(
         GpushareError: as `find_channels`, for any of them.
     """
     wanted = format_slice(check_slice(microseconds))
-    asked = list(consent)
-    if microseconds > MOST_US:
-        if not host.root:
-            raise NoPermission(
-                f"a time-slice of {wanted} is above {format_slice(MOST_US)}: other programs would stall for up to that long per turn",
-                f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; or run as root: sudo gpushare ...",
-                code="slice_too_long",
-            )
-        asked.append(Loss(action="may stall", what=f"the other programs on its GPU for {wanted} at a time"))
+    asked = (*consent, *_losses_of_others(host, microseconds))
     records = slice_records(host)
+    # A job that was given by PID has no name.
     job = None if selector.isdecimal() else selector
     notes = []
     steps: list[Step] = []
@@ -356,9 +349,23 @@ def plan_slice(
         title=f"time-slice {wanted} for {title}",
         steps=tuple(steps),
         undo=undo,
-        consent=tuple(asked),
+        consent=asked,
         notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
     )
+
+
+def _losses_of_others(host: Host, microseconds: int) -> tuple[Loss, ...]:
+    """Return what to ask before a slice above 30 ms, which stalls other programs. Raises NoPermission: this is not root."""
+    if microseconds <= MOST_US:
+        return ()
+    wanted = format_slice(microseconds)
+    if not host.root:
+        raise NoPermission(
+            f"a time-slice of {wanted} is above {format_slice(MOST_US)}: other programs would stall for up to that long per turn",
+            f"give {format_slice(LEAST_US)} to {format_slice(MOST_US)}; or run as root: sudo gpushare ...",
+            code="slice_too_long",
+        )
+    return (Loss(action="may stall", what=f"the other programs on its GPU for {wanted} at a time"),)
 
 
 def _set_command(slices: Collection[int | None], selector: str, consent: Sequence[Loss]) -> str | None:
