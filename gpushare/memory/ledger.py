@@ -538,8 +538,7 @@ class Place:
     def __init__(self, host: Host, request: Request, patience: Patience | None = None) -> None:
         """Enter the ledger. ``patience`` is that of a job that enters it again and again.
 
-        Raises:
-            NoPermission, OperationFailed: it cannot be written.
+        Raises NoPermission, OperationFailed: it cannot be written.
         """
         self._host, self.request, self._patience = host, request, patience or Patience()
         # The devices on which it has a place.

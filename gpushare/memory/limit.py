@@ -58,8 +58,7 @@ class MemoryBudget:
     def on(self, devices: Sequence[Device]) -> int:
         """Return the limit in bytes on each of some devices.
 
-        Raises:
-            BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
+        Raises BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
         """
         if self.bytes is not None:
             return self.bytes
@@ -76,8 +75,7 @@ class MemoryBudget:
 def parse_budget(memory: str, over: str | None) -> MemoryBudget:
     """Return the values of ``--memory`` (``20G``, ``80%``) and ``--over``.
 
-    Raises:
-        BadUsage: one is wrong (codes ``bad_size``, ``bad_over``).
+    Raises BadUsage: one is wrong (codes ``bad_size``, ``bad_over``).
     """
     if over is not None and over not in get_args(MemoryAction):
         raise BadUsage(f"{quoted(over)} is not an action", "give --over end, warn or pause", code="bad_over")

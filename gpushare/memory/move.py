@@ -55,11 +55,7 @@ def check_single_rank(host: Host, title: str, processes: Sequence[JobProcess]) -
 
 
 def check_target(source: Gpu, target: Gpu) -> None:
-    """Raise unless the driver moves jobs from one GPU to the other.
-
-    Raises:
-        NotSupported: one is in MIG mode, or they are of two models.
-    """
+    """Raise NotSupported unless both are whole GPUs of one model: the driver moves jobs between such GPUs only."""
     for gpu in (source, target):
         if gpu.mig_enabled:
             raise NotSupported(

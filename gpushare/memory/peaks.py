@@ -94,8 +94,7 @@ def _typed_commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
 def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Profile) -> None:
     """Keep what was measured: the larger peak, and the newest use.
 
-    Raises:
-        NoPermission, OperationFailed: it cannot be written.
+    Raises NoPermission, OperationFailed: it cannot be written.
     """
     before = find_profile(host, device, command)
     merged = profile if before is None else _merge_profiles(before, profile)

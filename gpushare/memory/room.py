@@ -247,8 +247,7 @@ def wait_for_room(
 def reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -> int | None:
     """Return what a job with these processes has reserved on its GPU; 0: nothing, None: all of the GPU.
 
-    Raises:
-        NotSupported: it has reserved several GPUs, even if it uses only one of them now (code ``several_gpus``).
+    Raises NotSupported: it has reserved several GPUs, even if it uses only one of them now (code ``several_gpus``).
     """
     holders = [each for each in reservations(host) or [] if each.held]
     own_ids = set(owners_of(host, holders, (process.pid for process in processes)).values())
@@ -608,11 +607,7 @@ def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, wh
 
 
 def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) -> None:
-    """Raise if a job that starts now on these devices would reserve more than its user may, with the user's other jobs.
-
-    Raises:
-        InUse: on one of the devices it would (code ``no_room``).
-    """
+    """Raise InUse if a job that starts now on one of these devices would exceed the limit of its user (``no_room``)."""
     over = [line for line in lines if line.exceeds_limit(os.geteuid(), request.memory_bytes, limit)]
     if over:
         raise InUse(

@@ -103,11 +103,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
 
 
 def check_host(host: Host) -> None:
-    """Raise unless jobs can be swapped on this host.
-
-    Raises:
-        NotSupported: a driver before 570, no libcuda, or another PID namespace than the host's.
-    """
+    """Raise NotSupported if jobs cannot be swapped here: a driver before 570, no libcuda, or PIDs of a container's own."""
     major = (host.nvml.driver_version() or "").partition(".")[0]
     if major.isdecimal() and int(major) < 570:
         raise NotSupported(
@@ -413,9 +409,7 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
     """Run a guard process for as long as the block runs: it repairs the swap if this process dies, or the block fails.
 
     After a failed block, Ctrl-C included, this process waits until the guard has repaired the swap.
-
-    Raises:
-        OperationFailed: the guard does not start (code ``guard_failed``); nothing was begun.
+    Raises OperationFailed: the guard does not start (code ``guard_failed``); nothing was begun.
     """
     guard = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.swap:repair_after_death")
     guard.wait_ready()

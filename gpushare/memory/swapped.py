@@ -120,11 +120,7 @@ def same_job(swap: Swap, other: Swap) -> bool:
 
 
 def check_same_namespace(host: Host, text: str) -> None:
-    """Raise if a job of this name or PID was swapped in another PID namespace.
-
-    Raises:
-        NotSupported: it was (code ``pid_namespace``).
-    """
+    """Raise NotSupported if a job of this name or PID was swapped in another PID namespace (``pid_namespace``)."""
     for swap in SWAPS.elsewhere(host):
         if swap.is_named(text):
             raise NotSupported(

@@ -138,8 +138,7 @@ class JobPause:
     def _pause_in_force(self) -> PausedJob | None:
         """Return the job's record if it is already paused and its guard lives; then there is nothing to do.
 
-        Raises:
-            GpushareError: root has paused it, or the `gpushare run` that started it.
+        Raises GpushareError: root has paused it, or the `gpushare run` that started it.
         """
         for job in paused_jobs(self._host):
             is_of_another_user = job.keeper_uid not in {None, 0}
@@ -157,8 +156,7 @@ class JobPause:
     def _add_new_processes(self, pids: Iterable[int]) -> list[Channels]:
         """Scan those of these processes that the job does not list yet, add them to the job, and return their channels.
 
-        Raises:
-            NotFound, NotSupported: none of the job's processes can be paused, or one is under MPS.
+        Raises NotFound, NotSupported: none of the job's processes can be paused, or one is under MPS.
         """
         new = []
         refused: GpushareError | None = None
@@ -327,8 +325,7 @@ def _refuse_mps(host: Host, job: PausedJob, processes: Iterable[JobProcess]) -> 
 def enable(control: ChannelControl, channels: Channels) -> float:
     """Put the channels of a process back on the GPU; return the seconds spent in the driver, 0.0 if it has ended.
 
-    Raises:
-        GpushareError: they may still be off.
+    Raises GpushareError: they may still be off.
     """
     try:
         return control.enable(channels)
@@ -349,8 +346,7 @@ def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
 def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> float:
     """Resume a job and remove its record; return the seconds spent in the driver. The caller holds the lock.
 
-    Raises:
-        GpushareError: some of it may still be paused; the record stays.
+    Raises GpushareError: some of it may still be paused; the record stays.
     """
     # If gpushare dies from here on, the guard completes the resume. A full disk must not keep a job paused.
     with contextlib.suppress(GpushareError):

@@ -83,8 +83,7 @@ PAUSES: Final = RecordStore(PausedJob, "pause", "the record of a pause", durable
 def write(job: PausedJob) -> None:
     """Write a record to the disk. The caller holds the lock, or is the living `gpushare run` that the record names.
 
-    Raises:
-        NoPermission, OperationFailed, NotSupported: it cannot be written; an earlier one stays.
+    Raises NoPermission, OperationFailed, NotSupported: it cannot be written; an earlier one stays.
     """
     if sum(len(each.groups) for each in job.channels) > _MOST_GROUPS:
         # It could not be read again.

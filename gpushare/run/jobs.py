@@ -148,8 +148,7 @@ JOBS: Final = RecordStore(JobRecord, "jobs", "the record of a job")
 def write_record(host: Host, record: JobRecord) -> None:
     """Write the record of a job, and remove those of jobs that have ended.
 
-    Raises:
-        NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
+    Raises NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
     forget_ended(host)
     JOBS.write(replace(record, path=JOBS.path(host, record.name)))
@@ -504,9 +503,7 @@ def farm_job(
     """List this gpushare as a job while it runs many copies of a program; without a name one is made.
 
     Yields a function that takes the exit code, and the peak memory of a copy (bytes; None: unknown).
-
-    Raises:
-        InUse: a job of this name runs (code ``name_in_use``).
+    Raises InUse: a job of this name runs (code ``name_in_use``).
     """
     job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=True), command[0])
     job.open()
@@ -648,9 +645,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
 
     ``action`` is a verb with s: ``pauses``. ``pids`` are the processes that will be touched: the processes of a root
     service may belong to other users, who lose them.
-
-    Raises:
-        NoPermission: it, or one of the processes, belongs to another user, and this is not root.
+    Raises NoPermission: it, or one of the processes, belongs to another user, and this is not root.
     """
     # Owners, each with what is touched, in words.
     touched = [*_processes_of_others(host, pids, {host.uid, job.uid}).items()]

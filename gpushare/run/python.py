@@ -53,8 +53,7 @@ def _host() -> Host:
 def status(gpu: str | int | None = None) -> Snapshot:
     """Return the GPUs, how they are shared, and the processes on them; ``gpu`` as of ``-g``, None: all.
 
-    Raises:
-        GpushareError: there is no driver, or not this GPU.
+    Raises GpushareError: there is no driver, or not this GPU.
     """
     from gpushare.run.look import StatusReader
 

@@ -291,9 +291,7 @@ def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: 
     """Return the bytes that the production jobs leave for another job (None: unknown).
 
     What they take is the larger of two estimates: their known peaks together, and what `tune` saw.
-
-    Raises:
-        InUse: they leave less than 1 MiB.
+    Raises InUse: they leave less than 1 MiB.
     """
     total = device.memory_total_bytes
     peaks = [job.memory_peak_bytes for job in production_jobs if job.memory_peak_bytes is not None]

@@ -159,9 +159,7 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
     """Stop a daemon that `gpushare run` started, if it is unused; return whether clients without a lease still use it.
 
     Another gpushare with a lease stops it itself; for clients without one the guard has to wait.
-
-    Raises:
-        GpushareError: it is unused and does not stop.
+    Raises GpushareError: it is unused and does not stop.
     """
     with home.locked():
         record = home.read()
@@ -273,11 +271,7 @@ class MpsShare:
         return f"as a client of the MPS daemon of {self.device.title}"
 
     def check(self, program: str) -> None:
-        """Raise unless a program can run under MPS on the device with these limits.
-
-        Raises:
-            GpushareError: as `check_device`, `check_memory` and `check_command`.
-        """
+        """Raise GpushareError unless a program can run under MPS on the device with these limits."""
         check_device(self.host, self.device)
         check_memory(self.device, self.limits.memory_limit_bytes)
         check_command(self.device, program, self.limits)
