@@ -350,12 +350,13 @@ def _identity(process: GpuProcess) -> tuple[int, int | None]:
 
 
 def _paused_since(host: Host) -> dict[int, float]:
-    """Return since when processes are paused, from the records: the driver is not asked."""
+    """Return since when processes are paused (seconds since 1970), by PID, from the records: the driver is not asked."""
     if not has_records(host, "pause"):
         return {}
-    from gpushare.pause.record import paused_since
+    from gpushare.host.identity import wall_time
+    from gpushare.pause.record import paused_processes
 
-    return paused_since(host)
+    return {pid: wall_time(job.since) for pid, job in paused_processes(host).items()}
 
 
 def _set_slices(host: Host) -> dict[int, int]:

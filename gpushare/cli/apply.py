@@ -354,7 +354,7 @@ def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
         how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
         return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
     in_force = kept_limits(host)
-    limits_memory_now = bool(in_force) or in_force.others is not None
+    limits_memory_now = bool(in_force.named) or in_force.others is not None
     longest = user_limits_in(wanted).longest_lease_seconds
     notes = []
     if wanted.memory:

@@ -149,7 +149,7 @@ def changed_limits(host: Host, file: HostFile) -> list[str]:
     in_force = kept_limits(host)
     rows = [
         (f"user {user_name(uid)}", in_force.get(uid), wanted.get(uid))
-        for uid in sorted(wanted.keys() | in_force.keys())
+        for uid in sorted({*wanted.named, *in_force.named})
     ]
     rows.append(("each other user" if rows else "each user", in_force.others, wanted.others))
 

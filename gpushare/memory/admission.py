@@ -9,7 +9,7 @@ devices gets all of them at once, or none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 from gpushare.base.values import dataclass
@@ -83,10 +83,10 @@ class _StillWaiting(NamedTuple):
 MOST_LEASE_SECONDS: Final = 12 * 3600.0
 
 
-class UserLimits(Mapping[int, int]):
-    """What the jobs of each user may reserve together on one GPU, by uid, and how long a lease of a user is at most.
+class UserLimits:
+    """What the jobs of each user may reserve together on one GPU, and how long a lease of a user is at most.
 
-    Users without a limit of memory are left out.
+    ``named`` are the limits of users by uid (bytes), ``others`` is that of all other users but root; None: no limit.
     """
 
     def __init__(
@@ -95,21 +95,12 @@ class UserLimits(Mapping[int, int]):
         others: int | None = None,
         longest_lease_seconds: float = MOST_LEASE_SECONDS,
     ) -> None:
-        self._named, self.others = named or {}, others
+        self.named, self.others = named or {}, others
         self.longest_lease_seconds = longest_lease_seconds
 
-    def __getitem__(self, uid: int) -> int:
-        if uid in self._named:
-            return self._named[uid]
-        if self.others is None or uid == 0:
-            raise KeyError(uid)
-        return self.others
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._named)
-
-    def __len__(self) -> int:
-        return len(self._named)
+    def get(self, uid: int) -> int | None:
+        """Return the bytes that a user's jobs may reserve together on one GPU; None: no limit."""
+        return self.named.get(uid, None if uid == 0 else self.others)
 
     def at_least(self, uid: int, memory_bytes: int | None) -> UserLimits:
         """Return these limits, but for one user a limit of at least ``memory_bytes`` (None: no limit).
@@ -121,7 +112,7 @@ class UserLimits(Mapping[int, int]):
         if limit is None:
             return self
         least = _UNLIMITED_BYTES if memory_bytes is None else memory_bytes
-        return UserLimits({**self._named, uid: max(limit, least)}, self.others, self.longest_lease_seconds)
+        return UserLimits({**self.named, uid: max(limit, least)}, self.others, self.longest_lease_seconds)
 
 
 def admitted(

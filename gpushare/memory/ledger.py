@@ -24,7 +24,7 @@ from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
 from gpushare.host.store import Named
 from gpushare.host.users import has_records
-from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
+from gpushare.memory.admission import Room, Running, UserLimits, Waiting, admitted, could_ever_fit
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
@@ -112,11 +112,6 @@ class Reservation(Request, Named):
     def stopped(self) -> bool:
         """Return whether it waits and is stopped: it takes no place until it continues, so it holds up no other job."""
         return self.waits and is_stopped(self.claim.pid)
-
-    @property
-    def waiting_since_ns(self) -> int | None:
-        """Return when it came, by CLOCK_BOOTTIME."""
-        return self.claim.ticket
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,12 +328,12 @@ def line_of(
     jobs: Sequence[Reservation],
     *,
     clients: int | None = None,
-    limits: Mapping[int, int] | None = None,
+    limits: UserLimits | None = None,
 ) -> Line | None:
     """Return the ledger of one device as of now; None: its memory is unknown.
 
     ``device`` was read just before, with its processes. ``clients`` is how many clients its MPS server takes. ``limits``
-    are the bytes that each user's jobs may reserve there together, by uid: a reservation beyond that counts as 0 bytes.
+    are what each user's jobs may reserve there together: a reservation beyond that counts as 0 bytes.
     """
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     if device.job_memory_bytes is None or used is None:
@@ -368,7 +363,6 @@ def line_of(
         if not own_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.bytes_of(job.memory_bytes)
-        # An empty mapping may still have a default for all users, so its truth value does not count.
         limit = None if limits is None else limits.get(job.claim.uid)
         if limit is not None and granted[job.claim.uid] + size > limit:
             size = 0
@@ -408,7 +402,7 @@ def lines_of(
     jobs: Sequence[Reservation],
     *,
     clients: Mapping[str, int | None] | None = None,
-    limits: Mapping[int, int] | None = None,
+    limits: UserLimits | None = None,
 ) -> dict[str, Line]:
     """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
     lines: dict[str, Line] = {}
@@ -444,7 +438,7 @@ def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
     return info is None or not is_server(info.name)
 
 
-def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
+def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: UserLimits) -> Waiting:
     """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it.
 
     So a job that waits because of its user's limit delays no other job.
@@ -471,7 +465,7 @@ def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str
 
 
 def would_take(
-    jobs: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: Mapping[int, int]
+    jobs: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: UserLimits
 ) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
@@ -593,7 +587,7 @@ class Place:
         self,
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
-        limits: Mapping[int, int],
+        limits: UserLimits,
         best: Callable[[Sequence[str]], Sequence[str]] | None = None,
     ) -> bool:
         """Take as many devices as the job needs if it is its turn on them; return whether it did. Raises like `Place`.
@@ -620,7 +614,7 @@ class Place:
     def _devices_free_to_take(
         self,
         read_lines: ReadLines,
-        limits: Mapping[int, int],
+        limits: UserLimits,
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
         """Return the devices that this job may take now, by the line and free memory, best first; none: it waits.

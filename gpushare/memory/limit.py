@@ -136,7 +136,7 @@ class JobMemory(Part):
         # When it was last seen on the device, and whether it was said that its reservation has lapsed.
         self._used_at, self._told_lapsed = self._began, False
         self._looked_at = self._began
-        self._due = self._touch_due = 0.0
+        self.due = self._touch_due = 0.0
         # Whether the job is swapped out: then only processes that it starts meanwhile count.
         self.away: Callable[[], bool] = lambda: False
 
@@ -144,11 +144,6 @@ class JobMemory(Part):
     def variables(self) -> Mapping[str, str]:
         """Return the mark: the job's processes inherit it, and are recognized by it outside the program's tree."""
         return {MARK: self.mark}
-
-    @property
-    def seconds_to_poll(self) -> float:
-        """Return how long until the next look."""
-        return max(0.0, self._due - self._clock())
 
     def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
@@ -186,12 +181,12 @@ class JobMemory(Part):
         """Add up the job's memory; return whether the program is to be ended now."""
         now = self._clock()
         processes = self._processes()
-        self._due = now + LOOK_SECONDS
+        self.due = now + LOOK_SECONDS
         if self.away() and not processes:
             return False
         if self.limit_bytes is None:
             # Only the peak is of interest, and in a long job a look for it may be later.
-            self._due = now + min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
+            self.due = now + min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._tell_unknown(processes, now)
         if processes is None:
             return False
@@ -206,7 +201,7 @@ class JobMemory(Part):
             self._continue()
             self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
         if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
-            self._due = now + _CLOSE_SECONDS
+            self.due = now + _CLOSE_SECONDS
         return False
 
     def _keep_reservation(self, *, used: bool, now: float) -> None:

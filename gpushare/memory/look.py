@@ -57,7 +57,8 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
             continue
         info = host.processes.describe(job.claim.pid)
         jobs_ahead = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
-        since_ns = job.waiting_since_ns
+        # When it came (CLOCK_BOOTTIME).
+        since_ns = job.claim.ticket
         jobs.append(
             WaitingJob(
                 pid=job.claim.pid,

@@ -53,9 +53,7 @@ _HARM_STEP_PERCENT: Final = 10
 _MOST_LOOKED_UP: Final = 64
 
 
-def read_lines(
-    host: Host, devices: Sequence[Device], limits: Mapping[int, int], own_place: Place | None = None
-) -> list[Line]:
+def read_lines(host: Host, devices: Sequence[Device], limits: UserLimits, own_place: Place | None = None) -> list[Line]:
     """Return the ledger of devices that were read just now, without those whose memory is unknown.
 
     It does not count ``own_place``, which the asking job has reserved itself.
@@ -97,7 +95,7 @@ def best_first(
     host: Host,
     devices: Sequence[Device],
     productions: Callable[[Device], Sequence[str]],
-    limits: Mapping[int, int] | None = None,
+    limits: UserLimits | None = None,
     command: Sequence[str] = (),
     own_place: Place | None = None,
     count: int = 1,
@@ -110,7 +108,7 @@ def best_first(
     each other down least (`harm_percent`), then those with the most room. For a job of ``count`` devices those come first
     that are `best_together`. ``own_place`` is the place of the job itself, ``command`` its command line.
     """
-    limits = {} if limits is None else limits
+    limits = UserLimits() if limits is None else limits
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
     profiles = KnownCommands(host)
     ranked: list[_Ranked] = []
@@ -338,7 +336,7 @@ def room_kept(host: Host, swap: Swap, size: int) -> Iterator[bool | None]:
     need = bytes_to_come_in(host, devices[0], size)
     place = Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name))
     try:
-        yield place.try_to_take(devices, {}, {})
+        yield place.try_to_take(devices, {}, UserLimits())
     finally:
         place.leave()
 

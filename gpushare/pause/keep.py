@@ -35,7 +35,8 @@ def keep(host: Host, _processes: object, word: str, path: str) -> None:
         os.chdir("/")
     keeper = Keeper(host, Path(path))
     if word == HELD:
-        keeper.keep()
+        while (seconds := keeper.step()) is not None:
+            time.sleep(seconds)
     else:
         keeper.take_back()
 
@@ -51,14 +52,6 @@ class Keeper:
         self._scan_due: dict[int, float] = {}
         # Channels that are recorded and could not be disabled yet, by PID.
         self._not_off_yet: dict[int, Channels] = {}
-
-    def keep(self) -> None:
-        """Look at the record and the job until the pause is over."""
-        while True:
-            seconds = self.step()
-            if seconds is None:
-                return
-            time.sleep(seconds)
 
     def take_back(self) -> None:
         """Resume the processes that a killed gpushare has paused."""

@@ -14,7 +14,7 @@ from gpushare.base.typed import Count, JobName, Most, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity, wall_time
+from gpushare.host.identity import Identity
 from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living
 
 # A record of so many can be read again.
@@ -120,8 +120,3 @@ def paused_processes(host: Host) -> dict[int, PausedJob]:
                 # The first record counts, this user's own.
                 processes.setdefault(channels.pid, job)
     return processes
-
-
-def paused_since(host: Host) -> dict[int, float]:
-    """Return the PIDs of paused processes, each with the time when it was paused (seconds since 1970)."""
-    return {pid: wall_time(job.since) for pid, job in paused_processes(host).items()}

@@ -456,7 +456,7 @@ class Swapping(Part):
         self._since = clock()
         self._left_at = self._out_seconds = 0.0
         self.times_out = 0
-        self._due = 0.0
+        self.due = 0.0
         # After a failure: not before this time, and how long to wait after the next one.
         self._retry_at = 0.0
         self._retry_seconds = _AGAIN_SECONDS
@@ -473,11 +473,6 @@ class Swapping(Part):
         """Return whether the job is in host memory."""
         return self._swap is not None
 
-    @property
-    def seconds_to_poll(self) -> float:
-        """Return how long until the next sample."""
-        return max(0.0, self._due - self._clock())
-
     def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
         self._watch = watch
@@ -487,10 +482,10 @@ class Swapping(Part):
     def poll(self) -> bool:
         """Sample, and move the job if it is time."""
         now = self._clock()
-        if now < self._due:
+        if now < self.due:
             return False
         waits_in_line = self.out and self._place is not None
-        self._due = now + (_WAITING_SECONDS if waits_in_line else _LOOK_SECONDS)
+        self.due = now + (_WAITING_SECONDS if waits_in_line else _LOOK_SECONDS)
         # `Policy` itself decides nothing: such a job leaves and comes back by hand.
         acts_by_itself = self._movable or type(self._policy) is not Policy
         try:

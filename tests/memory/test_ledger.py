@@ -103,7 +103,7 @@ def wait(
 
 
 def take(host: Host, place: Place) -> bool:
-    return place.try_to_take(devices(host), {}, {})
+    return place.try_to_take(devices(host), {}, UserLimits())
 
 
 def files(host: Host) -> list[Path]:
@@ -199,8 +199,8 @@ def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
     early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
     monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
-    assert not late.try_to_take(devices(host), {key: 1}, {})
-    assert early.try_to_take(devices(host), {key: 1}, {})
+    assert not late.try_to_take(devices(host), {key: 1}, UserLimits())
+    assert early.try_to_take(devices(host), {key: 1}, UserLimits())
 
 
 def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_reservation_that_is_not_used_lapses(host: Host) -> None:
 def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> None:
     for _ in range(2):
         hold(host, 8 * GIB, devices(host)[0])
-    line = line_of(host, devices(host)[0], reservations(host) or [], limits={os.geteuid(): 10 * GIB})
+    line = line_of(host, devices(host)[0], reservations(host) or [], limits=UserLimits({os.geteuid(): 10 * GIB}))
     assert line.room.memory_bytes - line.free_bytes == 8 * GIB
 
 

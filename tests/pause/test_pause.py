@@ -20,7 +20,7 @@ from gpushare.host.users import has_records
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, changing, find_paused, resume_and_forget, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
-from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_since, write
+from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_processes, write
 from gpushare.plan import NotUndone, carry_out
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
@@ -253,7 +253,7 @@ def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
         find_paused(user, "train")
     with pytest.raises(NoPermission, match="paused by root"), job.pause_of(host=user) as work:
         work.plan(begin=False)
-    assert paused_since(user).keys() == set(job.pids)
+    assert paused_processes(user).keys() == set(job.pids)
     # For the end of a job that root has paused, its owner enables the channels; the record is root's.
     resume_to_end(user, [job.pids[1]])
     assert job.off == [False, False]

@@ -1048,7 +1048,7 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     text = "version: 1\nmemory:\n- {match: {user: [no-such-user, root]}, limit: 8G}\n- {match: all, limit: 20G}\n"
     make_private_directory(world.host.state_directory)
     (world.host.state_directory / KEPT).write_text(text)
-    assert dict(kept_limits(world.host)) == {0: 8 * GIB}
+    assert kept_limits(world.host).named == {0: 8 * GIB}
     assert kept_limits(world.host).others == 20 * GIB
 
 
