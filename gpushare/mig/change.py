@@ -29,7 +29,7 @@ from gpushare.mig.daemons import (
     stopped_records,
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
-from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy
+from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy, with_name
 from gpushare.mig.ledger import MigLedger, NamedInstance
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout, on_or_off
@@ -105,9 +105,9 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     if not blocking_processes:
         return
     # A process on several GPUs is named once.
-    by_pid = {process.pid: process for _, process in blocking_processes}
+    by_pid = {process.pid: with_name(host, process) for _, process in blocking_processes}
     jobs = job_names(by_pid)
-    names = first_few((_process_title(host, process, jobs.get(pid)) for pid, process in by_pid.items()), _NAMED)
+    names = first_few((_process_title(process, jobs.get(pid)) for pid, process in by_pid.items()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
     numbers = ",".join(map(str, gpus))
     their = "its" if len(gpus) == 1 else "their"
@@ -127,7 +127,7 @@ def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str,
         if others:
             return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"
     # An MPS server ends after its clients.
-    ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
+    ended = [process for process in processes if process.name != MPS_SERVER]
     # `gpushare stop` also takes the PID of a job's program, and that of an MPS client.
     words = list(dict.fromkeys(jobs.get(process.pid, str(process.pid)) for process in ended))
     rest = f", and then the {len(words) - _MOST_ENDED} others" if len(words) > _MOST_ENDED else ""
@@ -149,18 +149,10 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
         )
 
 
-def _name_of_process(host: Host, process: GpuProcess) -> str:
-    """Return the name of a process, of which NVML tells only the PID."""
-    info = None if process.name else host.processes.describe(process.pid)
-    return process.name or (info.name if info else None) or "process"
-
-
-def _process_title(host: Host, process: GpuProcess, job: str | None) -> str:
+def _process_title(process: GpuProcess, job: str | None) -> str:
     """Return a process for a message: ``python (123, alice)``, or of a job ``'train' (123, alice)``."""
-    info = None if process.user else host.processes.describe(process.pid)
-    user = process.user or (info.user if info else None) or "unknown user"
-    name = _name_of_process(host, process) if job is None else f"'{job}'"
-    return f"{name} ({process.pid}, {user})"
+    name = process.name or "process" if job is None else f"'{job}'"
+    return f"{name} ({process.pid}, {process.user or 'unknown user'})"
 
 
 def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported, or_none
-from gpushare.base.model import Gpu, Holder
+from gpushare.base.model import Gpu, GpuProcess, Holder
 from gpushare.base.package import package_rows
 from gpushare.host.capabilities import InstanceIds, user_name
 from gpushare.host.claims import Claim, live_claims
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from gpushare.host.process import ProcessInfo
 
 _PREFIX: Final = "/dev/nvidia"
+H = TypeVar("H", bound=GpuProcess | Holder)
 # `Holder.what` of a claim; the word is part of the JSON.
 CLAIM: Final = "lease"
 
@@ -67,6 +69,12 @@ def claimed_instances(host: Host) -> dict[str, Holder] | None:
     if claims is None:
         return None
     return {key: claim_holder(host, claim) for key, claim in claims.items() if key.startswith("MIG-")}
+
+
+def with_name(host: Host, process: H) -> H:
+    """Return a process with its name and user: NVML has only PIDs."""
+    info = None if process.name is not None else host.processes.describe(process.pid)
+    return process if info is None else replace(process, name=info.name, user=info.user)
 
 
 def claim_holder(host: Host, claim: Claim) -> Holder:

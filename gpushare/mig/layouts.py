@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gpushare.base.errors import GpushareError, NoPermission
 from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
-from gpushare.mig.holders import claimed_instances, instance_holders, open_device_files
+from gpushare.mig.holders import claimed_instances, instance_holders, open_device_files, with_name
 from gpushare.mig.ledger import NamedInstance, Spot, made_by_gpushare, names_of
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 
@@ -103,11 +103,4 @@ class _HostFacts:
         """Return the processes that NVML lists and other holders, without idle daemons; None: some are unknown."""
         if listed is None or self._claims is None:
             return None
-        return tuple(self._with_name(holder) for holder in (*listed, *others) if holder.pid not in self._idle_daemons)
-
-    def _with_name(self, holder: GpuProcess | Holder) -> GpuProcess | Holder:
-        """Add name and user; NVML has only PIDs."""
-        if holder.name is not None:
-            return holder
-        info = self._host.processes.describe(holder.pid)
-        return holder if info is None else replace(holder, name=info.name, user=info.user)
+        return tuple(with_name(self._host, each) for each in (*listed, *others) if each.pid not in self._idle_daemons)
