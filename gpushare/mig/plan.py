@@ -141,6 +141,11 @@ class MigPlan:
     def changes(self) -> bool:
         return any(gpu.changes for gpu in self.gpus)
 
+    @property
+    def destroyed(self) -> tuple[tuple[int, InstanceChange], ...]:
+        """Return what it destroys, each with its GPU's index."""
+        return tuple((gpu.gpu, change) for gpu in self.gpus for change in gpu.destroyed)
+
 
 class Why(str, Enum):
     """Why there is no plan."""
@@ -166,8 +171,7 @@ class NoPlan:
     @property
     def would_go(self) -> tuple[tuple[int, InstanceChange], ...]:
         """Return the instances that the plan ``instead`` destroys, each with its GPU's index."""
-        gpus = () if self.instead is None else self.instead.gpus
-        return tuple((gpu.gpu, change) for gpu in gpus for change in gpu.destroyed)
+        return () if self.instead is None else self.instead.destroyed
 
 
 # Does one call; the text is the step that the call is part of.

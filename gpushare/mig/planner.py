@@ -543,10 +543,9 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
 
     The wish is empty for a removal. ``only_adds``: it was not to destroy anything, not even idle instances.
     """
-    destroyed = [(gpu.gpu, change) for gpu in instead.gpus for change in gpu.destroyed]
+    destroyed = instead.destroyed
     busy = [(gpu, change) for gpu, change in destroyed if change.busy]
-    named = [_title_of(gpu, change) for gpu, change in (busy or destroyed)]
-    listing = first_few(named, _LISTED)
+    listing = first_few([_title_of(gpu, change) for gpu, change in (busy or destroyed)], _LISTED)
     words = " ".join(str(request) for request in wish)
     problem = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
@@ -685,8 +684,7 @@ def plan_destroy(
     _check_gpus(layouts, [target.gpu for target in target_set])
     _check_targets(layouts, target_set)
     plan = plan_of(layouts, [_plan_removal(layout, target_set) for layout in layouts])
-    changes = [(gpu_plan.gpu, change) for gpu_plan in plan.gpus for change in gpu_plan.destroyed]
-    blocked = any(change.busy and not _may_end(gpu, change, evictable) for gpu, change in changes)
+    blocked = any(change.busy and not _may_end(gpu, change, evictable) for gpu, change in plan.destroyed)
     return no_plan_now((), plan) if blocked else plan
 
 
