@@ -38,7 +38,7 @@ from gpushare.run.jobs import JobRecord, find_record, write_record
 from gpushare.show.schema import schema_of
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_compute
-from gpushare.sim.current import changing
+from gpushare.sim.current import changing, current
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
 ROOT = Path(__file__).parents[2]
@@ -181,9 +181,9 @@ class World:
 
     @property
     def state(self) -> SimulatedHostState:
-        state = self.file.read()
-        assert state is not None
-        return state
+        """Return the state of the host, without the processes that have died."""
+        assert self.begun
+        return current(self.file)
 
     @property
     def begun(self) -> bool:
