@@ -228,7 +228,7 @@ class Processes:
 
     def alive(self, pid: int, started: int | None = None) -> bool:
         """Return whether the process is alive, and no zombie (``/proc/PID/stat``). ``started`` guards against a reused PID."""
-        identity = self.identity(pid)
+        identity = identity_of(pid)
         return identity is not None and started in {None, identity.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:

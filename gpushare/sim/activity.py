@@ -61,7 +61,7 @@ class GpmSample(NamedTuple):
 
 
 def is_busy(process: SimulatedProcess, at: float) -> bool:
-    """Return whether a process keeps the GPU busy: it runs, or what it queued before SIGSTOP still drains."""
+    """Return whether a process keeps the GPU busy: it runs, or the work that it queued before SIGSTOP still drains."""
     # Without its context or its channels, a process has no work on the GPU.
     if process.broken or process.channels_off or process.checkpoint:
         return False

@@ -96,7 +96,7 @@ def _move_to_host(_state: SimulatedHostState, process: SimulatedProcess) -> int:
 
 
 def _restore(state: SimulatedHostState, process: SimulatedProcess, new_uuids: dict[str, str]) -> int:
-    """Move the memory of a process back, to the GPU that ``new_uuids`` has for its own (empty: the same one).
+    """Move the memory of a process back to its GPU, or to the one that ``new_uuids`` (old: new) has in its place.
 
     Return the CUresult. Without room on the GPU the process fails for good.
     """

@@ -64,7 +64,7 @@ def attach(state: SimulatedHostState, process: SimulatedProcess) -> list[LogLine
 
 
 def _usable_devices(process: SimulatedProcess, devices: list[Device]) -> list[Device]:
-    """Return the devices that a process sees, of which it uses the first; refuse it if it may not."""
+    """Return the devices that a process sees; none, and the process is refused, if it may not use the first of them."""
     shown = visible(devices, split(process.environment.get("CUDA_VISIBLE_DEVICES")))
     if shown and open_nodes(shown[0], process.uid):
         return shown
@@ -198,9 +198,9 @@ def _connect(
 
 
 def _memory_limit_mib(process: SimulatedProcess, devices: list[Device], server_limit: int | None) -> int | None:
-    """Return the lower one of the memory limits of a client: its server's, and its own on the first of its devices.
+    """Return the memory limit of a client on the first of its devices: its own or its server's, whichever is lower.
 
-    An entry of its own for a GPU that it cannot see drops both.
+    If one of its own limits is for a GPU that it cannot see, neither holds.
     """
     own_limits = mps_servers.parse_memory_limits(process.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
     if mps_servers.names_invisible(own_limits, devices):

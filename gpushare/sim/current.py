@@ -1,4 +1,4 @@
-"""Reading and changing a simulated host with everything that time did to it settled first."""
+"""Read and change the state of a simulated host, after `clients.settle`: what has happened since, such as a process that died."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def split(value: str | None) -> list[str]:
 
 
 def daemon_devices(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Device]:
-    """Return what an MPS daemon offers to its clients, in its own numbering."""
+    """Return the devices that an MPS daemon offers to its clients, in the order of their ordinals there."""
     return visible(host_devices(state), daemon.visible)
 
 

@@ -152,7 +152,7 @@ def _parse_amount(kind: str, value: str | None, amount: _Amount) -> int:
 
 
 def _parse_entry_points(kind: str, value: str | None) -> Sequence[str]:
-    """Return the NVML entry points that a short name stands for, or the one that is named itself."""
+    """Return the NVML entry points of a short name in `ENTRY_POINTS`, or the entry point that ``value`` itself names."""
     if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         names = ", ".join(ENTRY_POINTS)
         raise _bad_fault_error(f"{kind} needs an NVML entry point", f"give nvml..., or one of: {names}")
@@ -165,7 +165,7 @@ _MOST_MADE_UP: Final = 1 << 28
 
 
 def uid_of(state: SimulatedHostState, text: str) -> int:
-    """Return the id of a user given by id or name; a name that this machine lacks gets an id; BadUsage: it is no name."""
+    """Return the id of a user given by id or name, made up for a name that this machine lacks; BadUsage: no valid name."""
     try:
         return user_id(text)
     except NotFound:

@@ -233,7 +233,7 @@ def _device_percent(state: SimulatedHostState, process: SimulatedProcess) -> flo
 
 
 def _allowed_percent(state: SimulatedHostState, process: SimulatedProcess) -> float:
-    """Return what a process may use at most, in percent of the whole GPU: its device, less by its thread limit."""
+    """Return how much of the whole GPU a process may use, in percent: its device, reduced by its thread limit."""
     return _device_percent(state, process) * (process.threads or 100.0) / 100
 
 

@@ -473,7 +473,7 @@ class SimulatedLibrary:
         return Target(handle, whole.gpu, whole.model, instance, instance)
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
-        """Return what changes when the state file is written; None: there is none."""
+        """Return modification time, size and inode of the state file: each write changes one of them; None: there is no file."""
         try:
             status = os.stat(self.file.path)
         except FileNotFoundError:

@@ -64,6 +64,7 @@ def _gpm_sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
 
 @abi.entry_point("nvmlGpmMetricsGet")
 def _metrics(library: SimulatedLibrary, argument: Any) -> None:
+    """Fill in the metrics that an nvmlGpmMetricsGet_t asks for, from the load in its two samples."""
     struct = abi.target_of(argument)
     if struct.version != _METRICS_GET_VERSION:
         raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
@@ -170,6 +171,7 @@ def _ancestor(library: SimulatedLibrary, target: Target, other: Any, level: Any)
 
 @abi.entry_point("nvmlDeviceGetP2PStatus", on=On.GPU)
 def _p2p(library: SimulatedLibrary, target: Target, other: Any, capability: Any, status: Any) -> None:
+    """Write whether NVLink connects two GPUs."""
     if abi.number(capability) != _NVLINK:
         raise Refused(Code.NOT_SUPPORTED)
     gpus = library.state.gpus
@@ -182,6 +184,7 @@ def _p2p(library: SimulatedLibrary, target: Target, other: Any, capability: Any,
 
 @abi.entry_point("nvmlDeviceGetCpuAffinity", on=On.GPU)
 def _cpus(library: SimulatedLibrary, target: Target, words: Any, cpus: Any) -> None:
+    """Write the CPUs of a GPU's NUMA node as a bit mask of this many words."""
     # The processes of a simulated host run on the CPUs of this machine; each NUMA node has half of them.
     cpus_here = sorted(os.sched_getaffinity(0))
     middle = (len(cpus_here) + 1) // 2

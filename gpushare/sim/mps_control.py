@@ -48,7 +48,7 @@ def main(
     argv: Sequence[str], stdin: str, env: Mapping[str, str], state_file: StateFile, timeout: float = 10.0
 ) -> Completed:
     """Run the program: ``argv`` with its name, ``env`` the whole environment, ``timeout`` in seconds."""
-    deadline, options = clock() + timeout, list(argv[1:])
+    options = list(argv[1:])
     state = current(state_file)
     if options == ["-d"] or (options == ["-d", "-M"] and state.branch >= 580):
         with changing(state_file) as (state, lines):
@@ -62,7 +62,7 @@ def main(
         if any(option.startswith("-") for option in options):
             return Completed(tuple(argv), 0, "Unrecognized option \0\n", "")
         stdin = " ".join(options)
-    return _Session(tuple(argv), env, state_file, deadline, timeout).run(stdin)
+    return _Session(argv, env, state_file, timeout).run(stdin)
 
 
 class MpsRequest(NamedTuple):
@@ -106,11 +106,10 @@ class MpsRequest(NamedTuple):
 class _Session:
     """One run of the UI: commands on stdin, one per line, until its end or until the daemon quits."""
 
-    def __init__(
-        self, argv: tuple[str, ...], env: Mapping[str, str], state_file: StateFile, deadline: float, timeout: float
-    ) -> None:
-        self._argv, self._env, self._state_file = argv, env, state_file
-        self._deadline, self._timeout = deadline, timeout
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], state_file: StateFile, timeout: float) -> None:
+        self._argv, self._env, self._state_file = tuple(argv), env, state_file
+        self._deadline, self._timeout = clock() + timeout, timeout
+        # Whether the daemon has accepted the connection.
         self._opened = False
 
     def run(self, stdin: str) -> Completed:

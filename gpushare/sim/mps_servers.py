@@ -119,7 +119,7 @@ def parse_memory_limits(text: str | None) -> dict[str, int]:
 
 
 def names_invisible(entries: Mapping[str, int], devices: list[Device]) -> bool:
-    """Return whether an entry names a GPU that the process cannot see: then all its limits are dropped."""
+    """Return whether one of these limits is for a GPU that is not among the devices that the process sees."""
     uuids = {device.uuid for device in devices}
     return any(int(key) >= len(devices) if key.isdigit() else key not in uuids for key in entries)
 

@@ -91,9 +91,13 @@ class SimulatedProcesses(Processes):
             stopped=process.stopped_at is not None,
         )
 
-    @_or_real
     def identity(self, pid: int) -> Identity | None:
         return identity_in(current(self._state_file), pid)
+
+    @_or_real
+    def alive(self, pid: int, started: int | None = None) -> bool:
+        identity = self.identity(pid)
+        return identity is not None and started in {None, identity.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return the variables of a process, a daemon or a server; None: it is gone, or this user may not read them."""

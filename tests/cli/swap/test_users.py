@@ -18,7 +18,7 @@ from gpushare.memory import swap as module
 from gpushare.memory.swapped import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
-from gpushare.sim.state import SimulatedHostState
+from gpushare.sim.state import FIRST_SIMULATED_PID
 from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
@@ -271,13 +271,13 @@ def test_root_sees_pauses_of_users_and_says_who_resumes_them(
     cli("pause", "train").ok()
     become(world, 0)
     # The guard that the record names is a real process, which follows whoever runs gpushare.
-    real = SimulatedProcesses._describe_real
+    real = SimulatedProcesses.describe
 
-    def of_the_user(self: SimulatedProcesses, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
-        info = real(self, state, pid)
-        return info and replace(info, uid=NOBODY)
+    def of_the_user(self: SimulatedProcesses, pid: int) -> ProcessInfo | None:
+        info = real(self, pid)
+        return replace(info, uid=NOBODY) if info is not None and pid < FIRST_SIMULATED_PID else info
 
-    monkeypatch.setattr(SimulatedProcesses, "_describe_real", of_the_user)
+    monkeypatch.setattr(SimulatedProcesses, "describe", of_the_user)
     (row,) = cli("pause", "list", output="json").ok().data["jobs"]
     assert (row["pid"], row["by"]) == (pid, "nobody")
     text = refused("resume", "train", code="paused_by_user", exit_code=4)
