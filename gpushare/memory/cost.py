@@ -5,7 +5,6 @@ Times are in seconds, sizes in bytes as the GPU counts them (CUDA contexts inclu
 
 from __future__ import annotations
 
-import itertools
 from typing import Final, NamedTuple
 
 from gpushare.base.units import GIB
@@ -37,20 +36,16 @@ _OUT_BYTES_PER_SECOND: Final = 1.5 * GIB
 
 
 def swap_times(memory_bytes: float) -> SwapTimes:
-    """Return how long a job of this size takes out and back, interpolated between the measured ones.
+    """Return how long a job of this size takes out and back, on the line through the two measured jobs.
 
-    A smaller job takes as long as the smallest of them; for a larger one the line through the last two goes on.
+    A job that is smaller than both takes as long as the smaller one.
     """
-    first, second = MEASURED[-2:]
-    for before, after in itertools.pairwise(MEASURED):
-        if memory_bytes <= after.memory_bytes:
-            first, second = before, after
-            break
-    part = max(0.0, (memory_bytes - first.memory_bytes) / (second.memory_bytes - first.memory_bytes))
+    small, large = MEASURED
+    part = max(0.0, (memory_bytes - small.memory_bytes) / (large.memory_bytes - small.memory_bytes))
     return SwapTimes(
         memory_bytes,
-        first.out_seconds + part * (second.out_seconds - first.out_seconds),
-        first.in_seconds + part * (second.in_seconds - first.in_seconds),
+        small.out_seconds + part * (large.out_seconds - small.out_seconds),
+        small.in_seconds + part * (large.in_seconds - small.in_seconds),
     )
 
 

@@ -206,24 +206,17 @@ class JobMemory(Part):
 
     def _keep_reservation(self, *, used: bool, now: float) -> None:
         """Say in the ledger from time to time that the job uses its reservation; say once to the user that it has lapsed."""
-        self._tell_lapsed(used=used, now=now)
+        if self.place is None:
+            return
+        was_not_polled = now - self._looked_at > _PAUSE_SECONDS
         self._looked_at = now
-        if self.place is not None and used and now >= self._touch_due:
+        if used and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self.place.touch()
-
-    def _tell_lapsed(self, *, used: bool, now: float) -> None:
-        """Say once that an unused reservation has lapsed."""
-        was_not_polled = now - self._looked_at > _PAUSE_SECONDS
         if used or was_not_polled:
             # Not polled: the job was swapped out, or gpushare was stopped. The time unused begins again.
             self._used_at, self._told_lapsed = now, False
-        elif (
-            self.place is not None
-            and self.place.request.memory_bytes != 0
-            and not self._told_lapsed
-            and now - self._used_at > LAPSE_SECONDS
-        ):
+        elif self.place.request.memory_bytes != 0 and not self._told_lapsed and now - self._used_at > LAPSE_SECONDS:
             self._told_lapsed = True
             self._say(
                 f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
