@@ -38,7 +38,8 @@ def keep(host: Host, _processes: object, word: str, path: str) -> None:
         while (seconds := keeper.step()) is not None:
             time.sleep(seconds)
     else:
-        keeper.take_back()
+        while not keeper.try_resume():
+            time.sleep(LOOK_SECONDS)
 
 
 class Keeper:
@@ -53,11 +54,6 @@ class Keeper:
         # Channels that are recorded and could not be disabled yet, by PID.
         self._not_off_yet: dict[int, Channels] = {}
 
-    def take_back(self) -> None:
-        """Resume the processes that a killed gpushare has paused."""
-        while not self._try_resume():
-            time.sleep(LOOK_SECONDS)
-
     def step(self) -> float | None:
         """Look once; return the seconds until the next look, or None at the end of the pause."""
         job = self._own_record()
@@ -69,7 +65,7 @@ class Keeper:
         is_over = self._deadline is not None and time.monotonic() >= self._deadline
         # RESUMING: a gpushare died while it resumed the job.
         if is_over or job.state == RESUMING or not job.lives(self._host):
-            return None if self._try_resume() else LOOK_SECONDS
+            return None if self.try_resume() else LOOK_SECONDS
         # A driver or a disk that fails is tried again.
         with contextlib.suppress(GpushareError):
             self._pause_new(job)
@@ -83,7 +79,7 @@ class Keeper:
         mine = job is not None and job.keeper is not None and job.keeper.pid == os.getpid()
         return job if mine else None
 
-    def _try_resume(self) -> bool:
+    def try_resume(self) -> bool:
         """Resume the job and remove its record, unless that was done already; return whether it is done."""
         try:
             with PAUSES.locked(self._host):

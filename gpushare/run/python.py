@@ -82,11 +82,8 @@ def start(
     """Start a program in the background as `gpushare run -d` does, and return its job as soon as it runs or waits in line.
 
     ``production``: the name of a job that opportunistic ones spare; it has no other ``name``. ``options`` are further options
-    of `gpushare run`: ``["--swap", "turns"]``. The job goes on after the end of this
-    process; used as a context manager, it is stopped at the end of the block.
-
-    Raises:
-        GpushareError: it does not start.
+    of `gpushare run`: ``["--swap", "turns"]``. The job goes on after the end of this process; used as a context manager, it
+    is stopped at the end of the block. Raises GpushareError: it does not start.
     """
     program = _words("command", command)
     further = _words("options", options)
