@@ -128,15 +128,6 @@ def file_of(host: Host) -> Path:
     return path
 
 
-def test_a_file_of_another_command_under_the_same_name_is_not_believed(
-    host: Host, device: Device, tmp_path: Path
-) -> None:
-    keep_benched(host, device, ["a"], [FOUR])
-    path = file_of(host)
-    path.write_text(path.read_text().replace('"a"', '"b"'))
-    assert find_benched(host, device, ["a"], 4) is None
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
