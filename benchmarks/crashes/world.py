@@ -26,7 +26,14 @@ from benchmarks.crashes.inject import PROGRAM, Injector, install
 from gpushare.host.process import Processes
 from gpushare.host.program import MPS_CONTROL
 from gpushare.sim.processes import SM_PERCENT
-from gpushare.sim.state import FIRST_SIMULATED_PID, SimulatedGpu, SimulatedHostState, StateFile, parse_spec
+from gpushare.sim.state import (
+    DEFAULT_SLICE_US,
+    FIRST_SIMULATED_PID,
+    SimulatedGpu,
+    SimulatedHostState,
+    StateFile,
+    parse_spec,
+)
 
 # Nothing that is tried here takes so long; what does, hangs.
 PATIENCE_SECONDS: Final = 60.0
@@ -264,11 +271,14 @@ class World:
             )
         for process in state.processes:
             if not process.real:
+                # The driver's own: the default, or the half of it that a swap leaves.
+                slice_us = process.slices.get("compute")
+                slice_text = "default" if slice_us in {None, DEFAULT_SLICE_US // 2} else slice_us
                 found[f"process {process.pid}"] = (
                     f"{process.name} on {process.gpu_uuid} instance {process.gpu_instance_id} daemon "
                     f"{process.mps_daemon} broken {process.broken} stopped {process.stopped_at is not None} "
                     f"channels off {len(process.channels_off)} "
-                    f"slice {process.slices.get('compute', 'default')} checkpoint {process.checkpoint} "
+                    f"slice {slice_text} checkpoint {process.checkpoint} "
                     f"memory {process.memory_bytes} image {process.image_bytes}"
                 )
         for pid, what in self.living().items():
