@@ -107,13 +107,15 @@ class ActivityMeter(ActivityRecorder):
         GPM: nvmlGpmMetricsGet, NVML_GPM_METRIC_SM_UTIL. Otherwise nvmlDeviceGetUtilizationRates, which averages over
         the driver's own period (up to 1 s) and does not cover MIG.
         """
-        self.since_last()
-        # Even if the answer will be None: callers read in a loop until a queue has drained.
-        time.sleep(_WINDOW_SECONDS)
-        if self.gpm:
-            percent = self.since_last()
+        try:
+            self.since_last()
+            # Even if the answer will be None: callers read in a loop until a queue has drained.
+            time.sleep(_WINDOW_SECONDS)
+            if self.gpm:
+                percent = self.since_last()
+                return None if percent is None else Activity(percent, "gpm")
+        finally:
             self.close()
-            return None if percent is None else Activity(percent, "gpm")
         percent = None if self._instance is not None else utilization(self._nvml, self._index)
         return None if percent is None else Activity(percent, "utilization")
 

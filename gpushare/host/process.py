@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 # A program that starts another through more is not followed.
-_MOST_PARENTS: Final = 64
+_MOST_PARENTS: Final = 1024
 # A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
 _MOST_CHARACTERS: Final = 64 << 10
 # rt_sigtimedwait, by machine (asm/unistd.h).

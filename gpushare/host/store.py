@@ -108,10 +108,14 @@ class Unread(NamedTuple):
         """Return the reason for people, without the path."""
         return getattr(self.error, "strerror", None) or str(self.error)
 
-    def is_fault_for(self, uid: int) -> bool:
-        """Return whether a user should know: not if it is gone, of an earlier boot, or kept from that user by root."""
+    def is_fault_for(self, uid: int, *, secret: bool) -> bool:
+        """Return whether a user should know: not if it is gone, of an earlier boot, or kept from that user by root.
+
+        Root keeps its ``secret`` records to itself, and may close a directory of others.
+        """
         is_closed = self.uid == 0 != uid and getattr(self.error, "errno", None) == errno.EACCES
-        return not is_closed and not isinstance(self.error, (FileNotFoundError, _Void))
+        kept_from_user = is_closed and (secret or self.path.suffix != ".json")
+        return not kept_from_user and not isinstance(self.error, (FileNotFoundError, _Void))
 
 
 class Elsewhere(ValueError):
@@ -277,7 +281,7 @@ class RecordStore(Generic[T]):
     def unread(self, host: Host) -> list[Unread]:
         """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
         unread = [each for each in self._scan(host, shared=True) if isinstance(each, Unread)]
-        return [each for each in unread if each.is_fault_for(host.uid)]
+        return [each for each in unread if each.is_fault_for(host.uid, secret=self._mode == 0o600)]
 
     def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[T | Unread]:
         """Yield what is in this user's directory; with ``shared`` also in root's, and to root in those of ``users``."""

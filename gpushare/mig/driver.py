@@ -206,7 +206,7 @@ def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
 
 
 def _processes_in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
-    """Return the processes that NVML lists in a compute instance; None: it lists none on this GPU.
+    """Return the processes that NVML lists in a compute instance; None: unknown, as it does not list those of this GPU.
 
     ``compute_instance`` None: those in a GPU instance and in none of its compute instances.
     """

@@ -294,16 +294,20 @@ def test_a_directory_that_cannot_be_read_is_said(host: Host) -> None:
     assert [record.path for record in NOTES.unread(host)] == [directory]
 
 
-def test_what_root_has_closed_to_this_user_is_no_fault(
-    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "faults"), [(0o600, []), (0o644, ["Permission denied"])])
+def test_a_file_of_root_that_is_closed_to_this_user_is_no_fault_where_root_keeps_such_to_itself(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, faults: list[str]
 ) -> None:
+    store = RecordStore(Note, "notes", "the note", survives_reboot=True, mode=mode)
     shared = replace(host, uid=ALICE, shared_state_directories=(tmp_path / "root",))
-    LASTING.write(note(host, path=tmp_path / "root" / "notes" / "1.json"))
+    store.write(note(host, path=tmp_path / "root" / "notes" / "1.json"))
     refused = PermissionError(errno.EACCES, "Permission denied")
     monkeypatch.setattr(module, "read_own", Mock(side_effect=refused))
-    assert (LASTING.all(shared), LASTING.unread(shared)) == ([], [])
-    LASTING.write(note(host, path=LASTING.path(host, 1)))
-    assert [record.why for record in LASTING.unread(shared)] == ["Permission denied"]
+    assert store.all(shared) == []
+    assert [record.why for record in store.unread(shared)] == faults
+    # This user's own is one.
+    store.write(note(host, path=store.path(host, 1)))
+    assert [record.why for record in store.unread(shared)] == ["Permission denied", *faults]
 
 
 def test_a_large_file_and_many_large_files_are_not_read(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:
