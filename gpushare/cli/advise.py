@@ -440,8 +440,9 @@ def case_of(words: Mapping[str, Any], production: int | None, opportunistic: int
             code="two_counts",
         )
     sizes = sizes_of(words.get("memory"))
-    if len(sizes) > 2:
-        raise BadUsage(f"{len(sizes)} sizes of memory for two jobs", "give --memory 60G,40G", code="bad_count")
+    jobs_text, example = ("one job", "60G") if opportunistic is None else ("two jobs", "60G,40G")
+    if len(sizes) > len(example.split(",")):
+        raise BadUsage(f"{len(sizes)} sizes of memory for {jobs_text}", f"give --memory {example}", code="bad_count")
     # A single size is that of both jobs.
     production_size, opportunistic_size = (sizes[0], sizes[-1]) if sizes else (None, None)
     workload = workload_of({**words, "memory": production_size})
