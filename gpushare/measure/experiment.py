@@ -232,8 +232,12 @@ class Experiment(Group):
     ) -> Running:
         """Start a program whose output is read. Errors as `Group.launch`."""
         printed = Printed(metric)
-        program = self.launch(title, argv, environment, listen=printed.listen, redrawn=True)
-        return Running(program, printed, outside)
+
+        def listen(line: str, _read_at: float) -> None:
+            # A time of its own for each line of a read: lines per second are counted by the gaps between them.
+            printed.listen(line, self.now())
+
+        return Running(self.launch(title, argv, environment, listen=listen, redrawn=True), printed, outside)
 
     def is_client(self, running: Running) -> bool | None:
         """Return whether a program is a client of the daemon; None outside MPS, and when the daemon does not answer."""

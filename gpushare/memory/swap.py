@@ -244,16 +244,22 @@ def _images_now(swap: Swap, processes: Sequence[JobProcess]) -> tuple[Image, ...
 def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
     """Give way if root, or for root the job's user, is swapping this job too: their locks do not exclude each other.
 
-    Each writes its record before it reads that of the other, so at least one of them sees the other. A user gives up. Root
-    waits for the user, but not longer than a copy takes: then the driver alone decides what can be done.
+    Each writes its record before it reads that of the other, so at least one of them sees the other. Root gives the user
+    time, but not longer than a copy takes: then the driver alone decides what can be done.
 
     Raises:
         InUse: root is swapping it (code ``swap_busy``); ``earlier_record`` is put back.
     """
     # A copy of a large job takes longer: about 2 GB a second (H200).
     until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9
-    while any(is_on_its_way(other) and same_job(swap, other) and other.living(host) for other in SWAPS.all(host)):
-        if not host.root:
+    while (
+        other := next(
+            (each for each in SWAPS.all(host) if is_on_its_way(each) and same_job(swap, each) and each.living(host)),
+            None,
+        )
+    ) is not None:
+        # Root gives way too, to a root that has another run directory.
+        if other.keeper_uid == 0:
             if earlier_record is None:
                 forget(swap)
             else:

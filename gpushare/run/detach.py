@@ -34,6 +34,7 @@ from gpushare.run.jobs import (
     PAST,
     aside,
     check_name_free,
+    check_not_waiting,
     make_name,
     output_path,
     runs_in_background,
@@ -130,6 +131,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
     with JOBS.locked(host):
         if name is not None:
             check_name_free(host, name)
+            check_not_waiting(host, name)
             # What a job that has ended left behind may still write there.
             if runs_in_background(host, name) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")

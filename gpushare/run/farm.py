@@ -808,7 +808,7 @@ class Farm:
             self.say_first()
             while self._signals.first is None:
                 self._look_at_copies()
-                if self._next_step() == "end" or self._signals.came(_STEP_SECONDS):
+                if self._is_over() or self._signals.came(_STEP_SECONDS):
                     break
             self._leave_line()
             if self._signals.first is not None or self._giving_up:
@@ -863,6 +863,10 @@ class Farm:
         if options.resume:
             done = self._skip_done(results.ends())
         remove_restart_logs(self._logs, options.copies, done)
+
+    def _is_over(self) -> bool:
+        """Return whether nothing is left to do, or a signal came during the look: a second one is for `_interrupt`."""
+        return self._signals.first is not None or self._next_step() == "end"
 
     def _next_step(self) -> str:
         """Return what the farm does next, as `next_step`."""

@@ -226,6 +226,7 @@ def make_name(host: Host, program: str) -> str:
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
     stem = word if JOB_NAME.fullmatch(word) else "job"
     used_names = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
+    used_names |= {job.name for job in reservations(host) or () if job.name is not None and job.waits}
     names = (f"{stem}-{number}" for number in count(1))
     # One that runs in the background has no record while it waits.
     return next(name for name in names if name not in used_names and not runs_in_background(host, name))
@@ -366,7 +367,7 @@ def set_past_aside(host: Host, name: str) -> Path | None:
 
 
 def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> None:
-    """Raise InUse if a job of this name runs, unless its record names process ``except_pid``, or waits for room."""
+    """Raise InUse if a job of this name runs, unless its record names process ``except_pid``."""
     other = find_record(host, name)
     if other is not None and other.pid != except_pid and is_running(host, other):
         option = "--production OTHER" if other.role == PRODUCTION else "--name OTHER"
@@ -376,7 +377,6 @@ def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> 
             f"give it another name: {option}; {see_output}end the other: gpushare stop {name}",
             code="name_in_use",
         )
-    check_not_waiting(host, name)
 
 
 def check_not_waiting(host: Host, name: str | None) -> None:
@@ -503,8 +503,9 @@ def farm_job(
     """List this gpushare as a job while it runs many copies of a program; without a name one is made.
 
     Yields a function that takes the exit code, and the peak memory of a copy (bytes; None: unknown).
-    Raises InUse: a job of this name runs (code ``name_in_use``).
+    Raises InUse: a job of this name runs or waits (code ``name_in_use``).
     """
+    check_not_waiting(host, name)
     job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=True), command[0])
     job.open()
     began = time.time()

@@ -167,7 +167,7 @@ class _Present:
             way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
             threads_percent=record.threads_percent or job.threads_percent,
             # A process on the GPU without a record of a slice has the driver's.
-            slice_us=job.slice_us if processes else self._slices.get(pid, record.slice_us),
+            slice_us=self._slices.get(pid, job.slice_us if processes else record.slice_us),
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             memory_limit_bytes=self._memory_limit(record),
             command=record.command or _program_text(info),

@@ -36,7 +36,7 @@ class KeptSlices:
 
     host: Host
     fixed: bool = False
-    # The slice that was last read back, by process (PID and start time), also of one whose contexts are gone for now.
+    # The slice that a process (PID and start time) was given and that was read back, also while its contexts are gone.
     proved: dict[tuple[int, int], int] = field(default_factory=dict)
     _control: ChannelControl | None = None
     _known: dict[int, Channels] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class KeptSlices:
     _contexts_due: dict[int, float] = field(default_factory=dict)
 
     def apply(self, pids: Collection[int], microseconds: int) -> list[int]:
-        """Let processes have a slice; return those that were given it now. Others than these are forgotten.
+        """Let processes have a slice; return those that were given it now. The contexts of others are forgotten.
 
         Raises as `ChannelControl.find` and `apply_slice`.
         """

@@ -150,6 +150,7 @@ class JobStart:
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
+        check_not_waiting(self.host, options.name or self.role.production)
         if self.role.rate is not None and not self.dry_run:
             begin_log(Path(self.role.rate.log))
         if mig is not None:
@@ -542,8 +543,6 @@ class JobStart:
     ) -> tuple[InstancePlace, HeldClaim | None, RoomAnswer | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
         queue = self.queue
-        if queue.wait:
-            check_not_waiting(self.host, options.name)
         if self.dry_run:
             place, room = wish.outlook(waits=queue.wait)
             return place, None, room if queue.wait else None

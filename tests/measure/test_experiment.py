@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.measure.experiment import Grounds
+from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
 
@@ -32,3 +34,19 @@ def test_the_servers_of_programs_are_those_that_the_daemon_names(host: Host, dev
             grounds.servers([client])
     finally:
         grounds.close()
+
+
+def test_each_line_of_a_read_has_a_time_of_its_own(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment = Experiment(host, Grounds(host, device, sys.executable))
+    listeners: list[Callable[[str, float], None]] = []
+
+    def launch(*_: object, listen: Callable[[str, float], None], **__: object) -> object:
+        listeners.append(listen)
+        return None
+
+    monkeypatch.setattr(experiment, "launch", launch)
+    monkeypatch.setattr(experiment, "now", iter([5.0, 5.1]).__next__)
+    printed = experiment.run("web", ["true"], {}, Metric()).printed
+    for _ in range(2):
+        listeners[0]("a line", 4.9)
+    assert printed.lines == [5.0, 5.1]

@@ -29,6 +29,9 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(real: Real, worl
     jobs = [real(*words), real(*words)]
     until(lambda: [process.sm_percent for process in world.state.processes] == [90, 90], "both run")
     until(lambda: server_slices(world) == [200], "the server has the slice")
+    # Each shows the slice of the server.
+    (listed, other) = world.asked("jobs", "-o", "json").data["jobs"]
+    assert (listed["slice_us"], other["slice_us"]) == (200, 200)
     # Each looks four times a second.
     time.sleep(1.0)
     for job in jobs:

@@ -16,6 +16,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
 from gpushare.memory.swapped import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
+from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import FIRST_SIMULATED_PID
@@ -262,6 +263,21 @@ def test_a_name_of_two_users_is_refused(cli: Cli, refused: Refused, world: World
     cli("swap", "in", str(pids[1])).ok()
     cli("swap", "in", "train").ok()
     assert [world.process(pid).checkpoint for pid in pids] == [RUNNING, RUNNING]
+
+
+def test_root_gives_way_to_a_root_with_another_run_directory(world: World, tmp_path: Path) -> None:
+    pid = job(world, uid=0)
+    host = world.host
+    found = find_job(host, str(pid))
+    processes = processes_to_swap(host, found)
+    SWAPS.write(module.leaving_record(host, found, world.uuid(), processes, None))
+    other = replace(
+        host, run_directory=tmp_path, shared_run_directories=(host.run_directory,), user_directories=lambda: ()
+    )
+    with pytest.raises(InUse, match="root is swapping"):
+        module.go_out(other, module.leaving_record(other, found, world.uuid(), processes, None), lambda: processes)
+    assert world.process(pid).checkpoint == RUNNING
+    assert [each.keeper_uid for each in SWAPS.all(other)] == [0]
 
 
 def test_root_sees_pauses_of_users_and_says_who_resumes_them(
