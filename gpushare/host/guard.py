@@ -59,23 +59,26 @@ class Guard:
                 pass_fds=descriptors,
             )
         except OSError as error:
-            raise self._guard_failed_error(error) from error
+            from gpushare.base.errors import system_error
+
+            system = system_error(error)
+            hint = None if system is None else system.hint
+            raise self._guard_failed_error(f"does not start: {error.strerror or error}", hint) from error
         # `poll` reaps the guards that have ended.
         self._started[:] = [*(guard for guard in self._started if guard.poll() is None), self._process]
         self._words = cast("IO[bytes]", self._process.stdin)
         self._answers = cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 
-    def _guard_failed_error(self, reason: OSError | str) -> OperationFailed:
-        """Return the error about a guard that does not start or is gone."""
+    def _guard_failed_error(self, failure: str, hint: str | None = None) -> OperationFailed:
+        """Return the error about a guard; ``failure`` completes the sentence: ``does not start: it ended``."""
         import shlex
 
-        from gpushare.base.errors import OperationFailed, system_error
+        from gpushare.base.errors import OperationFailed
 
-        system = system_error(reason) if isinstance(reason, OSError) else None
         return OperationFailed(
-            f"the guard, which {self._duty}, does not start: {getattr(reason, 'strerror', None) or reason}",
-            f"see what starts it: ls -l {shlex.quote(sys.executable)}" if system is None else system.hint,
+            f"the guard, which {self._duty}, {failure}",
+            hint or f"see what starts it: ls -l {shlex.quote(sys.executable)}",
             code="guard_failed",
         )
 
@@ -92,7 +95,8 @@ class Guard:
             self._process.kill()
             self.leave()
             self.wait()
-            raise self._guard_failed_error("it ended" if ready else f"it does not answer within {_START_SECONDS:g} s")
+            reason = "it ended" if ready else f"it does not answer within {_START_SECONDS:g} s"
+            raise self._guard_failed_error(f"does not start: {reason}")
 
     def announce(self, pid: int, started: int | None) -> None:
         """Announce a process from within it, before its program runs: gpushare may be killed at any point.
@@ -117,7 +121,8 @@ class Guard:
         try:
             self._write(word)
         except OSError as error:
-            raise self._guard_failed_error(f"it is gone ({error.strerror})") from error
+            hint = "try again; see what ended it: journalctl -e"
+            raise self._guard_failed_error(f"is gone: {error.strerror}", hint) from error
 
     def leave(self, word: str | None = None) -> None:
         """Close the guard's input, after a last word; without one it acts as if gpushare had died."""

@@ -82,14 +82,15 @@ def test_a_guard_that_is_gone_is_said_before_anything_runs(started: Guard) -> No
     started.started(42, 1500)
     with pytest.raises(BrokenPipeError):
         started.announce(42, 1500)
-    with fails(OperationFailed, "guard_failed", match="the guard, which is tested, does not start: it is gone"):
+    with fails(OperationFailed, "guard_failed", match="the guard, which is tested, is gone: Broken pipe") as caught:
         started.hand_over("held")
+    assert "what ended it" in caught.value.hint
 
 
 def test_one_that_ends_at_once_is_not_waited_for(note: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     broken = Guard("sim:h200", "is tested", "guard_test_act:act", str(note))
-    with pytest.raises(OperationFailed, match="it ended"):
+    with pytest.raises(OperationFailed, match="does not start: it ended"):
         broken.wait_ready()
 
 
