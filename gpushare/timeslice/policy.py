@@ -148,23 +148,30 @@ def _level_steps(
     host: Host, device: Device, level: TimeSlice, levels: dict[int, TimeSlice | None], notes: list[str]
 ) -> list[Step]:
     """Return the steps that set a level on a GPU; what they change besides is added to ``notes``."""
-    before = _supported_level(device, levels)
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        if _has_exclusive_daemon(host, device):
-            # The mode needs no record: it is the daemon's, whose stop restores the mode from before it.
-            steps.append(compute_mode_step(host, device, ComputeMode.DEFAULT, before=mode))
-        else:
-            steps.append(_mode_step(host, device, ComputeMode.DEFAULT, restores=False))
+        steps.append(_default_mode_step(host, device, mode))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
+    before = _supported_level(device, levels)
     if before is not level:
         steps.append(_policy_step(host, device, level, before))
     else:
         notes.append(f"{device.title} is already at time-slice {level.title}")
     return steps
+
+
+def _default_mode_step(host: Host, device: Device, mode: ComputeMode) -> Step:
+    """Return the step from a compute mode to default. A reset restores the mode (`_mode_to_restore`), from a record of it.
+
+    The mode of an exclusive daemon needs no record: a reset restores it while the daemon lives, and the daemon's stop
+    restores the mode from before it.
+    """
+    if mode is ComputeMode.EXCLUSIVE_PROCESS and _has_exclusive_daemon(host, device):
+        return compute_mode_step(host, device, ComputeMode.DEFAULT, before=mode)
+    return _mode_step(host, device, ComputeMode.DEFAULT, restores=False)
 
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:

@@ -218,6 +218,14 @@ def test_the_mode_of_an_exclusive_daemon_ends_with_it(cli: Cli, world: World, *,
     assert mode() is ComputeMode.DEFAULT
 
 
+def test_a_reset_restores_a_mode_that_is_not_the_exclusive_daemons(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--exclusive").ok()
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    cli("timeslice", "set", "short", "--beside-mps").ok()
+    assert "compute mode prohibited" in cli("timeslice", "reset").ok().out
+    assert world.host.nvml.compute_mode(0) is ComputeMode.PROHIBITED
+
+
 def test_the_undo_of_mig_leaves_a_mode_as_it_was(cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     assert cli("mig", "enable", "-n", output="json").ok().data["undo"].endswith("gpushare mps start -g 0 --exclusive")
