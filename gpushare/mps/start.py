@@ -229,17 +229,19 @@ class _Start:
         self._write_record(RUNNING, pid, start_of(self._host.processes.identity(pid)))
 
     def _restore_home(self) -> None:
-        """Restore the home as it was before the start: with the record of then, or empty."""
-        if self._before is not None:
+        """Restore the directory of the daemon as it was before the start: with the record of then, or without one.
+
+        If the new daemon could not be ended, all stays: its record says what is still to be undone.
+        """
+        daemon_lives = self._daemon_pid() is not None
+        if daemon_lives and self._started:
+            return
+        if self._before is None:
+            # The sockets of a live daemon of another are not ours to remove.
+            self._home.clear(sockets=not daemon_lives)
+        else:
             # Replaced, not removed and written: a kill in between would lose what is to be restored.
             self._home.write(self._before)
-            return
-        record = self._home.read()
-        if record is not None and live_pid(self._host, self._home, record) is not None:
-            # The daemon could not be ended: its record says what is still to be undone.
-            return
-        # The sockets of a live daemon of another are not ours to remove.
-        self._home.clear(sockets=self._daemon_pid() is None)
 
     def _daemon_pid(self) -> int | None:
         """Return the PID of the daemon that listens in the home, or None."""

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.errors import NotFound
+from gpushare.base.errors import NotFound, OperationFailed
 from gpushare.base.model import ComputeMode
 from gpushare.base.selection import Device
 from gpushare.base.units import MIB
 from gpushare.cli.options import settings
+from gpushare.host.nvml import NvmlReader
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonHome, home_of
@@ -62,6 +63,35 @@ def test_dead_daemon_is_remembered_by_a_start_that_fails(
         assert answer.code == 1
     assert len(list((world.directory / "run").rglob("daemon.json"))) == 1
     cli("mps", "stop").ok()
+    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+
+
+@pytest.mark.parametrize("after_a_dead_one", [False, True])
+def test_a_new_daemon_that_could_not_be_ended_keeps_its_record(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, after_a_dead_one: bool
+) -> None:
+    """The compute mode could not be restored either: a stop does both."""
+    if after_a_dead_one:
+        cli("mps", "start").ok()
+        world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    set_mode = NvmlReader.set_compute_mode
+
+    def only_exclusive(self: NvmlReader, index: int, mode: ComputeMode) -> None:
+        if mode is ComputeMode.EXCLUSIVE_PROCESS:
+            set_mode(self, index, mode)
+
+    def stays(*_: object, **__: object) -> bool:
+        raise OperationFailed("it still runs", "end it", code="daemon_stays")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MpsControl, "threads", lambda *_: 99.0)
+        patched.setattr("gpushare.mps.start.end_daemon", stays)
+        patched.setattr(NvmlReader, "set_compute_mode", only_exclusive)
+        assert cli("mps", "start", "--threads", "30", "--exclusive").code != 0
+    assert len(world.state.daemons) == 1
+    assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
+    cli("mps", "stop").ok()
+    assert world.state.daemons == []
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
 
 
