@@ -7,10 +7,11 @@ programs of drivers 535, 550 and 580.
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
@@ -163,6 +164,8 @@ MAX_PIPE_DIRECTORY_BYTES: Final = 87
 DEVICE: Final = "0"
 
 _TIMEOUT: Final = 5.0
+# What a conversation has at the end of a wait (2 ms is usual on an H200).
+_LEAST_SECONDS: Final = 0.05
 # A daemon that quits ends its servers first.
 _QUIT_SECONDS: Final = 10.0
 _FORCED_QUIT_SECONDS: Final = 16.0
@@ -287,7 +290,7 @@ class MpsControl:
     """Talks to the daemon of one pipe directory."""
 
     def __init__(
-        self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT, until: float | None = None
+        self, programs: Programs, pipe_directory: str, *, seconds: float = _TIMEOUT, until: float = math.inf
     ) -> None:
         """Wait ``seconds`` for each answer, and until ``until`` (monotonic) for all of them."""
         self._programs, self._seconds, self._until = programs, seconds, until
@@ -305,18 +308,16 @@ class MpsControl:
             NoPermission: the daemon belongs to another user.
             TimedOut: it does not answer within ``timeout`` seconds (code ``daemon_hangs``).
         """
+
+        def may_be_dropped(done: Completed) -> bool:
+            is_answered = without_closing_answer(done.stdout, command) is not None
+            return not is_answered and (_CANNOT_SEND in done.stderr or done.exit_code == 0)
+
         timeout = self._seconds if timeout is None else timeout
-        until = self._until or float("inf")
-        deadline = min(time.monotonic() + timeout, until)
-        while True:
-            seconds = min(timeout, max(0.05, until - time.monotonic()))
-            done = self._talk(f"{command}\n{_SENTINEL}\n", seconds, stated=timeout)
-            reply = without_closing_answer(done.stdout, command)
-            may_be_dropped = _CANNOT_SEND in done.stderr or done.exit_code == 0
-            if reply is not None or not may_be_dropped or time.monotonic() > deadline:
-                break
-            _wait_to_retry()
+        done = self._talk(f"{command}\n{_SENTINEL}\n", timeout, may_be_dropped)
+        # First: a refusal, too, has no closing answer.
         self._check_reply(done, command)
+        reply = without_closing_answer(done.stdout, command)
         if reply is None:
             raise OperationFailed(
                 f"the MPS daemon at {self.pipe_directory} dropped every attempt at '{command.splitlines()[0]}'",
@@ -330,33 +331,34 @@ class MpsControl:
 
         It has no closing question, and is sent again only if it certainly did not arrive.
         """
-        deadline = time.monotonic() + timeout
-        while True:
-            done = self._talk(f"{command}\n", timeout, stated=timeout)
-            if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
-                break
-            _wait_to_retry()
+        done = self._talk(f"{command}\n", timeout, lambda done: _CANNOT_SEND in done.stderr)
         self._check_reply(done, command)
         return done.stdout
 
-    def _talk(self, stdin: str, timeout: float, *, stated: float) -> Completed:
-        """Hold one conversation with the daemon.
+    def _talk(self, stdin: str, timeout: float, is_dropped: Callable[[Completed], bool]) -> Completed:
+        """Hold a conversation with the daemon, again while it is dropped and there is time, and return the last one.
+
+        All attempts together have ``timeout`` seconds, and end when the time for all answers is over.
 
         Raises:
-            TimedOut: no answer within ``timeout`` seconds. The error names those ``stated``: the wait of a repeated
-                conversation is cut short.
+            TimedOut: an attempt was not answered in the time that was left.
         """
-        try:
-            return self._programs.run(
-                [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
-            )
-        except TimedOut:
-            raise TimedOut(
-                f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {stated:g} s",
-                # By its directory: a daemon that hangs during its start has no record yet.
-                f"if it still runs, end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
-                code="daemon_hangs",
-            ) from None
+        deadline = min(time.monotonic() + timeout, self._until)
+        environment = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
+        while True:
+            seconds_left = max(_LEAST_SECONDS, deadline - time.monotonic())
+            try:
+                done = self._programs.run([PROGRAM], stdin=stdin, env=environment, timeout=seconds_left)
+            except TimedOut:
+                raise TimedOut(
+                    f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
+                    # By its directory: a daemon that hangs during its start has no record yet.
+                    f"if it still runs, end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
+                    code="daemon_hangs",
+                ) from None
+            if not is_dropped(done) or time.monotonic() > deadline:
+                return done
+            _wait_to_retry()
 
     def _check_reply(self, done: Completed, command: str) -> None:
         """Raise the error that the daemon's answer states: no daemon, another user's, or a failure."""

@@ -160,6 +160,27 @@ def test_a_dropped_conversation_is_held_again(code: int, stderr: str) -> None:
         control(Busy(stderr=stderr, drops=10**6)).ask("get_server_list", timeout=0.03)
 
 
+def test_all_attempts_together_have_the_time_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon drops each conversation after two seconds: the next one has only the seconds that are left."""
+    now, waited = 0.0, []
+
+    class Slow(Daemon):
+        def run(self, argv: Sequence[str], *, timeout: float = 10.0, **more: Any) -> Completed:
+            nonlocal now
+            waited.append(timeout)
+            now += 2.0
+            return super().run(argv, timeout=timeout, **more)
+
+    clock = SimpleNamespace(monotonic=lambda: now, monotonic_ns=lambda: 0, sleep=lambda _: None)
+    monkeypatch.setattr("gpushare.mps.control.time", clock)
+    slow = control(Slow(stderr="Cannot send command to MPS control daemon process\n", code=1, drops=10**6))
+    for call in (slow.ask, slow.tell):
+        waited.clear()
+        with fails(OperationFailed, "mps_control"):
+            call("get_server_list", timeout=5.0)
+        assert waited == [5.0, 3.0, 1.0]
+
+
 def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
     silent = Daemon({"start_server": "0\n"}, drops=1)
     assert control(silent).tell("start_server") == ""
@@ -305,7 +326,7 @@ def test_each_kind_of_command_has_its_own_patience() -> None:
 
     class Watched(Daemon):
         def run(self, argv: Sequence[str], *, timeout: float = 10.0, stdin: str = "", **more: Any) -> Completed:
-            waited.append((stdin.splitlines()[0], timeout))
+            waited.append((stdin.splitlines()[0], round(timeout, 1)))
             return super().run(argv, timeout=timeout, stdin=stdin, **more)
 
     watched = control(Watched())
