@@ -101,15 +101,15 @@ def _restore(state: SimulatedHostState, process: SimulatedProcess, new_uuids: di
     Return the CUresult. Without room on the GPU the process fails for good.
     """
     gpus = {gpu.uuid.removeprefix("GPU-").replace("-", ""): gpu for gpu in state.gpus}
-    old = next(gpu for gpu in state.gpus if gpu.uuid == process.gpu_uuid)
+    old = next((gpu for gpu in state.gpus if gpu.uuid == process.gpu_uuid), None)
     target = old
     if new_uuids:
         # As H100s answer (driver 580): every GPU of the host is named, on both sides.
         if set(new_uuids) != set(gpus) or set(new_uuids.values()) != set(gpus):
             return INVALID_VALUE
-        target = next(gpus[new] for uuid, new in new_uuids.items() if gpus[uuid] is old)
-        if target.model != old.model:
-            return INVALID_VALUE
+        target = next((gpus[new] for uuid, new in new_uuids.items() if gpus[uuid] is old), None)
+    if old is None or target is None or target.model != old.model:
+        return INVALID_VALUE
     process.gpu_uuid = target.uuid
     if process.image_bytes > activity.memory_of(state, target_of(state, process)).free:
         process.gpu_uuid = old.uuid

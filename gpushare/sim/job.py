@@ -100,7 +100,7 @@ def _run(file: StateFile, pid: int, options: argparse.Namespace, ended: list[int
         pace = pace_of(state, process, options.need, options.streams, options.contention)
         speed = pace.rate * (1 + random.uniform(-options.noise, options.noise) / 100)  # noqa: S311 - not a secret
         rate = options.rate * options.streams * speed
-        time.sleep(min(options.every, (options.work - done) / rate) if rate > 0 else options.every)
+        time.sleep(min(options.every, max(0.0, options.work - done) / rate) if rate > 0 else options.every)
         at = time.monotonic()
         done, last = done + rate * (at - last), at
         sys.stdout.write(f"rate={rate:.3f}\n")

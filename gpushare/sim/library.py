@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -329,15 +330,16 @@ def _process_utilization(library: SimulatedLibrary, target: Target, infos: Any, 
     _put_all(count, infos, samples)
 
 
+# How long a look at real processes holds, in seconds: they end without anybody writing the state.
+_SETTLED_FOR: Final = 0.05
 _Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
 
 
 class SimulatedLibrary:
     """The entry points of NVML on a simulated host.
 
-    ``getattr`` gives a callable for each entry point, as ctypes does; a name that the library does
-    not have raises AttributeError, which pynvml turns into FunctionNotFound. ``calls`` counts the
-    calls by entry point.
+    ``getattr`` gives a callable for each entry point, as ctypes does; a name that the library does not have raises
+    AttributeError, which pynvml turns into FunctionNotFound. ``calls`` counts the calls by entry point.
     """
 
     # Tells this library from the real one.
@@ -353,6 +355,7 @@ class SimulatedLibrary:
         self._state: SimulatedHostState | None = None
         # What `_file_stamp` was when the state was read.
         self._stamp: tuple[int, int, int] | None = None
+        self._settled_at = 0.0
         # Whether this call of an entry point has looked at the file: one look is enough.
         self._looked = False
 
@@ -382,8 +385,11 @@ class SimulatedLibrary:
         stamp = self._file_stamp()
         if self._state is None or stamp != self._stamp:
             self._state, self._stamp = self.file.read() or initial_state(self.file.spec), stamp
-        if settle_is_due(self._state):
-            self._state = self._settled(self._state)
+            self._settled_at = 0.0
+        if time.monotonic() - self._settled_at >= _SETTLED_FOR:
+            self._settled_at = time.monotonic()
+            if settle_is_due(self._state):
+                self._state = self._settled(self._state)
         return self._state
 
     def _settled(self, state: SimulatedHostState) -> SimulatedHostState:

@@ -77,7 +77,7 @@ class SimulatedProcesses(Processes):
                 return info
             # A process of the user who runs gpushare counts as the simulated user's (fault ``user``).
             uid = state.uid if process is None else process.uid
-            return replace(info, uid=uid, user=user_name(uid))
+            return info if uid == info.uid else replace(info, uid=uid, user=user_name(uid))
         if process is None:
             return None
         return ProcessInfo(
@@ -187,7 +187,8 @@ class SimulatedProcesses(Processes):
             to_real(signal)
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
-        if not self.alive(pid, started):
+        # A real one, perhaps a zombie, is checked where the signal is sent.
+        if pid >= FIRST_SIMULATED_PID and not self.alive(pid, started):
             raise no_process_error(pid)
         self._send(pid, signal, partial(super().send_to, pid, started))
 

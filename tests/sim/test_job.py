@@ -149,7 +149,8 @@ def test_it_runs_on_its_host_and_ends_after_its_work(capfd: pytest.CaptureFixtur
 def test_what_does_not_fit_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     from gpushare.cli import main
 
-    words = [sys.executable, "-m", "gpushare.sim.job", "--work", "1"]
+    words = [sys.executable, "-m", "gpushare.sim.job", "--work", "-1"]
+    assert main(["--host", SPEC, "run", "--", *words]) == 0
     assert main(["--host", SPEC, "run", "--", *words, "--footprint", "200G"]) == 1
     assert "CUDA_ERROR_OUT_OF_MEMORY" in capfd.readouterr().err
     assert main(["--host", SPEC, "run", "--memory", "1G", "--", *words, "--footprint", "2G"]) == 1

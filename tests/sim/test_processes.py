@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.host.capabilities import Capabilities
+from gpushare.host.identity import identity_of_child
 from gpushare.host.process import Processes, ProcessInfo, starts_of, wait_gone
 from gpushare.host.program import Programs
 from gpushare.sim import admin, clients
@@ -39,6 +41,17 @@ def pair(
     h200.start()
     production = h200.client()
     return production, h200.client(queue_seconds=queue_seconds, sm_percent=sm_percent, catches=catches)
+
+
+def test_a_signal_to_a_program_that_has_just_died_is_sent_as_on_a_real_host(h200: Mps) -> None:
+    child = subprocess.Popen(["true"])
+    until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z", "it has died")
+    zombie = identity_of_child(child.pid)
+    assert zombie is not None
+    h200.host.processes.send_to(*zombie, signal.SIGTERM)
+    child.wait()
+    with pytest.raises(NotFound):
+        h200.host.processes.send_to(*zombie, signal.SIGTERM)
 
 
 def drain(h200: Mps, pid: int, seconds: float) -> None:
