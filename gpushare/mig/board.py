@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Profile, mask_of
+from gpushare.mig.profile import (
+    ComputeInstance,
+    ComputeProfile,
+    GpuInstance,
+    Layout,
+    Placement,
+    Profile,
+    mask_of,
+    usual_compute_starts,
+)
 
 # The number of instances of a profile whose limit is unknown: more than any GPU has.
 _UNLIMITED: Final = 1 << 20
@@ -276,6 +286,24 @@ def _place_compute(parts: Sequence[ComputeProfile], taken: int) -> tuple[Compute
     return None
 
 
+def _finds_room(created: Sequence[ComputeInstance], kept: Sequence[ComputeInstance], slices: int) -> bool:
+    """Return whether new compute instances fit between those kept, in a GPU instance of so many slices.
+
+    Where the driver chooses their places, at the usual ones: it may know more, so this is a preference, not a rule.
+    """
+    parts = [
+        replace(
+            part.profile,
+            placements=tuple(
+                Placement(start, part.profile.slices) for start in usual_compute_starts(slices, part.profile.slices)
+            ),
+        )
+        for part in created
+        if part.placement is None
+    ]
+    return _place_compute(parts, mask_of(part.placement for part in (*kept, *created))) is not None
+
+
 def make_room(
     instance: GpuInstance,
     slices_of_each: Sequence[int],
@@ -294,6 +322,7 @@ def make_room(
         return None
     most_destroyed = len(instance.compute) if may_destroy and not instance.held else 0
     ways = [parts for number in range(most_destroyed + 1) for parts in combinations(instance.compute, number)]
+    counted_room = None
     for destroyed in sorted(ways, key=lambda parts: (sum(part.busy for part in parts), len(parts))):
         kept = [part for part in instance.compute if part not in destroyed]
         if any(part.busy for part in destroyed) and not may_evict:
@@ -302,9 +331,13 @@ def make_room(
             continue
         if any(part.busy for part in kept) and not with_busy:
             continue
-        if new_compute(instance.profile, slices_of_each, kept) is not None:
+        created = new_compute(instance.profile, slices_of_each, kept)
+        if created is None:
+            continue
+        if _finds_room(created, kept, instance.profile.slices):
             return destroyed
-    return None
+        counted_room = destroyed if counted_room is None else counted_room
+    return counted_room
 
 
 def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
@@ -319,14 +352,19 @@ def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_
     def busy_destroyed(kept: Sequence[ComputeInstance]) -> int:
         return sum(part.busy or instance.held for part in existing if part not in kept)
 
+    by_count = None
     for kept in sorted(ways, key=busy_destroyed):
         if busy_destroyed(kept) and not may_evict:
-            return None
+            break
         missing = Counter(slices_of_each)
         missing.subtract(part.profile.slices for part in kept)
         if any(count < 0 for count in missing.values()):
             continue
         created = new_compute(instance.profile, list(missing.elements()), kept)
-        if created is not None:
-            return ComputeChange(tuple(part for part in existing if part not in kept), created)
-    return None
+        if created is None:
+            continue
+        change = ComputeChange(tuple(part for part in existing if part not in kept), created)
+        if _finds_room(created, kept, instance.profile.slices):
+            return change
+        by_count = by_count or change
+    return by_count

@@ -163,6 +163,14 @@ class Profile:
         return self.whole if slices == self.slices else self.compute_of(slices)
 
 
+def usual_compute_starts(gpu_instance_slices: int, slices: int) -> range:
+    """Return where compute instances of a size start, in compute slices of their GPU instance, if the driver does not say.
+
+    At multiples of a power of two, as GPU instances do: then as many fit as -lcip says.
+    """
+    return range(0, gpu_instance_slices - slices + 1, 1 << (slices - 1).bit_length())
+
+
 def standard_compute_profiles(slices: int, nvml_profile: int | None = None) -> tuple[ComputeProfile, ...]:
     """Return the compute instance profiles of a GPU instance of a size, as NVIDIA publishes them.
 

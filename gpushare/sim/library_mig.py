@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from gpushare.gpu_models import GpuModel
-from gpushare.mig.profile import Placement, Profile
+from gpushare.mig.profile import Placement, Profile, usual_compute_starts
 from gpushare.sim import activity, mig
 from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
@@ -306,7 +306,7 @@ def create_compute_instance(
     if compute_profile is None:
         raise Refused(Code.NOT_SUPPORTED)
     slices = compute_profile.slices
-    if placement not in {None, *(Placement(start, slices) for start in mig.compute_starts(profile, slices))}:
+    if placement not in {None, *(Placement(start, slices) for start in usual_compute_starts(profile.slices, slices))}:
         raise Refused(Code.INVALID_ARGUMENT)
     present = _compute_instances_in(gpu, gpu_instance)
     start = _choose_start(mig.free_compute_starts(profile, slices, present), placement)

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel
-from gpushare.mig.profile import ComputeProfile, Profile
+from gpushare.mig.profile import ComputeProfile, Profile, usual_compute_starts
 from gpushare.mig.wish import parse_wish, resolve
 from gpushare.sim.nvml_abi import profile_of
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
@@ -173,15 +173,11 @@ def device_name(profile: Profile, instance: SimulatedMigInstance) -> str:
     return name if slices == profile.slices else f"{slices}c.{name}"
 
 
-def compute_starts(profile: Profile, slices: int) -> range:
-    """Return where a compute instance of this size may start (-lcipp), in compute slices of the GPU instance.
-
-    Starts are multiples of a power of two, as those of GPU instances are: then as many fit as -lcip says.
-    """
-    return range(0, profile.slices - slices + 1, 1 << (slices - 1).bit_length())
-
-
 def free_compute_starts(profile: Profile, slices: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
     """Return the compute slices at which a compute instance of this size fits between those present."""
     taken = {compute_slice for instance in present for compute_slice in span(profile, instance)}
-    return [start for start in compute_starts(profile, slices) if taken.isdisjoint(range(start, start + slices))]
+    return [
+        start
+        for start in usual_compute_starts(profile.slices, slices)
+        if taken.isdisjoint(range(start, start + slices))
+    ]

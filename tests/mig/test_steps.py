@@ -22,6 +22,10 @@ CHANGES = {
         [("mig", "apply", "-g", "0", "1c.7g.80gb*3 2c.7g.80gb")],
         ("mig", "apply", "-g", "0", "1c.7g.80gb 3c.7g.80gb 2c.7g.80gb"),
     ),
+    "a larger compute instance where small ones were": (
+        [("mig", "apply", "-g", "1", "1c.3g.40gb*3")],
+        ("mig", "apply", "-g", "1", "2c.3g.40gb 1c.3g.40gb"),
+    ),
     "another compute instance where one was": (
         [("mig", "apply", "-g", "2", "1c.3g.40gb*2 1g.10gb+me:0")],
         ("mig", "apply", "-g", "2", "3g.40gb 1g.10gb"),
