@@ -218,13 +218,15 @@ def _wait_and_return(
     say: Callable[[str], None],
     waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
 ) -> Swap:
-    """Wait for room, and bring a job back; wait again if a program without a place in the ledger took the room first.
+    """Wait for room, and bring a job back; wait again if a program without a place in the line took the room first.
 
-    Where the ledger cannot be written, as on a full disk, the job comes back without a place there if the GPU has room.
+    Where the line cannot be written, as on a full disk, the job comes back without a place in it if the GPU has room.
+    After ``seconds`` (None: never) it is tried once more without a wait; then InUse is raised (code ``no_room``).
     """
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+        may_wait_again = wait_seconds != 0.0
         try:
             with contextlib.ExitStack() as held:
                 try:
@@ -233,16 +235,21 @@ def _wait_and_return(
                     if error.code != "lease_unusable":
                         raise
                     say(f"{error.message}; so it comes back without a place in the line, if there is room")
-                    wait_seconds = 0.0
-                held.enter_context(guarded(host, say))
-                held.enter_context(locked(host, say=say))
-                swap = come_in(host, own_record(host, _swapped_out_job(host, text, swap)))
-                renew_slices(host, swap.identities(host), say)
-                return swap
+                    may_wait_again = False
+                return _return_now(host, text, swap, say)
         except InUse as error:
-            has_lost_its_room = error.code == "no_room" and wait_seconds != 0.0
-            if not has_lost_its_room:
+            # Also the error of `room_reserved` when the time is over.
+            is_without_room = error.code == "no_room"
+            if not (is_without_room and may_wait_again):
                 raise
+
+
+def _return_now(host: Host, text: str, swap: Swap, say: Callable[[str], None]) -> Swap:
+    """Bring a job back, for which there is room, and renew its slices. Raises InUse (code ``no_room``) and as `come_in`."""
+    with guarded(host, say), locked(host, say=say):
+        swap = come_in(host, own_record(host, _swapped_out_job(host, text, swap)))
+        renew_slices(host, swap.identities(host), say)
+        return swap
 
 
 def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
