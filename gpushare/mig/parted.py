@@ -300,14 +300,12 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     configs = _FILE.read(document)
     places = {}
     if placements is not None:
-        places = _SECOND.read(whole_document(placements, "the second document", shown, HINT))
-    unknown = sorted(places.keys() - configs.keys())
-    if unknown:
-        raise BadUsage(
-            f"'{PLACEMENTS}' names config '{unknown[0]}'",
-            f"the file has: {', '.join(configs)}",
-            code="unknown_config",
-        )
+        second = whole_document(placements, "the second document", shown, HINT)
+        places = _SECOND.read(second)
+        unknown = sorted(places.keys() - configs.keys())
+        if unknown:
+            hint = f"the file has: {', '.join(configs)}"
+            raise second.wrong(f"names config '{unknown[0]}', which the file does not have", hint)
     return {
         name: Config(name=name, entries=entries, placements=places.get(name, {})) for name, entries in configs.items()
     }

@@ -253,7 +253,7 @@ def test_placements_by_index_and_uuid(key: object) -> None:
     ("places", "said"),
     [
         ([], "is a list"),
-        ({"y": {}}, "names config 'y'"),
+        ({"y": {}}, "the file:1:1: the second document names config 'y'"),
         ({"x": []}, "'x' is a list, not a mapping"),
         ({"x": {"0": "1g.10gb:0"}}, "not those of its mig-devices"),
         ({"x": {"0": {}}}, "'0' is a mapping, not a placement"),
