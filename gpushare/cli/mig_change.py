@@ -62,7 +62,7 @@ from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
-from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, wish_words
+from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, shell_wish
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
@@ -331,7 +331,7 @@ def _undo_line(change: MigChange) -> str | None:
     commands += as_commands(part.before for part in parts if part not in only_switched_off and part not in by_instance)
     for part in by_instance:
         staying = [new.instance for new in part.plan.created] + list(part.plan.kept)
-        wish = wish_words(part.before.without(staying))
+        wish = shell_wish(part.before.without(staying))
         if wish:
             commands.append(f"gpushare mig create {wish} -g {part.gpu.index}")
     for part in parts:
@@ -907,9 +907,11 @@ def _carry_out_grant(make: Callable[[Host], Plan]) -> Any:
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:
-        # Without root only the record of an instance that is gone can be changed.
+        # Under no lock: without root only the record of an instance that is gone can be changed.
         return ask_and_carry_out(make(host))
     # Planned before the lock, too: a refused change must not wait for it. But the undo of an interrupted change comes
-    # first: until then there is nothing to plan on.
-    first = make(host) if ledger.interrupted() is None else Plan(title="the users of the instance", steps=())
-    return ask_and_carry_out(first, replan=lambda: make(host), locked=lambda: recovered(host, ledger))
+    # first: until then an empty plan stands for the one that is made under the lock.
+    plan_before_lock = Plan(title="the users of the instance", steps=())
+    if ledger.interrupted() is None:
+        plan_before_lock = make(host)
+    return ask_and_carry_out(plan_before_lock, replan=lambda: make(host), locked=lambda: recovered(host, ledger))

@@ -151,11 +151,11 @@ def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
         return "disable", " --destroy"
     if not shape.instances:
         return "destroy all", ""
-    return "apply", f" {wish_words(shape)}"
+    return "apply", f" {shell_wish(shape)}"
 
 
-def wish_words(shape: GpuShape) -> str:
-    """Return the instances of a shape as a wish for the shell, each at its place."""
+def shell_wish(shape: GpuShape) -> str:
+    """Return the instances of a shape as the words of a command, quoted for the shell, each at its place."""
     wish = (
         placed_request(instance.profile, instance.start, [part.slices for part in instance.compute])
         for instance in shape.instances
