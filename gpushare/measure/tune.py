@@ -487,8 +487,8 @@ class Tuner:
         """Return the seconds of the budget that are used; 0 until all jobs have printed."""
         return 0.0 if self._began is None else self._experiment.now() - self._began
 
-    def count_window(self, seconds: float) -> None:
-        """Add a window to the seconds that were measured."""
+    def add_measuring_seconds(self, seconds: float) -> None:
+        """Add a window to the time that was measured, if the budget counts already."""
         if self._began is not None:
             self._measuring_seconds += seconds
 
@@ -804,10 +804,14 @@ class Stage:
         return self.experiment.now()
 
     def _end_window(self, start: float) -> float:
-        """Count a window that began at ``start``, and return the time; raise if a job has ended."""
+        """Return the end of a window that began at ``start``, and add the window to the tuner's measuring time.
+
+        Raises:
+            OperationFailed: production, or another job, has ended.
+        """
         self._check_alive(*self._others)
         end = self.experiment.now()
-        self._tuner.count_window(end - start)
+        self._tuner.add_measuring_seconds(end - start)
         return end
 
     def _watch(self, seconds: float, setting: Setting | None = None) -> _Seen:
@@ -1034,21 +1038,24 @@ class Stage:
                 yield figures
 
     def figures(self, setting: Setting) -> Figures | None:
-        """Return what the windows say of a setting; None: too little was printed."""
+        """Return what production keeps of its rate, its p99 against alone, and the share of the others, under a setting.
+
+        None: too little was printed.
+        """
         indexes = [index for index, seen in enumerate(self._log) if seen.setting == setting]
         together = [self._log[index] for index in indexes]
         pairs = [(self._log[index].rate, self._rate_alone_near(index)) for index in indexes]
         # Where production printed nothing in both, it stood still by itself.
-        pairs = [(rate, alone) for rate, alone in pairs if rate or alone]
+        pairs = [(rate, rate_alone) for rate, rate_alone in pairs if rate or rate_alone]
         kept = paired_ratio(pairs)
         if kept is None:
             return None
-        alone = self._windows_to_compare(together)
-        windows = [seen.window for seen in together]
-        p99_alone = p99(alone)
-        p99_together = p99(windows)
-        interval = p99_factor_interval(alone, windows)
-        share = self._share(together)
+        windows_alone = self._windows_alone_near(together)
+        windows_together = [seen.window for seen in together]
+        p99_alone = p99(windows_alone)
+        p99_together = p99(windows_together)
+        interval = p99_factor_interval(windows_alone, windows_together)
+        share = self._share_of_others(together)
         return Figures(
             setting=setting,
             kept=kept.value,
@@ -1088,8 +1095,8 @@ class Stage:
         """Return the rate of each window of production alone in which it worked."""
         return [seen.rate for seen in self._log_alone if seen.rate > 0]
 
-    def _windows_to_compare(self, together: Sequence[_Seen]) -> list[Window]:
-        """Return the windows alone to compare a p99 with: the nearest in time, more than those together, with enough requests.
+    def _windows_alone_near(self, together: Sequence[_Seen]) -> list[Window]:
+        """Return the windows of production alone for a p99: the nearest in time, more than those together, enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
         """
@@ -1101,7 +1108,7 @@ class Stage:
             chosen.append(seen.window)
         return chosen
 
-    def _share(self, together: Sequence[_Seen]) -> Estimate | None:
+    def _share_of_others(self, together: Sequence[_Seen]) -> Estimate | None:
         """Return which share of its rate alone each of the others has, as a mean of them and of these windows."""
         shares = [share for seen in together if (share := self._share_in(seen)) is not None]
         if not shares:
