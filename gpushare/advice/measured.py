@@ -225,7 +225,11 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
 
 
 def _finding_of(advice: Advice, bench: BenchAnswer, cells: Sequence[Cell], copies: int) -> _Finding:
-    """Return what the ways that were measured and fit say about the rules' answer."""
+    """Return what ``cells``, the ways that were measured and fit, say about the rules' answer.
+
+    It stays open if nothing fits, nothing was measured, or the rules' way was not. If the copies of the rules' way failed,
+    the answer changes to the preferred one of the others.
+    """
     if advice.best is None:
         return _open_finding("nothing fits")
     way = advice.best.way
@@ -241,9 +245,10 @@ def _finding_of(advice: Advice, bench: BenchAnswer, cells: Sequence[Cell], copie
         choice = _preferred_cell(advice, cells)
         sentence = f"the rules said {_way_title(way)}, and its copies failed ({failure}), so {choice.title}"
         return _Finding(Effect.CHANGED, sentence, choice)
-    best = max(cells, key=lambda cell: cell.speed)
+    # Only mentioned: nothing is known of the rules' way to compare it with.
+    fastest = max(cells, key=lambda cell: cell.speed)
     return _open_finding(
-        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others"
+        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {fastest.title} was the fastest of the others"
     )
 
 

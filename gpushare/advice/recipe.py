@@ -22,7 +22,7 @@ from gpushare.advice.limits import (
     threads_for,
 )
 from gpushare.advice.rules import cannot_leave, verdicts
-from gpushare.advice.situation import may_go
+from gpushare.advice.situation import may_be_destroyed_unasked
 from gpushare.advice.steps import (
     OWN_SLICE,
     AdviceStep,
@@ -56,7 +56,7 @@ def _needs_yes(s: Situation) -> bool:
     """Return whether the line that destroys the idle instances has ``-y``: one has a name or a grant, or is not ours."""
     layout = s.gpu.layout
     idle = () if layout is None else [instance for instance in layout.instances if instance not in s.kept]
-    return not all(map(may_go, idle))
+    return not all(map(may_be_destroyed_unasked, idle))
 
 
 @dataclass(frozen=True, kw_only=True)

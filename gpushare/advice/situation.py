@@ -843,12 +843,14 @@ class Situation:
 
     @cached_property
     def kept(self) -> tuple[GpuInstance, ...]:
-        """Return the MIG instances that must stay: busy ones and, unless the user says otherwise, those that somebody may need (`may_go`)."""
+        """Return the MIG instances that must stay: busy ones and, unless the user says otherwise, those that somebody may need."""
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
             return ()
         return tuple(
-            instance for instance in layout.instances if instance.busy or not (self.case.destroy or may_go(instance))
+            instance
+            for instance in layout.instances
+            if instance.busy or not (self.case.destroy or may_be_destroyed_unasked(instance))
         )
 
     @cached_property
@@ -1034,8 +1036,8 @@ def _has_room_now(gpu: GpuFacts) -> bool:
     return gpu.processes == 0 or bool(_idle_instances(gpu))
 
 
-def may_go(instance: GpuInstance) -> bool:
-    """Return whether an instance may be destroyed without a question: gpushare made it, and nobody has it."""
+def may_be_destroyed_unasked(instance: GpuInstance) -> bool:
+    """Return whether an idle instance may be destroyed without a question: gpushare made it, and it has no name or grant."""
     return instance.made and not instance.name and not instance.granted
 
 

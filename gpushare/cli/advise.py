@@ -350,18 +350,24 @@ class _GpuChoice(NamedTuple):
     among: tuple[int, ...] = ()
 
 
-def _gpu_choice(state: HostState, facts: HostFacts, gpu: str | None) -> _GpuChoice:
-    """Return the GPUs that the value of -g allows. Raises GpuLost if none of all GPUs answers."""
+def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> _GpuChoice:
+    """Return what the value of -g allows: all GPUs, several whole ones, or one GPU or MIG instance.
+
+    Raises:
+        GpuLost: none of all GPUs answers, or a named one does not.
+        BadUsage: it names several devices, and a MIG instance is among them.
+    """
     if not facts.gpus:
         raise no_gpu_error()
-    if gpu is None or is_any(gpu):
+    if value is None or is_any(value):
         if all(gpu.error is not None for gpu in facts.gpus):
             raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
         return _GpuChoice()
-    devices = select_for_change(gpu, state.gpus)
+    devices = select_for_change(value, state.gpus)
     if len(devices) > 1 and all(device.mig is None for device in devices):
         return _GpuChoice(among=tuple(device.gpu.index for device in devices))
-    device = select_one(gpu, state.gpus)
+    # Refuses several, of which one is a MIG instance.
+    device = select_one(value, state.gpus)
     whole_gpu = next(gpu for gpu in facts.gpus if gpu.index == device.gpu.index)
     return _GpuChoice(whole_gpu if device.mig is None else instance_facts(state, whole_gpu, device.mig))
 
