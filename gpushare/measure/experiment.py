@@ -74,8 +74,8 @@ class Grounds:
         return self._share is not None and self._share.close(program_lives=program_lives)
 
     @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told, as `Held.guarded`: of the daemon's lease only where there is a daemon."""
+    def words_for_guard(self) -> tuple[str, ...]:
+        """Return the words as `Held.words_for_guard`: of the daemon's lease only where there is a daemon."""
         claims = [claim for _, claim in self._instances]
         if self._share is None:
             return guard_words(INSTANCE, None, *claims)

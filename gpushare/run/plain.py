@@ -61,8 +61,8 @@ class PlainShare:
     more: tuple[Device, ...] = ()
 
     @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told."""
+    def words_for_guard(self) -> tuple[str, ...]:
+        """Return the words that tell the guard what to give back if gpushare dies: the claim of the instance."""
         return guard_words(INSTANCE, None, self.claim)
 
     @property

@@ -593,7 +593,10 @@ class Session:
             programs |= part.release()
 
         def hurry() -> bool:
-            """Return whether to cut the grace short: the user asks again, or the program takes more and more memory."""
+            """Return whether to cut the grace short: the user asks again, or the program takes more and more memory.
+
+            A signal that came meanwhile is taken, and the parts are told if it asks for the end again.
+            """
             asked_again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
             if asked_again:
                 self._notify_parts()
@@ -648,7 +651,7 @@ def guard_of(host: Host, share: Held) -> Guard:
         OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
     """
     device = share.device
-    kind, lease_path, descriptor, *claim_paths = share.guarded
+    kind, lease_path, descriptor, *claim_paths = share.words_for_guard
     guard = Guard(
         host.spec,
         "ends the program if gpushare dies",

@@ -193,7 +193,7 @@ class Held(Protocol):
         """Return the GPU or MIG instance."""
 
     @property
-    def guarded(self) -> tuple[str, ...]:
+    def words_for_guard(self) -> tuple[str, ...]:
         """Return the words that tell the guard what to give back after a death (`guard_words`)."""
 
     @property
@@ -300,8 +300,8 @@ class MpsShare:
             self.lease = own.take_lease()
 
     @property
-    def guarded(self) -> tuple[str, ...]:
-        """Return what the guard is told."""
+    def words_for_guard(self) -> tuple[str, ...]:
+        """Return the words that tell the guard what to give back if gpushare dies: the daemon's lease and the claim."""
         return guard_words(MPS, self.lease, self.claim)
 
     @property
