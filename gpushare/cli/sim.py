@@ -216,10 +216,10 @@ def show(host: str | None = SPEC) -> Any:
 
 
 def _user_text(host: ShownHost) -> str:
-    """Return as which user commands run on a simulated host."""
-    if host.fault_uid is None and host.uid:
-        return f"user {host.uid}, who may do here what root may"
-    return f"user {host.uid}" if host.uid else "root"
+    """Return in words the user that commands run as on a simulated host."""
+    if host.uid == 0:
+        return "root"
+    return f"user {host.uid}, who may do here what root may" if host.root else f"user {host.uid}"
 
 
 # Fields that `sim show` leaves out: what every host has, or is shown by another name.

@@ -91,7 +91,7 @@ class SimulatedCapabilities(Capabilities):
 
     def access(self, capability: Capability) -> NodeAccess | None:
         """Return who may open the node of a capability; None: its instance is gone."""
-        node = _find_node(current(self._state_file), capability)
+        node = _stored_node(current(self._state_file), capability)
         return None if node is None else NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
@@ -116,8 +116,11 @@ def _capability(state: SimulatedHostState, gpu: int, ids: InstanceIds) -> Capabi
     )
 
 
-def _find_node(state: SimulatedHostState, capability: Capability) -> SimulatedNode | None:
-    """Return the node of a capability, added to `SimulatedGpu.nodes` if it has its defaults; None: its instance is gone."""
+def _stored_node(state: SimulatedHostState, capability: Capability) -> SimulatedNode | None:
+    """Return the node of a capability, to read or to change; None: its instance is gone.
+
+    `SimulatedGpu.nodes` has only nodes that were asked for: another one is added, with its defaults.
+    """
     for index, gpu in enumerate(state.gpus):
         for ids in ids_of_instances(gpu):
             if capability_minor(index, ids) == capability.minor:
@@ -129,7 +132,7 @@ def _node_to_change(state: SimulatedHostState, capability: Capability, path: str
     """Return the node of a capability; ``path`` is named in errors: NoPermission for a user, NotFound if it is gone."""
     if not state.root:
         raise NoPermission(f"may not change {path}: Permission denied", "run it as root: sudo gpushare ...")
-    node = _find_node(state, capability)
+    node = _stored_node(state, capability)
     if node is None:
         raise NotFound(
             f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
