@@ -51,7 +51,7 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     waiting = [job for job in jobs if job.line is not None]
     ended = [job for job in jobs if job.pid is None]
     of_others = everything or len({job.user for job in jobs} - {None}) > 1
-    tables = [_present_table(present, everything=everything, of_others=of_others)]
+    tables = [_table_of_present(present, everything=everything, of_others=of_others)]
     if waiting:
         tables.append(_waiting_table(waiting, of_others=of_others))
     if ended:
@@ -118,7 +118,7 @@ def _with_ranks(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, 
     return tuple(replace(column, rank=ranks.get(column.key, 0)) for column in columns)
 
 
-def _present_table(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
+def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
     """Return the table of the jobs that have a process: running, paused or swapped out."""
     columns = (
         _JOB,

@@ -656,9 +656,10 @@ class Cockpit(App[None]):
             self.take(frames[-1])
 
     def _open_gpu(self, index: int | None) -> None:
-        """Show one GPU and only its jobs; None: all again."""
+        """Show one GPU and only its jobs; None: all again, with the cursor still on that GPU (`_draw_gpus`)."""
         self.opened = self.view.gpu = index
-        self._gpus.cursor = self._gpus.cursor if index is None else 0
+        if index is not None:
+            self._gpus.cursor = 0
         self.watch_host.reader.watched = index
         self.watch_host.look_now()
         self.redraw()
