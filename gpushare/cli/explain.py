@@ -31,7 +31,7 @@ _LABEL: Final = 10
 def explain(
     words: list[str] | None = argument(
         "[CODE|TEXT|FILE]...",
-        "805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, a log file, or a concept; - is stdin.",
+        "805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, log files, or a concept; - is stdin.",
     ),
 ) -> Any:
     """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), an exit code, a check of doctor, or a concept.
@@ -39,23 +39,42 @@ def explain(
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. For a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory,
     occupancy, streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch,
-    time-slice, slice, time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
+    time-slice, slice, time-slice level, throttled, lost, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
     CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
     farm, turns, undo, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation,
     oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard,
     Slurm, Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
     partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
     """
-    path = _log_path(words)
-    log = _explain_words(" ".join(words or ())) if path is None else _explain_log(path)
-    # Of a code, a name or a single line all is shown, and a verdict would say nothing more.
-    single = path is None and log.lines <= 1
-    shown = log.matches if settings.verbose or single else log.faults
-    verdict = None if single else log.verdict
+    paths = _log_paths(words)
+    logs = {path: _read_log(path) for path in paths} if paths else {None: _explain_words(" ".join(words or ()))}
+    if paths and not any(log.matches for log in logs.values()):
+        raise NotFound(
+            f"no known error in {counted(sum(log.lines for log in logs.values()), 'line')}",
+            "give a code (805), a name, or the line of the error",
+            code="not_explained",
+        )
+    verdicts, texts = [], []
+    for path, log in logs.items():
+        # Of a code, a name or a single line all is shown, and a verdict would say nothing more.
+        single = path is None and log.lines <= 1
+        verdict = None if single else _verdict(log, path if len(paths) > 1 else None)
+        verdicts += [] if verdict is None else [verdict]
+        texts.append(explained_text(log.matches if settings.verbose or single else log.faults, verdict))
     return Result(
-        data=ExplainAnswer(verdict=verdict, lines=log.lines, explanations=tuple(map(_explained_match, log.matches))),
-        text=explained_text(shown, verdict),
+        data=ExplainAnswer(
+            verdict="\n".join(verdicts) or None,
+            lines=sum(log.lines for log in logs.values()),
+            explanations=tuple(_explained_match(match, path) for path, log in logs.items() for match in log.matches),
+        ),
+        text="\n\n".join(texts),
     )
+
+
+def _verdict(log: facts.Log, path: str | None) -> str:
+    """Return what is wrong in a log; ``path``: one of several logs."""
+    words = log.verdict if log.matches else f"no known error in {counted(log.lines, 'line')}"
+    return words if path is None else f"{shown_path(path)}: {words}"
 
 
 def _explain_words(text: str) -> facts.Log:
@@ -77,17 +96,10 @@ def _explain_words(text: str) -> facts.Log:
     return facts.Log(matches=matches, lines=len(text.splitlines()))
 
 
-def _explain_log(path: str) -> facts.Log:
-    """Return what the lines of a log mean. Raises NotFound: no error in it is known (``not_explained``)."""
+def _read_log(path: str) -> facts.Log:
+    """Return what the lines of a log mean; none may be known."""
     with _open_log(path) as stream:
-        log = facts.explain_log(_log_lines(stream))
-    if not log.matches:
-        raise NotFound(
-            f"no known error in {counted(log.lines, 'line')}",
-            "give a code (805), a name, or the line of the error",
-            code="not_explained",
-        )
-    return log
+        return facts.explain_log(_log_lines(stream))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,23 +115,31 @@ class Explained(Explanation):
     number: int
     # How many such lines the log has.
     lines: int
+    # The log, as named on the command line; - is stdin; null: the words of the command line.
+    file: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainAnswer:
     """The answer of `explain`."""
 
-    # What is wrong in a log; null: a code or a name was asked for.
+    # What is wrong in a log, a line for each log; null: a code or a name was asked for.
     verdict: str | None
-    # The number of lines of the log.
+    # The number of lines of the logs.
     lines: int
     explanations: tuple[Explained, ...]
 
 
-def _explained_match(match: Match) -> Explained:
+def _explained_match(match: Match, path: str | None) -> Explained:
     fact = match.explanation
     return Explained(
-        **vars(fact), title=fact.title, normal=fact.normal, line=match.line, number=match.number, lines=match.lines
+        **vars(fact),
+        title=fact.title,
+        normal=fact.normal,
+        line=match.line,
+        number=match.number,
+        lines=match.lines,
+        file=path,
     )
 
 
@@ -176,16 +196,16 @@ def _check_matches(text: str) -> tuple[Match, ...]:
     )
 
 
-def _log_path(words: list[str] | None) -> str | None:
-    """Return the path of the log to read; None: the words are to be explained."""
+def _log_paths(words: list[str] | None) -> list[str]:
+    """Return the paths of the logs to read; empty: the words are to be explained."""
     if words == ["-"]:
-        return "-"
+        return words
     if words:
         # A file may be named like a code (805), and the code is meant then; a log has a dot or a slash in its name.
-        is_log = len(words) == 1 and not words[0].isalnum() and os.path.isfile(words[0])
-        return words[0] if is_log else None
+        are_logs = all(not word.isalnum() and os.path.isfile(word) for word in words)
+        return words if are_logs else []
     if _is_stdin_piped():
-        return "-"
+        return ["-"]
     raise BadUsage("missing argument 'CODE|TEXT|FILE'", "see: gpushare explain --help", code="usage")
 
 

@@ -41,6 +41,7 @@ from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
+from gpushare.host.nvml import POWER_LIMIT
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
@@ -94,6 +95,22 @@ def power(seen: Examination) -> Iterator[Check]:
         # A difference of a watt slows nothing down.
         if usual is not None and limit is not None and limit < usual - 1:
             yield finding("gpu.power_cap", gpu.index, limit=limit, usual=usual)
+
+
+def slowed(seen: Examination) -> Iterator[Check]:
+    """Check that nothing but the power limit, which is usual under full load, lowers the clocks of a GPU."""
+    for gpu in seen.answering:
+        reasons = seen.host.nvml.slowed_by(gpu.index)
+        if reasons is None:
+            yield Check.skipped(
+                "gpu.slowed", gpu=gpu.index, seen=f"the driver does not report what slows GPU {gpu.index} down"
+            )
+        elif set(reasons) - {POWER_LIMIT}:
+            yield finding("gpu.slowed", gpu.index, reasons=", ".join(reasons))
+        elif reasons:
+            yield Check.passed(
+                "gpu.slowed", gpu=gpu.index, seen=f"GPU {gpu.index} is throttled: {POWER_LIMIT}, usual under full load"
+            )
 
 
 def compute_mode(seen: Examination) -> Iterator[Check]:
@@ -774,6 +791,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     mps_programs,
     persistence,
     power,
+    slowed,
     compute_mode,
     xids,
     mps_daemons,

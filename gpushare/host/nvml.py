@@ -96,7 +96,8 @@ def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
 # How well two GPUs are connected at best, see `NvmlReader.closeness`.
 NVLINK: Final = 6
 # The nvmlClocksEventReasons that cost speed against the user's will; the others are settings, or an idle GPU.
-_SLOWED: Final = ((0x04, "power limit"), (0x08, "hardware"), (0x20, "heat"), (0x40, "heat"), (0x80, "power supply"))
+POWER_LIMIT: Final = "power limit"
+_SLOWED: Final = ((0x04, POWER_LIMIT), (0x08, "hardware"), (0x20, "heat"), (0x40, "heat"), (0x80, "power supply"))
 # NVML_P2P_STATUS_OK; the bits of a word of nvmlDeviceGetCpuAffinity.
 _P2P_OK: Final = 0
 _WORD_BITS: Final = 64
@@ -468,7 +469,7 @@ class NvmlReader:
         """Return power, temperature, clocks, fan, video engines, and what slows a GPU down.
 
         nvmlDeviceGetPowerUsage, EnforcedPowerLimit, Temperature, ClockInfo, MaxClockInfo, FanSpeed, EncoderUtilization,
-        DecoderUtilization, CurrentClocksEventReasons (before R535: CurrentClocksThrottleReasons).
+        DecoderUtilization; see `slowed_by`.
 
         Raises:
             GpushareError: the GPU does not answer.
@@ -494,11 +495,14 @@ class NvmlReader:
             fan_percent=self._value(index, "nvmlDeviceGetFanSpeed"),
             encoder_percent=engine_percent("nvmlDeviceGetEncoderUtilization"),
             decoder_percent=engine_percent("nvmlDeviceGetDecoderUtilization"),
-            slowed_by=self._slowed_by(index),
+            slowed_by=self.slowed_by(index),
         )
 
-    def _slowed_by(self, index: int) -> tuple[str, ...] | None:
-        """Return what slows a GPU down, in words; None: unknown."""
+    def slowed_by(self, index: int) -> tuple[str, ...] | None:
+        """Return what slows a GPU down, in words; None: unknown.
+
+        nvmlDeviceGetCurrentClocksEventReasons (before R535: CurrentClocksThrottleReasons).
+        """
         reasons = self._value(index, "nvmlDeviceGetCurrentClocksEventReasons")
         if reasons is None:
             reasons = self._value(index, "nvmlDeviceGetCurrentClocksThrottleReasons")

@@ -817,6 +817,19 @@ def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, m
     assert (check["verdict"], check["remedy"]) == ("fail", f"end it: kill -9 {pid}")
 
 
+@pytest.mark.parametrize(
+    ("bits", "reasons", "verdict"),
+    [("4", "power limit, usual under full load", "pass"), ("8", "hardware", "warn"), ("32", "heat", "warn"),
+     ("64", "heat", "warn"), ("132", "power limit, power supply", "warn")],
+)  # fmt: skip
+def test_a_throttled_gpu_is_named(cli: Cli, world: World, bits: str, reasons: str, verdict: str) -> None:
+    assert "gpu.slowed" not in findings(cli)
+    world.fault("slowed", bits)
+    check = finding(cli, "gpu.slowed")
+    assert (check["seen"], check["verdict"]) == (f"GPU 0 is throttled: {reasons}", verdict)
+    assert (verdict == "pass") == (check["remedy"] is None)
+
+
 def test_a_power_cap_is_named(cli: Cli, world: World) -> None:
     assert "gpu.power_cap" not in findings(cli)
     world.fault("power-cap", "350")

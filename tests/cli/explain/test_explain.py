@@ -288,6 +288,36 @@ def test_a_log_begins_with_a_verdict_and_normal_lines_are_for_verbose(
     refused("explain", str(log), code="not_explained", exit_code=6)
 
 
+def test_several_logs_are_each_explained(
+    cli: Cli, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("a.log", NORMAL), ("b.log", FAULT_LOG), ("c.log", "all is well\n")):
+        (tmp_path / name).write_text(text)
+    text = cli("explain", "a.log", "b.log", "c.log", host=None).ok().out
+    assert "verdict: a.log: nothing is wrong: 1 line" in text
+    assert "verdict: b.log: The server" in text
+    assert "verdict: c.log: no known error in 1 line" in text
+    data = cli("explain", "a.log", "b.log", host=None, output="json").ok().data
+    assert {each["file"] for each in data["explanations"]} == {"a.log", "b.log"}
+    assert data["lines"] == 1 + len(FAULT_LOG.splitlines())
+    assert len(data["verdict"].splitlines()) == 2
+    assert "2 lines" in refused("explain", "c.log", "./c.log", code="not_explained", exit_code=6)
+    assert {each["file"] for each in cli("explain", "805", host=None, output="json").ok().data["explanations"]} == {
+        None
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [(words, "throttled") for words in ("slow", "slowdown", "throttle", "thermal", "HW Slowdown", "SW thermal slowdown")]
+    + [("lost", "lost"), ("Killed", "exit code 137"), ("Out of memory: Killed process 4711 (python3)", "exit code 137"),
+       ("train.sh: line 3:  4711 Killed                  python3 train.py", "exit code 137")],
+)  # fmt: skip
+def test_words_that_a_user_sees_first(cli: Cli, words: str, title: str) -> None:
+    assert title in cli("explain", words, host=None).ok().out.splitlines()[0]
+
+
 def test_a_log_may_be_large_and_not_text(cli: Cli, tmp_path: Path) -> None:
     log = tmp_path / "train.log"
     with log.open("wb") as file:
