@@ -226,22 +226,19 @@ def _wait_and_return(
     deadline = None if seconds is None else time.monotonic() + seconds
     while True:
         wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-        may_wait_again = wait_seconds != 0.0
         try:
-            with contextlib.ExitStack() as held:
-                try:
-                    held.enter_context(room_reserved(host, [device], swap, wait_seconds, limits, waiting))
-                except (NoPermission, OperationFailed) as error:
-                    if error.code != "lease_unusable":
-                        raise
-                    say(f"{error.message}; so it comes back without a place in the line, if there is room")
-                    may_wait_again = False
+            with room_reserved(host, [device], swap, wait_seconds, limits, waiting):
                 return _return_now(host, text, swap, say)
         except InUse as error:
-            # Also the error of `room_reserved` when the time is over.
+            # `room_reserved` raises it, too, when the time is over.
             is_without_room = error.code == "no_room"
-            if not (is_without_room and may_wait_again):
+            if not is_without_room or wait_seconds == 0.0:
                 raise
+        except (NoPermission, OperationFailed) as error:
+            if error.code != "lease_unusable":
+                raise
+            say(f"{error.message}; so it comes back without a place in the line, if there is room")
+            return _return_now(host, text, swap, say)
 
 
 def _return_now(host: Host, text: str, swap: Swap, say: Callable[[str], None]) -> Swap:
