@@ -353,9 +353,7 @@ class _GpuChoice(NamedTuple):
 def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> _GpuChoice:
     """Return what the value of -g allows: all GPUs, several whole ones, or one GPU or MIG instance.
 
-    Raises:
-        GpuLost: none of all GPUs answers, or a named one does not.
-        BadUsage: it names several devices, and a MIG instance is among them.
+    Raises GpuLost (none answers, or a named one does not), BadUsage (several, and a MIG instance is among them).
     """
     if not facts.gpus:
         raise no_gpu_error()

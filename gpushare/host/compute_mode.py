@@ -31,10 +31,6 @@ def compute_mode_step(
     )
 
 
-def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
-    compute_mode_step(host, device, mode, before=None).do()
-
-
 def need_root(host: Host, change: str) -> None:
     """Raise NoPermission unless this user may do what only root may; ``change`` names it in the message."""
     if not host.root:

@@ -804,11 +804,7 @@ class Stage:
         return self.experiment.now()
 
     def _end_window(self, start: float) -> float:
-        """Return the end of a window that began at ``start``, and add the window to the tuner's measuring time.
-
-        Raises:
-            OperationFailed: production, or another job, has ended.
-        """
+        """Return the end of a window that began at ``start``, and count it as measured. Raises OperationFailed: a job has ended."""
         self._check_alive(*self._others)
         end = self.experiment.now()
         self._tuner.add_measuring_seconds(end - start)
@@ -1038,10 +1034,7 @@ class Stage:
                 yield figures
 
     def figures(self, setting: Setting) -> Figures | None:
-        """Return what production keeps of its rate, its p99 against alone, and the share of the others, under a setting.
-
-        None: too little was printed.
-        """
+        """Return production's rate and p99 against alone, and the share of the others; None: too little was printed."""
         indexes = [index for index, seen in enumerate(self._log) if seen.setting == setting]
         together = [self._log[index] for index in indexes]
         pairs = [(self._log[index].rate, self._rate_alone_near(index)) for index in indexes]

@@ -29,7 +29,7 @@ from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, first_few
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
-from gpushare.host.compute_mode import set_compute_mode
+from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo, processes_text, signal_if_same, wait_gone
@@ -594,7 +594,7 @@ def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None)
             device = next((Device(gpu=gpu) for gpu in host.nvml.identities() if gpu.uuid == record.device_uuid), None)
         if device is None:
             raise NotFound(f"{record.device_uuid} does not answer", "see: gpushare status")
-        set_compute_mode(host, device, mode)
+        compute_mode_step(host, device, mode, before=None).do()
     except GpushareError as error:
         raise OperationFailed(
             f"the MPS daemon is gone, but the compute mode could not be restored: {error.message}",

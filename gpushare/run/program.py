@@ -593,10 +593,7 @@ class Session:
             programs |= part.release()
 
         def hurry() -> bool:
-            """Return whether to cut the grace short: the user asks again, or the program takes more and more memory.
-
-            A signal that came meanwhile is taken, and the parts are told if it asks for the end again.
-            """
+            """Return whether to cut the grace short: memory grows, or the user asks again, which the parts are told."""
             asked_again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
             if asked_again:
                 self._notify_parts()

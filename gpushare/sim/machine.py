@@ -117,10 +117,7 @@ def _capability(state: SimulatedHostState, gpu: int, ids: InstanceIds) -> Capabi
 
 
 def _stored_node(state: SimulatedHostState, capability: Capability) -> SimulatedNode | None:
-    """Return the node of a capability, to read or to change; None: its instance is gone.
-
-    `SimulatedGpu.nodes` has only nodes that were asked for: another one is added, with its defaults.
-    """
+    """Return the node of a capability in the state, added with its defaults if it is not there; None: its instance is gone."""
     for index, gpu in enumerate(state.gpus):
         for ids in ids_of_instances(gpu):
             if capability_minor(index, ids) == capability.minor:
