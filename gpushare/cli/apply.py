@@ -78,8 +78,8 @@ def apply(
     What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
     here changes nothing. Each GPU is then changed completely or not at all. It never ends a program: if one is in the
     way of a change, its GPU is refused, and the others are changed. gpushare asks before it removes a name, a grant, or
-    an instance that it did not make. It keeps the applied file: the units of `gpushare export systemd` apply it at
-    boot. Its rules for the time-slices of processes (slices:) are followed by `gpushare timeslice keep`; its limits of
+    an instance that it did not make; so does its undo. It keeps the applied file: the units of `gpushare export
+    systemd` apply it at boot. Its rules for the time-slices of processes (slices:) are followed by `gpushare timeslice keep`; its limits of
     users (memory:) are in force from then on.
     """
     seconds = 0.0 if wait is None else parse_seconds(wait)
@@ -269,13 +269,14 @@ def _carry_out_rows(host: Host, ledger: MigLedger, wanted: HostFile, rows: list[
 def _prepare_undo(host: Host, rows: Sequence[_GpuRow]) -> str | None:
     """Write a file that describes the GPUs that change as they are now, and return the command that applies it.
 
-    In a dry run nothing is written. None: a file cannot describe them, or cannot be written.
+    It also has the GPUs of the file kept so far, as boot must still set them up. In a dry run nothing is written. None: a
+    file cannot describe the GPUs that change, or cannot be written.
     """
     state = HostState(host)
-    # If only limits of users change, the file has the GPUs of the one kept so far: boot must still set them up.
-    changed = {row.gpu for row in rows if row.steps} or {*kept_entries(host, state.gpus)[0]}
-    file, _ = captured_file(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
-    if len(changed) != sum(len(entry.match.values) for entry in file.entries):
+    changed = {row.gpu for row in rows if row.steps}
+    described = changed | {*kept_entries(host, state.gpus)[0]}
+    file, _ = captured_file(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in described]))
+    if not changed <= {int(value) for entry in file.entries for value in entry.match.values}:
         return None
     kept = kept_file(host)
     if kept is not None:
@@ -348,9 +349,8 @@ def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
 def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
     if not host.root:
-        keys = ["memory"] if wanted.memory else []
-        if wanted.longest_lease_seconds is not None:
-            keys.append("reserve")
+        changed = changed_limits(host, wanted)
+        keys = [key for key in ("memory", "reserve") if any(limit.startswith(key) for limit in changed)]
         how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
         return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
     in_force = kept_limits(host)
@@ -454,9 +454,10 @@ def _apply_result(
     if errors or not complete:
         # No steps does not mean that everything is as requested.
         empty = {"empty": "nothing is changed"}
-    elif dry_run and changed and not limits:
+    elif changed and not limits:
         empty = {"empty": "only limits of users would change"}
-        notes += [f"{limit}; apply as root sets it" for limit in changed]
+        if dry_run:
+            notes += [f"{limit}; apply as root sets it" for limit in changed]
     whole = Plan(
         title="apply",
         steps=(*(step for row in rows for step in row.steps), *plan.steps),

@@ -10,6 +10,7 @@ from gpushare.base.selection import select
 from gpushare.base.units import quoted
 from gpushare.cli.options import GPU_OPTION, Command, option, settings, verb
 from gpushare.hostfile.file import Exactness, document_of, text_of
+from gpushare.hostfile.kept import roots_file
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
 from gpushare.hostfile.look import live_gpus
@@ -47,11 +48,13 @@ def capture(
     if kept is not None and kept.rules:
         file = replace(file, rules=kept.rules)
         notes = [*notes, "the rules for time-slices (slices) are those of the file that was applied last"]
-    if kept is not None and kept.memory:
-        file = replace(file, memory=kept.memory)
-        notes = [*notes, "the limits of users (memory) are those of the file that was applied last"]
-    if kept is not None:
-        file = replace(file, longest_lease_seconds=kept.longest_lease_seconds)
+    # Limits are in force only from root's file.
+    in_force = roots_file(state.host)
+    if in_force is not None and in_force.memory:
+        file = replace(file, memory=in_force.memory)
+        notes = [*notes, "the limits of users (memory) are those of the file that root applied last"]
+    if in_force is not None:
+        file = replace(file, longest_lease_seconds=in_force.longest_lease_seconds)
     return Result(
         data=document_of(file),
         text=text_of(file).rstrip("\n"),

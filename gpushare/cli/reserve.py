@@ -112,7 +112,8 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
                 gpu=str(device.gpu.index),
                 code="reserved",
             )
-        if not host.root:
+        # On a simulated host, too, only the leases of the real root may be longer.
+        if host.uid:
             _check_length(device, seconds, lease.held_seconds if lease else 0.0, limits.longest_lease_seconds)
         programs = [process for process in device.gpu.processes or () if process.compute]
         if programs:
@@ -167,18 +168,20 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
     undo: list[str] = []
     for device in reserved:
         lease = lease_by_gpu[device.uuid]
-        if lease.uid != host.uid:
+        # Root could not give another user the lease back.
+        undo_command = _undo_command([device], lease_by_gpu) if lease.uid == host.uid else None
+        if undo_command is None:
             if not host.root:
                 raise NoPermission(f"{device.title} {reserved_words(lease)}", "ask its user, or root", code="reserved")
             remaining = f"{format_duration(lease.seconds_left)} left"
             losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {device.title}", why=(remaining,)))
         else:
-            # Root could not give another user the lease back.
-            undo.append(_undo_command([device], lease_by_gpu))
+            undo.append(undo_command)
         steps.append(
             Step(
                 what=f"end the lease of {lease.user} on {device.title}",
                 command=f"gpushare reserve -g {device.selector} --end",
+                undo=undo_command,
                 do=partial(end_lease, host, device.uuid, limits),
             )
         )

@@ -62,7 +62,7 @@ _SIZE: Final = converted(
     parse_memory_limit,
 )
 _LONGEST: Final = converted(
-    r"^(?:(?:[0-9]|[1-9][0-9]|[1-6][0-9]{2}|7[01][0-9]|720)m|(?:[1-9]|1[0-2])h)$(?!\n)",
+    r"^(?:(?:[0-9]|[1-9][0-9]|[1-6][0-9]{2}|7[01][0-9]|720)m|(?:[0-9]|1[0-2])h)$(?!\n)",
     "a time from 0m to 12h, like 90m or 4h",
     parse_seconds,
 ).about("The longest lease of a user, at most 12h; 0m: none.")

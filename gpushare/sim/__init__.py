@@ -57,6 +57,8 @@ def open_simulated(spec: str) -> SimulatedHost:
     directory, library, processes = state_file.directory, SimulatedLibrary(state_file), SimulatedProcesses(state_file)
     shared, user_directory = directory / "run", directory / _USERS / str(state.uid)
     has_own = not state.root and user_directory.is_dir()
+    # What outlives a reboot of the simulated host: root's, and that of each user who is not root.
+    roots_state = directory / "var"
     return SimulatedHost(
         spec=canonical,
         state_file=state_file,
@@ -73,8 +75,8 @@ def open_simulated(spec: str) -> SimulatedHost:
         user_directories=partial(_user_directories, state_file) if state.root else tuple,
         run_directory=user_directory / "gpushare" if has_own else shared,
         shared_run_directories=(shared,) if has_own else (),
-        # What outlives a reboot of the simulated host.
-        state_directory=directory / "var",
+        state_directory=roots_state if state.root else directory / f"var-{state.uid}",
+        shared_state_directories=() if state.root else (roots_state,),
         uid=state.uid,
         root=state.root,
     )

@@ -519,3 +519,7 @@ def test_a_file_of_mig_parted_is_told_where_it_belongs(configs: str, more: str) 
 def test_a_time_is_written_as_people_write_it(longest: str) -> None:
     text = f"version: 1\nreserve: {{longest: {longest}}}\n"
     assert f"reserve: {{longest: {longest}}}" in text_of(parse(text))
+
+
+def test_no_time_may_be_in_hours_too() -> None:
+    assert parse("version: 1\nreserve: {longest: 0h}\n").longest_lease_seconds == 0.0

@@ -940,6 +940,25 @@ def test_a_time_slice_that_a_file_cannot_express_with_mig_is_noted(cli: Cli) -> 
     assert "timeslice" not in answer.out
 
 
+def test_the_undo_keeps_for_boot_what_the_previous_file_set_up(cli: Cli, write: Write) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(one("timeslice: long", index=0)), host=TWO).ok()
+    answer = cli("apply", "-f", write(one("timeslice: short", index=1)), host=TWO, output="json").ok()
+    assert "it has no entry for GPU 0, which the previous file had" in answer.err
+    cli(*answer.data["undo"].split()[1:], host=TWO).ok()
+    kept = (world.directory / "var" / "applied.yaml").read_text()
+    assert "- match: {index: 0}\n    timeslice: long" in kept
+    assert "- match: {index: 1}\n    timeslice: default" in kept
+
+
+def test_a_lost_gpu_of_the_previous_file_takes_no_undo_from_the_others(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("timeslice: long", index=0)), host=TWO).ok()
+    World(TWO).fault("lost", gpu="0")
+    answer = cli("apply", "-f", write(one("timeslice: short", index=1)), host=TWO, output="json").ok()
+    cli(*answer.data["undo"].split()[1:], host=TWO).ok()
+    assert World(TWO).state.gpus[1].time_slice == 0
+
+
 def test_limits_in_a_file_that_its_user_has_kept_are_not_said_to_be_in_force(cli: Cli, write: Write) -> None:
     World(TWO).fault("user", "1000")
     path = write("version: 1\nmemory:\n- {match: all, limit: 8G}\n")
@@ -947,6 +966,29 @@ def test_limits_in_a_file_that_its_user_has_kept_are_not_said_to_be_in_force(cli
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
     assert "only limits of users would change" in planned.out
     assert "note: memory: limit of each user: none -> 8G; apply as root sets it" in planned.err
+    assert "limit: 8G" not in cli("capture", host=TWO).ok().out
+    again = cli("apply", "-f", path, host=TWO).ok()
+    assert "only limits of users would change" in again.out
+    assert "limits of users (memory) are in force only when root applies" in again.err
+
+
+def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(cli: Cli, write: Write) -> None:
+    path = write(f"version: 1\nmemory:\n- {{match: {{user: '{os.geteuid()}'}}, limit: 8G}}\nreserve: {{longest: 4h}}\n")
+    cli("apply", "-f", path, host=TWO).ok()
+    World(TWO).fault("user", "1000")
+    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    for words in (("-n",), (), ()):
+        answer = cli("apply", *words, "-f", path, host=TWO).ok()
+        assert "limits of users" not in answer.err
+        assert "limits of users" not in answer.out
+    assert "nothing to do: the host is as requested" in answer.out
+    captured = cli("capture", host=TWO).ok().out
+    assert "limit: 8G" in captured
+    assert "longest: 4h" in captured
+    # A job belongs to the real user.
+    assert "you may reserve 8.0 GiB" in cli("run", "-g", "0", "--memory", "9G", "--", "true", host=TWO).err
+    refused = cli("reserve", "-g", "0", "--for", "5h", "-n", host=TWO)
+    assert (refused.code, "longer than 4 h" in refused.err) == (4, True)
 
 
 def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:

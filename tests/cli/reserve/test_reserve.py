@@ -13,6 +13,7 @@ import pytest
 
 from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device
+from gpushare.cli.options import settings
 from gpushare.host.claims import claim_directory
 from gpushare.host.identity import boot_id, uptime
 from gpushare.hostfile.kept import kept_limits
@@ -64,6 +65,8 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert longer.data["undo"] == "gpushare reserve -g 1 --end; gpushare reserve -g 0 --for 2h"
     assert leases(two.host, UserLimits())[two.uuid(0)].seconds_left > 7200
     assert cli("run", "-g", "0", "-n", "--", "true", host=TWO).code == 0
+    planned = cli("reserve", "-g", "0", "--end", "-n", host=TWO, output="json").ok().data
+    assert planned["steps"][0]["undo"] == planned["undo"] == "gpushare reserve -g 0 --for 3h"
     cli("reserve", "-g", "0,1", "--end", host=TWO).ok()
     assert leases(two.host, UserLimits()) == {}
 
@@ -142,6 +145,7 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     assert leases(two.host, kept_limits(two.host)) == {}
     assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "the limits of users are those of the file"
     two.fault("user", 1000)
+    file.write_text("version: 1\nreserve: {longest: 1h}\n")
     note = f"only when root applies the file: sudo gpushare apply -f {file}\n"
     assert note in cli("apply", "-f", str(file), host=TWO).err
 
@@ -165,6 +169,16 @@ def test_what_is_longer_than_root_allows_is_refused(
     said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
     assert "longer than 12 h, the longest here, of which 11 h are over" in said
     assert "--for 1h" in said
+
+
+def test_a_user_who_may_do_what_root_may_gets_no_longer_lease(
+    refused: Refused, two: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file of a lease belongs to the real user, so a longer lease would not count to its end."""
+    host = replace(two.host, uid=4242)
+    assert host.root
+    monkeypatch.setattr(settings, "connect", lambda: host)
+    refused("reserve", "-g", "0", "--for", "13h", code="lease_too_long", exit_code=4, host=TWO)
 
 
 def test_the_user_of_a_simulated_host_is_told_why_it_cannot_reserve(cli: Cli, refused: Refused, two: World) -> None:
