@@ -137,12 +137,19 @@ class Case:
 
     @functools.cached_property
     def shares(self) -> tuple[float, ...] | None:
-        """Return the unequal shares in percent, those of each workload in order; None if they are not known."""
+        """Return the unequal shares in percent, those of each workload in order; None if they are not known.
+
+        Raises:
+            BadUsage: a share of several workloads rounds to 0 %.
+        """
         if any(work.shares is None for work in self.workloads):
             return None
-        shares = [share for work in self.workloads for share in work.shares or ()]
-        # A single share says nothing of the others.
-        return _percentages(shares) if len(shares) > 1 else None
+        shares = tuple(share for work in self.workloads for share in work.shares or ())
+        if len(shares) == 1:
+            # A single share says nothing of the others.
+            return None
+        # Those of one workload are percentages: rounded again, they would change.
+        return shares if len(self.workloads) == 1 else percentages(shares)
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
@@ -469,20 +476,30 @@ def _parse_shares(texts: list[Any]) -> dict[str, Any]:
     """Return what ``weights=30:70`` sets of a workload: that it needs weights, and a share in percent for each process."""
     words = [str(text).strip().removesuffix("%").strip() for text in texts]
     hint = "give a number for each process: weights=30:70, or weights=2:1"
-    if not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):
+    if not words or not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):
         raise BadUsage(f"'{':'.join(words)[:40]}' are not shares", hint, code="bad_value")
     shares = tuple(float(word) for word in words)
     if min(shares) <= 0:
         raise BadUsage(f"shares of {':'.join(words)[:40]} are not possible", hint, code="bad_value")
-    return {"weights": True, "shares": _percentages(shares)}
+    return {"weights": True, "shares": percentages(shares)}
 
 
-def _percentages(shares: Sequence[float]) -> tuple[float, ...]:
-    """Return shares as percentages of their sum; one alone as it is, because those of the others are not known here."""
+def percentages(shares: Sequence[float]) -> tuple[float, ...]:
+    """Return shares as percentages of their sum; one alone as it is, because those of the others are not known here.
+
+    Raises:
+        BadUsage: one of them rounds to 0 %.
+    """
     if len(shares) == 1:
         return tuple(shares)
     total = sum(shares)
-    return tuple(round(100 * share / total, 1) for share in shares)
+    rounded = tuple(round(100 * share / total, 1) for share in shares)
+    if min(rounded) <= 0:
+        listed = ":".join(f"{share:g}" for share in shares)[:40]
+        raise BadUsage(
+            f"of the shares {listed}, the smallest rounds to 0 %", "give each at least 0.1 %", code="bad_value"
+        )
+    return rounded
 
 
 def _parse_weights(value: Any) -> dict[str, Any]:

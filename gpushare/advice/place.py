@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.advice.case import Case, Role, Workload
+from gpushare.advice.case import Case, Role, Workload, percentages
 from gpushare.advice.rules import WayVerdict, verdicts, winner
 from gpushare.advice.situation import Situation
 from gpushare.advice.ways import CONCURRENT
@@ -321,11 +320,14 @@ def _split_over(situation: Situation, gpus: Sequence[GpuFacts], capacities: Sequ
         for gpu, works in zip(gpus, works_per_gpu, strict=True)
         if works
     ]
+    # The GPUs of the first kind come first.
+    kinds = [_kind_key(gpu) for gpu in gpus]
+    placed.sort(key=lambda gpu_case: kinds.index(_kind_key(gpu_case.gpu)))
     alike: dict[object, list[_GpuCase]] = {}
     for gpu_case in placed:
         works = gpu_case.case.workloads
         # Of one workload, a GPU may have fewer processes than the others.
-        jobs = replace(works[0], processes=None, groups=None, shares=None) if len(works) == 1 else gpu_case.gpu.index
+        jobs = replace(works[0], processes=None, groups=None) if len(works) == 1 else gpu_case.gpu.index
         alike.setdefault((_kind_key(gpu_case.gpu), jobs), []).append(gpu_case)
     parts = [_joined_part(situation, group, is_spread=len(placed) > 1) for group in alike.values()]
     return tuple(sorted(parts, key=lambda part: -(part.situation.case.processes or 0)))
@@ -412,17 +414,25 @@ def _split_list(
 
 
 def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
-    """Return the processes of one GPU as workloads: equal ones are one workload with several processes."""
+    """Return the processes of one GPU as workloads: those that are alike but for their shares are one workload."""
     if not works:
         return ()
     if len(works) == 1:
-        # A process alone on its GPU does not share it with other users either.
-        return (replace(works[0], same_user=True),)
-    if len(set(works)) == 1:
-        # One share says nothing without those of the others: all processes have this one.
-        shares = works[0].shares and works[0].shares * len(works)
-        return (replace(works[0], processes=len(works), shares=shares),)
-    return tuple(replace(work, processes=count) for work, count in Counter(works).items())
+        # A process alone on its GPU shares it with nobody: not with other users either.
+        return (replace(works[0], same_user=True, shares=None),)
+    alike: dict[Workload, list[Workload]] = {}
+    for work in works:
+        alike.setdefault(replace(work, shares=None), []).append(work)
+    merged = []
+    for work, processes in alike.items():
+        # One share says nothing without those of the others.
+        has_all = all(process.shares for process in processes)
+        shares = [share for process in processes for share in process.shares or ()]
+        merged.append(replace(work, processes=len(processes), shares=tuple(shares) if has_all else None))
+    if len(merged) == 1 and merged[0].shares is not None:
+        # All that are on the GPU: its parts.
+        return (replace(merged[0], shares=percentages(merged[0].shares)),)
+    return tuple(merged)
 
 
 def _units_per_gpu(units: int, capacities: Sequence[int]) -> list[int]:

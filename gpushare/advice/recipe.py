@@ -601,35 +601,41 @@ class _WeightedJobs(NamedTuple):
     share: float
 
 
-def _weighted_jobs(case: Case) -> list[_WeightedJobs]:
-    """Return the jobs of a case with their shares; where none are given, the first has twice the share of each other."""
+def _weighted_jobs(case: Case, processes: int) -> list[_WeightedJobs]:
+    """Return the jobs of a GPU with their shares; where none are given, the first has twice the share of each other.
+
+    ``processes`` is how many the GPU has of a single workload without shares.
+    """
     works = case.workloads
     if case.shares is not None:
         shares = iter(case.shares)
-        weighted = []
+        counts: Counter[tuple[Workload, float]] = Counter()
         for work in works:
             own_shares = work.shares or ()
-            # Several shares are those of its processes; a single one is that of each.
-            processes = 1 if len(own_shares) > 1 else work.processes or 1
-            weighted += [_WeightedJobs(work, processes, next(shares)) for _ in own_shares]
-        return weighted
+            for _ in own_shares:
+                # Several shares are those of its processes; a single one is that of each.
+                counts[work, next(shares)] += 1 if len(own_shares) > 1 else work.processes or 1
+        return [_WeightedJobs(work, count, share) for (work, share), count in counts.items()]
     if len(works) == 1:
-        others_count = (case.processes or 2) - 1
-        return [_WeightedJobs(works[0], 1, 2.0), _WeightedJobs(works[0], others_count, 1.0)]
+        others = [_WeightedJobs(works[0], processes - 1, 1.0)] if processes > 1 else []
+        return [_WeightedJobs(works[0], 1, 2.0), *others]
     return [_WeightedJobs(work, work.processes or 1, 1.0 if number else 2.0) for number, work in enumerate(works)]
 
 
 def _shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
-    weighted = _weighted_jobs(steps.s.case)
-    smallest = min(jobs.share for jobs in weighted)
-    total = sum(jobs.share * jobs.processes for jobs in weighted)
-    for work, processes, share in weighted:
-        options: dict[str, Any] = {"weight": share / smallest}
-        if way in ALL_MPS:
-            options = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
-        what = program_text(processes, f"the program with {share:g} of {total:g}")
-        steps.add_job(what, work, memory=job_memory(steps.s, way, work), **options)
+    s = steps.s
+    for number, on_gpu in enumerate(steps.each_gpu()):
+        # Spread evenly: the first GPUs may have one process more than the others.
+        weighted = _weighted_jobs(on_gpu.case, -(-(s.placed_processes - number) // len(s.spread)))
+        smallest = min(jobs.share for jobs in weighted)
+        total = sum(jobs.share * jobs.processes for jobs in weighted)
+        for work, processes, share in weighted:
+            options: dict[str, Any] = {"weight": share / smallest}
+            if way in ALL_MPS:
+                options = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
+            what = program_text(processes, f"the program with {share:g} of {total:g}")
+            steps.add_job(what, work, gpu=on_gpu.gpu.selector, memory=job_memory(s, way, work), **options)
     if way is Way.SLICES:
         steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
 

@@ -94,6 +94,7 @@ class AdviceStep:
     what: str
     text: str | None = field(default=None, metadata=NOT_STORED)
     change: Change | None = field(default=None, metadata=NOT_STORED)
+    starts_job: bool = field(default=False, metadata=NOT_STORED)
     json_properties: ClassVar = ("command",)
 
     @property
@@ -126,12 +127,13 @@ def join_recipes(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _merge_lines(lines: Iterable[AdviceStep]) -> tuple[AdviceStep, ...]:
-    """Return the lines without duplicates; equal changes of several GPUs are one."""
-    gpus_of_line: dict[AdviceStep, set[int]] = {}
-    for line in lines:
+    """Return the lines without duplicates; equal changes of several GPUs are one, equal jobs are not."""
+    gpus_of_line: dict[tuple[AdviceStep, int], set[int]] = {}
+    for number, line in enumerate(lines):
         gpus = () if line.change is None else line.change.gpus
-        gpus_of_line.setdefault(_with_gpus(line, ()), set()).update(gpus)
-    return tuple(_with_gpus(line, sorted(gpus)) for line, gpus in gpus_of_line.items())
+        key = (_with_gpus(line, ()), number if line.starts_job else -1)
+        gpus_of_line.setdefault(key, set()).update(gpus)
+    return tuple(_with_gpus(line, sorted(gpus)) for (line, _), gpus in gpus_of_line.items())
 
 
 def _with_gpus(line: AdviceStep, gpus: Sequence[int]) -> AdviceStep:
@@ -231,7 +233,7 @@ class Steps:
                 what += f"; '{name}' is a job on another GPU"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
-        self.add_line(what, str(job))
+        self.lines.append(AdviceStep(what, str(job), starts_job=True))
 
     def add_copies(
         self, work: Workload, count: int | None, *how: str | None, default: str = "job", **options: Any

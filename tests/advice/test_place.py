@@ -10,8 +10,9 @@ import pytest
 from gpushare.advice import place as place_module
 from gpushare.advice.advise import Advice, advice_answer, advise
 from gpushare.advice.case import Case, workload_of
+from gpushare.advice.place import place
 from gpushare.advice.situation import Situation
-from gpushare.base.model import Way
+from gpushare.base.model import ComputeMode, Way
 from gpushare.gpu_models import named_model
 from tests.advice.conftest import facts_of, table
 
@@ -252,3 +253,16 @@ def test_profiles_without_a_documented_memory_or_place_are_added_up_by_slices(
     }
     assert why_not[most] is None
     assert str(why_not[processes]).endswith(f"do not fit: {most} would")
+
+
+def test_of_parts_of_equal_size_the_kind_that_is_judged_first_is_first() -> None:
+    facts = facts_of("3xl40s")
+    other_kind = replace(facts.gpus[0], compute_mode=ComputeMode.EXCLUSIVE_PROCESS)
+    facts = replace(facts, gpus=(other_kind, *facts.gpus[1:]))
+    works = (
+        workload_of({"name": "web", "memory": "8G", "role": "production"}),
+        workload_of({"name": "batch", "processes": 6, "memory": "2G", "role": "opportunistic", "users": "different"}),
+    )
+    # GPU 1 is judged first: GPU 2 is of its kind.
+    situation = Situation(Case(workloads=works, root=False), facts, facts.gpus[1], table())
+    assert [part.situation.gpu.index for part in place(situation, apart=False)] == [2, 0, 1]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from gpushare.advice.advise import advice_answer, advise
 from gpushare.advice.case import Case, workload_of
 from gpushare.advice.place import Part, first_gpu, place
 from gpushare.advice.recipe import recipe
@@ -21,6 +23,7 @@ HOSTS = (
     *("rtx-pro-4500", "v100-32gb"),
 )
 GIB = 1 << 30
+JOB = re.compile("gpushare (run|farm) ")
 # Two ways of being apart, and two of being alone.
 APART = {*ALL_MPS, Way.STREAMS}
 works = st.fixed_dictionaries(
@@ -148,3 +151,43 @@ def test_mig_is_never_turned_on_under_programs(words: list[dict[str, Any]], host
     for part in answer(words, host, used):
         if part.way in ALL_MIG:
             assert part.situation.gpu.processes == 0
+
+
+def works_to_start(has_weights: bool) -> st.SearchStrategy[dict[str, Any]]:
+    given_weights = st.sampled_from(["10:20:30:40", "1:1:2", "30:70", "1:1"])
+    fields = {
+        "memory": st.sampled_from(["1G", "4G", "20G"]),
+        **({"weights": given_weights} if has_weights else {"processes": st.integers(1, 4)}),
+    }
+    optional: dict[str, st.SearchStrategy[Any]] = {
+        "name": st.sampled_from(["a", "b"]),
+        "users": st.sampled_from(["same", "different"]),
+        "saturating": st.booleans(),
+    }
+    if not has_weights:
+        optional["weights"] = st.sampled_from(["50", "30", "yes"])
+    return st.fixed_dictionaries(fields, optional=optional)
+
+
+@example(
+    [{"name": "a", "memory": "4G", "weights": "10:20:30:40", "users": "same"}, {"memory": "4G", "processes": 2}],
+    "2xl40s",
+)
+@example([{"memory": "4G", "weights": "10:20:30:40", "users": "same"}], "2xl40s")
+@example([{"memory": "6G", "weights": "1:1:2", "users": "same", "saturating": False}], "h100")
+@example([{"memory": "4G", "processes": 5, "weights": "yes", "users": "same"}], "2xl40s")
+@example(
+    [{"memory": "4G", "weights": "30:70", "users": "same"}, {"memory": "4G", "weights": "50", "processes": 2}], "3xl40s"
+)
+@given(
+    st.lists(st.booleans().flatmap(works_to_start), min_size=1, max_size=3),
+    st.sampled_from(["l40s", "h100", "2xl40s", "2xa30", "3xl40s", "t4,h100", "a30,l40s"]),
+)
+def test_the_lines_start_each_process_once(words: list[dict[str, Any]], host: str) -> None:
+    facts = facts_of(host)
+    situation = Situation(Case(workloads=tuple(map(workload_of, words)), root=True), facts, facts.gpus[0], table())
+    lines = [line for line in advice_answer(advise(situation)).commands if JOB.match(line.command or "")]
+    assume(lines)
+    started = [re.search(r"\b(\d+) times", line.what) for line in lines]
+    asked = sum(work.processes or 1 for work in situation.case.workloads)
+    assert sum(int(times[1]) if times else 1 for times in started) == asked

@@ -379,6 +379,9 @@ def test_the_undo_goes_back_to_the_mode_and_level_of_now() -> None:
         ({"weights": "30:0"}, "shares of 30:0 are not possible"),
         ({"weights": "30:x"}, "'30:x' are not shares"),
         ({"weights": "30:70", "processes": 3}, "2 shares for 3 processes"),
+        ({"weights": []}, "'' are not shares"),
+        ({"weights": "1:999:999:999"}, "of the shares 1:999:999:999, the smallest rounds to 0 %"),
+        ({"weights": ":".join(["1"] * 2001)}, "the smallest rounds to 0 %"),
     ],
 )
 def test_workloads_that_contradict_themselves(words: dict[str, Any], message: str) -> None:

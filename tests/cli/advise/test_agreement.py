@@ -127,6 +127,17 @@ def test_a_list_may_have_a_workload_with_several_shares(cli: Any, tmp_path: Path
     assert [line.partition("--threads ")[2].split()[:1] for line in lines] == [["37.5"], ["62.5"], []]
 
 
+def test_shares_are_rounded_once(cli: Any) -> None:
+    words = "--memory 1G --saturating --users same --needs weights=8:407:4:9:760"
+    lines = [line["what"] for line in answer(cli, "sim:l40s", words)["commands"] if " run " in (line["command"] or "")]
+    assert "the program with 64 of 100.1" in lines
+
+
+def test_shares_of_which_one_is_nothing_next_to_the_others_are_refused(refused: Any, write: Any) -> None:
+    for text in ("[{weights: []}]", "[{weights: '1:999:999:999'}]", "[{weights: '1:999'}, {weights: 999}]"):
+        refused("advise", "-f", write(text), code="bad_value", exit_code=2)
+
+
 def test_shares_of_bandwidth_are_slices_of_time(cli: Any) -> None:
     words = "--processes 2 --memory 5G --users same --saturating --bandwidth-bound --needs weights=2:1"
     assert answer(cli, "sim:l40s", words)["winner"] == "slices"
