@@ -206,9 +206,9 @@ def short_now(s: Situation, way: Way) -> bool:
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
     """Return whether the host has too little memory for the copies of all jobs that leave the GPU; None: unknown."""
-    cost = s.leaving_cost(way)
-    # No job has to leave, or no size is known: other rules say so.
-    if s.fit_together is not False or cost is None:
+    # Where all fit on the GPU, no job has to leave.
+    cost = s.leaving_cost(way) if s.fit_together is False else None
+    if cost is None:
         return False
     free = s.host.host_memory_bytes
     return None if free is None else cost.host_bytes > free
@@ -226,11 +226,12 @@ def _leavers_answer(s: Situation, way: Way) -> bool | None:
     if way is Way.SWAP and s.pair:
         # Production stays, and nobody waits for an answer of the other.
         return False
-    cost = s.leaving_cost(way)
+    leavers = s.leavers(way)
+    has_target = any(work.latency_seconds is not None for work in leavers)
+    cost = s.leaving_cost(way) if has_target else None
     switch_seconds = 0.0 if cost is None else cost.switch_seconds
     return any_of(
-        work.latency if work.latency_seconds is None else work.latency_seconds < switch_seconds
-        for work in s.leavers(way)
+        work.latency if work.latency_seconds is None else work.latency_seconds < switch_seconds for work in leavers
     )
 
 

@@ -226,7 +226,6 @@ def make_name(host: Host, program: str) -> str:
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
     stem = word if JOB_NAME.fullmatch(word) else "job"
     used_names = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
-    used_names |= {job.name for job in reservations(host) or () if job.name is not None and job.waits}
     names = (f"{stem}-{number}" for number in count(1))
     # One that runs in the background has no record while it waits.
     return next(name for name in names if name not in used_names and not runs_in_background(host, name))
