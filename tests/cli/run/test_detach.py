@@ -76,6 +76,22 @@ def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World
     assert world.pids() == []
 
 
+def test_a_job_whose_error_cannot_be_kept_is_refused_aloud(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a full disk: nothing that the gpushare in the background prints can be written.
+    monkeypatch.setattr(os, "pread", lambda *_: b"")
+    answer = cli("run", "-d", "--name", "train", "--memory", "900G", "--", "true")
+    assert answer.code != 0
+    (error,) = answer.lines("error")
+    assert error == f"error: 'train' was not started: exit code {answer.code}"
+    (hint,) = answer.lines("hint")
+    assert "run it without -d" in hint
+    assert "df -h" in hint
+    for printed in (b"", b'{\n  "schema": 1,\n  "com'):
+        monkeypatch.setattr(os, "pread", lambda *_, printed=printed: printed)
+        error = cli("-o", "json", "run", "-d", "--name", "train", "--memory", "900G", "--", "true").error
+        assert "'train' was not started" in error["message"]
+
+
 def test_the_caller_reads_its_notes_too(cli: Cli, world: World) -> None:
     admin.add_process(world.spec, memory_bytes=120 * GIB)
     words = ("--memory", "60G", "--slice", "2ms", "--", "sh", "-c", "echo begun; echo note: mine")
