@@ -354,6 +354,8 @@ class WaitingJob:
     count: int = 1
     # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.
     stopped: bool = False
+    # Those of device_uuids that do not answer now, so that the indexes of their GPUs are unknown.
+    lost_uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,6 +419,8 @@ class LinePlace:
     count: int = 1
     # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.
     stopped: bool = False
+    # Its devices that do not answer now, so that the indexes of their GPUs are unknown.
+    lost_uuids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

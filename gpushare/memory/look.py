@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
@@ -21,7 +21,9 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs) for gpu in snapshot.gpus)
     waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
     indexes = _index_by_uuid(snapshot.gpus)
-    out = tuple(_swapped_job(indexes, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in indexes)
+    absent = [swap for swap in swaps(host) if swap.state != BACK]
+    shown = indexes.keys() | _lost(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
+    out = tuple(_swapped_job(indexes, swap) for swap in absent if swap.gpu_uuid in shown)
     limited = tuple(_limited_jobs(indexes, jobs or ()))
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
@@ -51,9 +53,10 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
     now = time.time()
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     waiting = [job for job in ledger if job.waits]
+    lost = _lost(host, gpus, (key for job in waiting for key in job.keys))
     jobs = []
     for number, job in enumerate(waiting):
-        if indexes.keys().isdisjoint(job.keys):
+        if (indexes.keys() | lost).isdisjoint(job.keys):
             continue
         info = host.processes.describe(job.claim.pid)
         jobs_ahead = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
@@ -71,6 +74,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
                 device_uuids=job.keys,
                 production=job.production,
                 stopped=job.stopped,
+                lost_uuids=tuple(key for key in job.keys if key in lost),
                 waiting_since=None if since_ns is None else now - max(0, now_ns - since_ns) / 1e9,
             )
         )
@@ -80,6 +84,17 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
 def _index_by_uuid(gpus: Sequence[Gpu]) -> dict[str, int]:
     """Return the index of each GPU by its UUID, and by those of its MIG instances."""
     return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
+
+
+def _lost(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
+    """Return which of these devices, by UUID, no GPU of the host has now, if one of ``gpus`` does not answer.
+
+    A lost GPU does not tell its UUID, nor those of its MIG instances.
+    """
+    wanted = set(keys)
+    if not wanted or all(gpu.error is None for gpu in gpus):
+        return set()
+    return wanted - _index_by_uuid(host.nvml.sweep()).keys()
 
 
 def _limited_jobs(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:

@@ -374,6 +374,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
                 held_by=tuple(map(_name_or_pid, holders)),
                 others_bytes=max((lines[key].others_bytes for key in wanted if key in lines), default=None),
                 stopped=job.stopped,
+                lost_uuids=job.lost_uuids,
             ),
         )
 

@@ -148,7 +148,12 @@ def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
         _PID,
         _USER,
         _ROLE,
-        Column("gpu", "GPU", right=True, of=lambda job: candidates_text(job.line.count, job.gpu_indexes)),
+        Column(
+            "gpu",
+            "GPU",
+            right=True,
+            of=lambda job: candidates_text(job.line.count, job.gpu_indexes, job.line.lost_uuids),
+        ),
         Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
         Column("waits_for", "waits for", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
         _SINCE,

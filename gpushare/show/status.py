@@ -352,7 +352,7 @@ def _waiting_table(snapshot: Snapshot) -> Table:
     """Return the table of the first jobs that wait for room."""
     columns = (
         Column("place", "place", right=True),
-        Column("gpus", "GPU", right=True, of=lambda job: candidates_text(job.count, job.gpu_indexes)),
+        Column("gpus", "GPU", right=True, of=lambda job: candidates_text(job.count, job.gpu_indexes, job.lost_uuids)),
         Column("pid", "pid", right=True),
         _USER,
         Column("name", "job", optional=True),
@@ -366,11 +366,15 @@ def _waiting_table(snapshot: Snapshot) -> Table:
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
 
 
-def candidates_text(count: int, indexes: Sequence[int]) -> str | None:
-    """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``."""
-    if not indexes:
+def candidates_text(count: int, indexes: Sequence[int], lost_uuids: Sequence[str]) -> str | None:
+    """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``; a lost one by its UUID."""
+    parts = [ranges(indexes)] if indexes else []
+    parts += lost_uuids[:1]
+    if not parts:
         return None
-    return ranges(indexes) if count == 1 else f"{count} of {ranges(indexes)}"
+    more = f" +{len(lost_uuids) - 1}" if len(lost_uuids) > 1 else ""
+    text = f"{', '.join(parts)}{more}"
+    return text if count == 1 else f"{count} of {text}"
 
 
 def wanted_memory(value: int | None) -> str:

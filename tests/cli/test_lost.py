@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.units import GIB
+from gpushare.memory.ledger import Place, Request
+from gpushare.sim import admin
 from tests.cli.drive import Cli, World
 
 TWO = "sim:2xa30"
@@ -51,3 +54,40 @@ def test_a_recording_of_a_lost_gpu(cli: Cli, tmp_path: Path) -> None:
     assert SAID in done.err
     assert "times: the GPU is lost" in done.err
     cli("observe", "--from", file, host=TWO).ok()
+
+
+def test_a_job_that_waits_for_a_lost_gpu_is_listed(cli: Cli) -> None:
+    world = World(TWO)
+    uuids = world.uuid(0), world.uuid(1)
+    world.hold(20 * GIB, gpu=0)
+    places = [
+        Place(world.host, Request(memory_bytes=20 * GIB, keys=keys, client=False, name=name))
+        for name, keys in (("lost", uuids[1:]), ("both", uuids), ("well", uuids[:1]))
+    ]
+    world.fault("lost", gpu="1")
+    try:
+        found = cli("jobs", host=TWO, output="json").data["jobs"]
+        lines = [(job["name"], job["gpu_indexes"], job["line"]["place"], job["line"]["lost_uuids"]) for job in found]
+        assert lines == [("lost", [], 1, [uuids[1]]), ("both", [0], 2, [uuids[1]]), ("well", [0], 2, [])]
+        for words in (("jobs",), ("status",)):
+            text = cli(*words, host=TWO).out
+            assert f"  {uuids[1]}  " in text, words
+            assert f"  0, {uuids[1]}  " in text, words
+        names = {
+            gpu: [job["name"] for job in cli("status", "-g", gpu, host=TWO, output="json").data["waiting_jobs"]]
+            for gpu in "01"
+        }
+        assert names == {"0": ["both", "well"], "1": ["lost", "both"]}
+    finally:
+        for place in places:
+            place.leave()
+
+
+def test_a_job_that_is_swapped_out_of_a_lost_gpu_is_shown(cli: Cli) -> None:
+    pid = admin.add_process(TWO, "1", memory_bytes=4 * GIB, name="train")
+    cli("swap", "out", str(pid), host=TWO).ok()
+    uuid = World(TWO).uuid(1)
+    World(TWO).fault("lost", gpu="1")
+    (job,) = cli("status", host=TWO, output="json").data["swapped_jobs"]
+    assert (job["pid"], job["gpu_index"], job["gpu_uuid"]) == (pid, None, uuid)
+    assert cli("status", "-g", "0", host=TWO, output="json").data["swapped_jobs"] == []

@@ -99,6 +99,7 @@ def test_unknown_is_null_in_json_and_never_zero():
         "others_bytes": 40 * GIB,
         "stopped": False,
         "count": 1,
+        "lost_uuids": [],
     }
 
 
