@@ -213,7 +213,7 @@ def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | No
 
 
 FAULT_HINT: Final = (
-    "its other clients have lost their contexts: end them (gpushare stop PID), and the server recovers; "
+    "its clients have lost their contexts: end them (gpushare stop PID), and the server recovers; "
     "or restart MPS: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
 )
 

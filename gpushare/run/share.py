@@ -8,9 +8,10 @@ import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, NotFound, or_none
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed, or_none
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
@@ -23,7 +24,7 @@ from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home, without_own_limits
-from gpushare.mps.kill import Meter
+from gpushare.mps.kill import FAULT_HINT, Meter
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
@@ -35,6 +36,7 @@ _PENDING: Final = re.compile(
     r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
 )
 _ACCEPTED: Final = re.compile(r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server (?:already exists|is not ready)")
+_REFUSED: Final = re.compile(r"Refusing to accept new client \{PID: (\d{1,10}),")
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
 
@@ -140,6 +142,8 @@ class Attachment(Watch):
     def accepted(self, pids: Collection[int]) -> set[int]:
         """Return which of these processes, which may have ended, the daemon has accepted as clients, by its log."""
         in_log = self._clients_in_log(_ACCEPTED).intersection(pids)
+        # The daemon hands a client on to a server, which refuses it in FAULT.
+        in_log -= set(map(int, _REFUSED.findall(read_tail(self.home.log / "server.log", _LOG_TAIL_BYTES))))
         # Any user may write into the log, but a daemon that has accepted a client has a server.
         has_server = bool(in_log) and bool(or_none(self.control.servers))
         return in_log if has_server else set()
@@ -275,6 +279,26 @@ class MpsShare:
         check_device(self.host, self.device)
         check_memory(self.device, self.limits.memory_limit_bytes)
         check_command(self.device, program, self.limits)
+        self._check_no_fault()
+
+    def _check_no_fault(self) -> None:
+        """Raise OperationFailed if the server that would serve the program is in FAULT: CUDA refuses new clients (807)."""
+        try:
+            home = own_daemon(self.host, self.device)[0]
+        except NotFound:
+            return
+        control = MpsControl(self.host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
+        for server in or_none(control.servers) or ():
+            info = self.host.processes.describe(server)
+            # While a server of another user has clients, a program of this user waits.
+            serves_user = info is not None and info.uid in {self.host.uid, 0}
+            if serves_user and or_none(partial(control.server_status, server)) == "FAULT":
+                raise OperationFailed(
+                    f"MPS server {server} of {self.device.title} is in state FAULT: CUDA refuses new clients (error 807)",
+                    FAULT_HINT.format(gpu=self.device.selector),
+                    gpu=self.device.gpu.index,
+                    code="server_fault",
+                )
 
     def steps(self) -> tuple[Step, ...]:
         """Return the start of a daemon, where the device has none to join."""

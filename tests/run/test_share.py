@@ -57,6 +57,23 @@ def test_a_line_alone_proves_no_attachment(
     assert (os.getpid() in seen.attached) == attached
 
 
+def test_a_client_that_its_server_refused_was_not_attached(host: Host, device: Device) -> None:
+    """The daemon hands it on as any other, but a server in FAULT refuses it."""
+    carry_out(plan_start(host, device, Limits()))
+    home, _ = own_daemon(host, device)
+    environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
+    admin.add_process("sim:h200", "0", mps=True, environment=environment)
+    seen = Attachment(host, device, os.getpid(), home=home, seen={os.getpid(), os.getppid()})
+    with (home.log / "control.log").open("a") as file:
+        for pid in seen.seen:
+            file.write(f"NEW CLIENT {pid} from user {host.uid}: Server already exists\n")
+    with (home.log / "server.log").open("a") as file:
+        text = "MPS server teardown in progress. Refusing to accept new client"
+        file.write(f"{text} {{PID: {os.getpid()}, Context ID: 0}}\n")
+    seen.settle()
+    assert [*seen.attached] == [os.getppid()]
+
+
 @pytest.mark.parametrize(
     ("ended", "fault"),
     [

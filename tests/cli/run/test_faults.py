@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.sim import admin
 from tests.cli.drive import H200, Cli, World, until
 
@@ -55,6 +56,25 @@ def test_a_full_disk_behind_stderr_does_not_end_the_program(tmp_path: Path) -> N
         until(lambda: log.read_text().count("NEW UI") > before, "it asks who is attached")
         run.communicate(timeout=120)
     assert (run.returncode, done.read_text(encoding="utf-8")) == (5, "finished\n")
+
+
+def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50").ok()
+    victim, neighbour = world.client(queue_seconds=5.0), world.client()
+    world.send(victim, signal.SIGKILL)
+    (server,) = world.state.daemons[0].servers
+    assert server.status == "FAULT"
+    with pytest.raises(OperationFailed, match="MPS_SERVER_NOT_READY"):
+        world.client()
+    for words in (("run", "--"), ("run", "-n", "--threads", "20", "--"), ("farm", "--copies", "2", "--")):
+        error = cli("-o", "json", *words, "true").error
+        assert (error["code"], error["gpu"]) == ("server_fault", "0"), words
+        assert f"MPS server {server.pid} of GPU 0 is in state FAULT" in error["message"]
+        assert "gpushare mps stop -g 0 --force" in error["hint"]
+    # Outside MPS, and once the affected clients have ended, it runs.
+    cli("run", "--slice", "2ms", "--", "true").ok()
+    cli("stop", str(neighbour)).ok()
+    cli("run", "--", "true").ok()
 
 
 def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
