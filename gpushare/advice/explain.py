@@ -245,10 +245,10 @@ class _Sought(NamedTuple):
 
 @lru_cache(maxsize=1)
 def _all_sought() -> tuple[_Sought, ...]:
-    """Return what is looked for in a line, for all explanations but those of words."""
+    """Return what is looked for in a line, for all explanations but those of words without a pattern."""
     sought = []
     for entry in explanations():
-        if entry.kind == "concept":
+        if entry.kind == "concept" and entry.pattern is None:
             continue
         texts = [*entry.names, *filter(None, [entry.text])]
         # A line of a log of MPS is told by its pattern.

@@ -42,7 +42,7 @@ def explain(
     time-slice, slice, time-slice level, throttled, lost, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
     CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
     farm, turns, undo, pause, swap, requeue, line, lease, grant, held, drift, underused, consolidation,
-    oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard,
+    oversubscription, host memory, full disk, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard,
     Slurm, Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
     partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
     """
@@ -260,7 +260,9 @@ def _match_lines(match: Match) -> Iterator[str]:
     if explanation.text is not None:
         yield from _labelled_lines("says", explanation.text)
     yield from _labelled_lines("means", explanation.meaning)
-    yield from _labelled_lines("sharing" if explanation.kind == "concept" else "cause", explanation.cause)
+    yield from _labelled_lines(
+        "sharing" if explanation.kind == "concept" and explanation.pattern is None else "cause", explanation.cause
+    )
     for number, command in enumerate(explanation.next):
         yield from _labelled_lines("" if number else "next", command)
     yield from _labelled_lines("source", explanation.source)

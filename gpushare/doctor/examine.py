@@ -24,7 +24,7 @@ from gpushare.base.errors import (
     system_error,
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
-from gpushare.base.units import counted, format_bytes, format_duration
+from gpushare.base.units import MIB, counted, format_bytes, format_duration
 from gpushare.doctor.check import (
     MOST_SHOWN,
     Check,
@@ -39,8 +39,10 @@ from gpushare.doctor.check import (
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
+from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
+from gpushare.host.machine import space_at
 from gpushare.host.nvml import POWER_LIMIT
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
@@ -449,9 +451,7 @@ def _smi(seen: Examination) -> Iterator[Check]:
 def _run_directory(seen: Examination) -> Iterator[Check]:
     """Check that gpushare can keep its records and the pipes of daemons in its run directory; it is not created."""
     path = seen.host.run_directory
-    nearest = path
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = _nearest(path)
     try:
         # The pipe directory of any GPU: its path must not be too long for a daemon.
         home_of(path, "GPU-00000000").check_path()
@@ -467,8 +467,31 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
     except GpushareError as error:
         yield finding("run.directory", error=error)
         return
+    full = _without_room(path, claim_directory(seen.host), seen.host.state_directory)
+    if full:
+        yield finding("run.directory full", directories=", ".join(full), arguments=shlex.join(full))
+        return
     homes = len(homes_in([path]))
     yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} recorded)")
+
+
+def _nearest(path: Path) -> Path:
+    """Return a directory, or the nearest one above it that exists."""
+    # It may be in a directory that this user may not search.
+    while not os.path.exists(path) and path != path.parent:
+        path = path.parent
+    return path
+
+
+# A record has a few KiB; the output of jobs is kept there, too.
+_LITTLE_SPACE: Final = MIB
+
+
+def _without_room(*directories: Path) -> list[str]:
+    """Return those of these directories that are on a full file system, or nearly full, the first one of each."""
+    by_file_system = {path.stat().st_dev: str(path) for path in reversed([*map(_nearest, directories)])}
+    spaces = {path: space_at(path) for path in by_file_system.values()}
+    return sorted(path for path, space in spaces.items() if space is not None and space.free < _LITTLE_SPACE)
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:

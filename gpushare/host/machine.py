@@ -32,6 +32,15 @@ class Space(NamedTuple):
     free: int
 
 
+def space_at(path: str) -> Space | None:
+    """Return the file system of a path: what any user can get of it; None: unknown."""
+    try:
+        stated = os.statvfs(path)
+    except OSError:
+        return None
+    return Space(stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail)
+
+
 class Xid(NamedTuple):
     """A GPU error in the kernel log: its number, and the PCI address as the driver writes it."""
 
@@ -94,11 +103,7 @@ class Machine:
 
     def shared_memory(self) -> Space | None:
         """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
-        try:
-            stated = os.statvfs(SHARED_MEMORY)
-        except OSError:
-            return None
-        return Space(stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail)
+        return space_at(SHARED_MEMORY)
 
     def free_memory(self, pid: int) -> int | None:
         """Return how many bytes of host memory a process can still get: MemAvailable, or what its cgroups allow."""

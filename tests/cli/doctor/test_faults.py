@@ -24,7 +24,7 @@ from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, _memory_limits, environments
 from gpushare.host.capabilities import user_name
-from gpushare.host.machine import Machine, xids_in
+from gpushare.host.machine import Machine, Space, xids_in
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import ComputePolicy
@@ -313,6 +313,17 @@ def test_a_fault_is_found_and_nothing_else(
     monkeypatch.setattr(ComputePolicy.read, "__defaults__", (0.1,))
     expected = arrange(case)
     assert set(findings(cli)) == expected
+
+
+@pytest.mark.parametrize(("free", "full"), [(0, True), (GIB, False)])
+def test_a_full_disk_is_found(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, free: int, full: bool) -> None:
+    cli("doctor")
+    monkeypatch.setattr(examine, "space_at", lambda _: Space(GIB, free))
+    check = finding(cli, "run.directory")
+    assert (check["verdict"] == "fail", "no space is left" in check["seen"]) == (full, full)
+    if full:
+        assert check["remedy"].startswith(f"make room: df -h {world.directory}")
+        assert list(findings(cli)) == ["run.directory"]
 
 
 def shared(cli: Cli, world: World) -> None:

@@ -450,6 +450,15 @@ def test_a_code_of_gpushare_as_it_is_printed(cli: Cli, text: str) -> None:
     assert "gpushare status" in one["next"]
 
 
+@pytest.mark.parametrize(
+    "text", ["No space left on device", "full disk", "OSError: [Errno 28] No space left on device: '/run/x'"]
+)
+def test_a_full_disk_is_explained(text: str) -> None:
+    (match,) = explain(text)
+    assert match.explanation.names[0] == "full disk"
+    assert "gpushare doctor" in match.explanation.next
+
+
 def test_the_help_names_every_concept() -> None:
     """By one of its names, so that nobody has to guess them."""
     text = " ".join((command.__doc__ or "").split())
