@@ -262,8 +262,10 @@ def _devices_hint(word: str, gpus: Sequence[Gpu]) -> str:
     """Return the hint of an error that names no device: which ones there are."""
     if not gpus:
         return "this host has no GPU; see: gpushare doctor"
-    indexes = first_few((gpu.index for gpu in gpus), 16)
+    if word == "any":
+        return f"name one: -g {gpus[0].index}; or all: -g all"
+    title = f"GPU{'s' if len(gpus) > 1 else ''} {first_few((gpu.index for gpu in gpus), 16)}"
     if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
         # Names, ids and placements are for other options, not for -g.
-        return f"this host has GPU {indexes}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"
-    return f"this host has GPU {indexes}; see: gpushare status"
+        return f"this host has {title}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"
+    return f"this host has {title}; see: gpushare status"

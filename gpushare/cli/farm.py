@@ -241,7 +241,7 @@ def _cap_finder(
 
 def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
     """Return the result of a farm that has ended, with its errors and notes."""
-    errors = _failure_errors(result)
+    errors = _failure_errors(result, restarts=options.restarts)
     if result.unrecorded:
         errors.append(
             OperationFailed(
@@ -277,13 +277,14 @@ def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[
     return farm_result(answer, errors, notes, exit_code)
 
 
-def _failure_errors(result: FarmResult) -> list[GpushareError]:
-    """Return one error for all copies that failed in the same way."""
+def _failure_errors(result: FarmResult, *, restarts: int) -> list[GpushareError]:
+    """Return one error for all copies that failed in the same way; each was restarted at most ``restarts`` times."""
     groups: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:
         # By the reason, not the text: each that was ended for its memory held another sum.
         groups.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
     errors: list[GpushareError] = []
+    restart = "" if restarts else "; or restart what fails: --restart 1"
     for (_, hint), copies in groups.items():
         first = copies[0]
         single = len(copies) == 1
@@ -296,7 +297,7 @@ def _failure_errors(result: FarmResult) -> list[GpushareError]:
         errors.append(
             OperationFailed(
                 f"{'copy' if single else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
-                hint or "keep its output: --logs DIR; or restart it: --restart 1",
+                hint or f"keep {'its' if single else 'their'} output: --logs DIR{restart}",
                 code=first.reason or "copy_failed",
             )
         )

@@ -147,10 +147,8 @@ def _user(uid: int | None) -> str | None:
 
 
 def clock(at: float) -> str:
-    """Return a time for people: today's without the date."""
-    local = time.localtime(at)
-    is_today = local[:3] == time.localtime()[:3]
-    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", local)
+    """Return a time for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def list_paused(host: Host) -> Any:

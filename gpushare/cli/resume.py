@@ -10,9 +10,10 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, Refused, argument, flag, refuse, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.host.host import Host
-from gpushare.pause.change import changing, find_paused, resume_step
+from gpushare.pause.change import changing, resume_step
 from gpushare.pause.record import PausedJob, paused_jobs, processes_paused_by_root
 from gpushare.plan import Plan, Step, one_plan
+from gpushare.run.jobs import find_paused_job
 from gpushare.show.plan import PlanAnswer, plan_result
 
 
@@ -76,7 +77,7 @@ class ResumeAnswer(PlanAnswer):
 def _jobs_to_resume(host: Host, job: str | None) -> list[PausedJob]:
     """Return the named job, or all paused ones of this user but those that root, or their own run, has paused."""
     if job is not None:
-        return [find_paused(host, job)]
+        return [find_paused_job(host, job)]
     paused_by_root = processes_paused_by_root(host)
     return [
         paused

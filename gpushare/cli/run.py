@@ -212,7 +212,9 @@ def _restarts_on_mps_fault(event: str | None) -> bool:
     """Return whether the program starts again after a fault of MPS; raises BadUsage for another event."""
     if event not in {None, "mps-fault"}:
         raise BadUsage(
-            f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"
+            f"--restart-on {quoted(event or '')} is not an event",
+            "give --restart-on mps-fault; to restart after any failure: gpushare farm --copies 1 --restart 1 -- CMD",
+            code="bad_restart",
         )
     return event is not None
 

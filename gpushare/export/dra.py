@@ -37,7 +37,7 @@ def api_version(kubernetes: str) -> str:
     if int(match[1]) < 32:
         raise NotSupported(
             f"Kubernetes {kubernetes} is too old for NVIDIA's DRA driver: 1.32 or later is needed",
-            "use the device plugin: gpushare export k8s",
+            "update Kubernetes; or, if all GPUs are shared alike, use the device plugin: gpushare export k8s",
             code="no_dra",
         )
     return _VERSIONS.get(f"1.{match[1]}", "v1")

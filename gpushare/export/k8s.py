@@ -75,7 +75,7 @@ def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None
 # A host does not know how many programs share its GPUs: --replicas says so.
 DEFAULT_REPLICAS: Final = 4
 _GPU: Final = f"{PREFIX}gpu"
-_DRA: Final = "gpushare export dra sets it per GPU"
+_DRA: Final = "from Kubernetes 1.32 on, gpushare export dra sets it per GPU"
 _ASSUMED: Final = (
     f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
 )

@@ -82,7 +82,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     if mps is not None:
         raise NotSupported(
             f"{job.title} cannot be swapped or moved: process {mps.pid} is a client of MPS",
-            "start it outside MPS: gpushare run --swap request -- CMD",
+            "start it outside MPS, and not in a farm: gpushare run --swap request -- CMD",
             code="under_mps",
         )
     gpus = sorted({gpu for process in processes for gpu in process.gpus})

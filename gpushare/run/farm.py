@@ -1264,7 +1264,7 @@ class Farm:
                     ended.append((running, running.program.failure))
                 elif self._stalled(running.program):
                     gpu.group.kill(running.program)
-                    ended.append((running, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"))
+                    ended.append((running, f"printed nothing for {self._options.stall_seconds:g} s: ended by gpushare"))
             if ended:
                 errors = self._end_left_behind(gpu.group, [running for running, _ in ended])
                 for running, failure in ended:

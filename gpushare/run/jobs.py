@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from gpushare.host.host import Host
     from gpushare.pause.change import JobPause
+    from gpushare.pause.record import PausedJob
 
 
 J = TypeVar("J")
@@ -637,7 +638,11 @@ def no_job_error(host: Host, text: str) -> NotFound:
         return no_process_error(text, "see all: gpushare jobs -a", "no_job")
     names = [record.name for record in records(host) if is_running(host, record)][:5]
     running = f"running jobs: {', '.join(names)}; " if names else ""
-    return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
+    return NotFound(
+        f"no job '{text}' is running or waiting",
+        f"{running}see all, and those that have ended: gpushare jobs -v",
+        code="no_job",
+    )
 
 
 def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
@@ -673,6 +678,18 @@ def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
     return JobPause(
         host, job, lambda: gpu_processes(host, job), seconds, lambda pids: consent_to(host, job, "pauses", pids)
     )
+
+
+def find_paused_job(host: Host, text: str) -> PausedJob:
+    """Return this user's paused job with this name or PID: that of one of its processes, or of its gpushare.
+
+    Raises BadUsage as `running_record`, and as `find_paused`.
+    """
+    from gpushare.pause.change import find_paused
+
+    # Of several jobs of one name only one may be paused.
+    record = None if pid_of(text) is None else running_record(host, text)
+    return find_paused(host, text if record is None else str(record.pid))
 
 
 def _owner(uid: int | None, user: str | None) -> str:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
-from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported, or_none
+from gpushare.base.errors import GpuLost, GpushareError, InUse, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import first_few, format_bytes
@@ -138,9 +138,15 @@ class Mover:
         others = [self._whole_gpu(each) for each in devices] if devices is not None else self._gpus
         candidates = move.possible_targets(source, others)
         moves = []
-        for job in self._jobs_on(source):
-            consent_to(self._host, job, "moves")
-            swap, _ = self._record_and_gpu(job)
+        jobs = self._jobs_on(source)
+        for job in jobs:
+            try:
+                consent_to(self._host, job, "moves")
+                swap, _ = self._record_and_gpu(job)
+            except GpushareError as error:
+                if len(jobs) == 1:
+                    raise
+                raise error.restated(hint=f"{error.hint}; move the others one by one: gpushare move JOB") from error
             moves.append(_JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates)))
         index_of = self._assign_gpus(moves, candidates)
         without_room = next((job_move for job_move in moves if job_move.job.pid not in index_of), None)

@@ -90,7 +90,7 @@ def _no_output_error(host: Host, name: str) -> GpushareError:
     if has_ended or gpushare_of(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
-            "start it in the background: gpushare run -d -- CMD",
+            "start it in the background: gpushare run -d -- CMD; for a farm: gpushare farm --logs DIR, and see DIR/copy-0.log",
             code="no_output",
         )
     own_names = []

@@ -197,10 +197,11 @@ class Job:
 
     def resume(self) -> None:
         """Put it back on the GPU after `pause`. Raises GpushareError."""
-        from gpushare.pause.change import changing, find_paused, resume_step
+        from gpushare.pause.change import changing, resume_step
+        from gpushare.run.jobs import find_paused_job
 
         with changing(self._host), self._host.open_channels() as control:
-            resume_step(self._host, control, find_paused(self._host, self._checked_name)).do()
+            resume_step(self._host, control, find_paused_job(self._host, self._checked_name)).do()
 
     def stop(self, grace: float | str | None = None) -> None:
         """End it in the way that is safe for its neighbours; ``grace`` is in seconds, or ``30s``. Raises GpushareError."""
@@ -280,7 +281,7 @@ class Job:
                 if past is not None:
                     return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
-                    raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
+                    raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -v", code="no_job")
             time.sleep(_POLL_SECONDS)
 
     def _past(self) -> PastJob | None:
@@ -308,7 +309,7 @@ class Job:
     def _checked_name(self) -> str:
         """Return its name. Raises NotFound (``no_job``): the job has ended, and another one may have its name."""
         if self._supervisor is not None and not self._lives(self._supervisor):
-            raise NotFound(f"this job '{self.name}' has ended", "see how: gpushare jobs -a", code="no_job")
+            raise NotFound(f"this job '{self.name}' has ended", "see how: gpushare jobs -v", code="no_job")
         return self.name
 
     def _lives(self, supervisor: Identity) -> bool:

@@ -82,6 +82,11 @@ def test_a_device_that_is_not_there_is_not_found(text: str) -> None:
         select(text, GPUS)
 
 
+def test_any_is_no_device_of_a_command_that_takes_all() -> None:
+    with fails(NotFound, "unknown_gpu", hint="name one: -g 0; or all: -g all"):
+        select("any", GPUS)
+
+
 @pytest.mark.parametrize("text", ["GPU-0d54", "MIG-8443519f"])
 def test_a_prefix_that_fits_several_is_refused_with_their_names(text: str) -> None:
     with fails(BadUsage, "ambiguous_gpu") as caught:

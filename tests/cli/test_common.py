@@ -135,7 +135,7 @@ def test_a_command_that_is_printed_is_for_the_same_host(cli: Cli, monkeypatch: p
     cli(*undo.split()[1:], "-y").ok()
     assert f"note: undo: {undo}\n" in cli(*words, "-n", *option).ok().err
     assert cli(*words, *option, output="json").ok().data["undo"] == "gpushare timeslice reset -g 0"
-    hint = "see all: gpushare --host sim:2xt4,a30 jobs -a"
+    hint = "see all, and those that have ended: gpushare --host sim:2xt4,a30 jobs -v"
     assert cli("stop", "nobody", *option).lines("hint") == [f"hint: {hint}"]
     cli("sim", "fault", "xid", "79", "-g", "0", *option).ok()
     assert "remedy: gpushare --host sim:2xt4,a30 explain 'Xid 79'" in cli("doctor", *option, output="table").ok().out

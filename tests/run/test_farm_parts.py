@@ -190,7 +190,7 @@ def test_silence_counts_from_the_last_line_and_only_beyond_the_limit(monkeypatch
     step.farm._collect_ended()
     assert step.states == ["failed"]
     assert step.several.killed == step.several.started
-    assert step.farm._copies[0].failure == "printed nothing for 10 s, and was ended"
+    assert step.farm._copies[0].failure == "printed nothing for 10 s: ended by gpushare"
     assert step.farm._copies[0].seconds == 115.5
 
 

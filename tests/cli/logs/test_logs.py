@@ -167,7 +167,9 @@ def test_a_reader_that_goes(world: World, written: Path, running: int) -> None:
 
 def test_a_job_whose_output_was_not_kept(refused: Refused, real: Real, cli: Cli, world: World, written: Path) -> None:
     written.unlink()
-    assert "gpushare run -d" in refused("logs", "train", code="no_output", exit_code=6)
+    text = refused("logs", "train", code="no_output", exit_code=6)
+    assert "gpushare run -d" in text
+    assert "gpushare farm --logs DIR" in text
     started = real("run", "--name", "web", "--", "sleep", "300")
     until(lambda: cli("logs", "web", output="json").error["code"] == "no_output", "it runs")
     cli("stop", "web").ok()

@@ -288,7 +288,9 @@ def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: 
         ((pid, "--timeout", "5s"), "bad_combination", 2),
         (("--off", "0"), "several_ranks", 3),
     ):
-        refused("move", *words, code=code, exit_code=exit_code, host=SPEC)
+        text = refused("move", *words, code=code, exit_code=exit_code, host=SPEC)
+    # The last is of several jobs.
+    assert "; move the others one by one: gpushare move JOB" in text
 
 
 def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Refused, cli: Cli) -> None:

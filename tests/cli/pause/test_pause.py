@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import gpushare
 from gpushare.host.records import replace_file
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
@@ -52,6 +53,24 @@ def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> No
     assert off(world, pid) == []
     assert not record(world, pid).exists()
     assert "no job is paused" in cli("pause", "list", output="table").ok().out
+
+
+def test_the_pid_that_run_prints_is_enough(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is that of the gpushare that runs the job, not of a process on the GPU."""
+    supervisor = str(cli("-o", "json", "run", "-d", "--slice", "2ms", "--", "sleep", "600").ok().data["pid"])
+    (program,) = until(world.pids, "it is on the GPU")
+    assert supervisor != str(program)
+    cli("pause", supervisor).ok()
+    assert off(world, program) == OFF
+    cli("resume", supervisor, "-n").ok()
+    assert off(world, program) == OFF
+    cli("resume", supervisor).ok()
+    assert off(world, program) == []
+    cli("pause", supervisor).ok()
+    monkeypatch.setenv("GPUSHARE_HOST", H200)
+    gpushare.job(supervisor).resume()
+    assert off(world, program) == []
+    cli("stop", supervisor).ok()
 
 
 def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid: int) -> None:

@@ -25,6 +25,15 @@ def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, t
     assert not world.state.daemons
 
 
+def test_the_hint_of_a_failure_names_no_option_that_was_given(cli: Cli) -> None:
+    for restarts, hint in (
+        ("0", "hint: keep their output: --logs DIR; or restart what fails: --restart 1"),
+        ("1", "hint: keep their output: --logs DIR"),
+    ):
+        answer = cli("farm", "--copies", "2", "--memory", "4G", "--restart", restarts, "--", "false")
+        assert answer.lines("hint") == [hint]
+
+
 def test_a_farm_that_is_refused_leaves_no_record(cli: Cli, refused: Refused, tmp_path: Path) -> None:
     words = ("farm", "--copies", "2", "--memory", "4G", "--logs", str(tmp_path), "--name")
     cli(*words, "first", "--", "true").ok()

@@ -321,7 +321,10 @@ def test_nobody_is_told_to_kill_what_is_not_theirs(refused: Refused, world: Worl
 
 def test_names_of_running_jobs_are_offered(real: Real, cli: Cli, world: World) -> None:
     runs(real, world)
-    assert cli("stop", "nosuch", output="json").error["hint"] == "running jobs: train; see all: gpushare jobs -a"
+    assert (
+        cli("stop", "nosuch", output="json").error["hint"]
+        == "running jobs: train; see all, and those that have ended: gpushare jobs -v"
+    )
     cli("stop", "train").ok()
 
 
