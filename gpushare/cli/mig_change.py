@@ -135,7 +135,12 @@ def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cd
         return _change_result(host, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
-    first = make(host, ledger).plan if ledger.interrupted() is None else None
+    try:
+        first = make(host, ledger).plan if ledger.interrupted() is None else None
+    except InUse:
+        # Who ends what is in the way must be able to go on.
+        need_rights(host)
+        raise
     need_rights(host)
     agreed = () if first is None else consented(first)
     done: list[str] = []

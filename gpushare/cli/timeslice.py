@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device, select, select_for_change
 from gpushare.base.units import format_slice, parse_slice, quoted
@@ -32,6 +32,7 @@ from gpushare.cli.options import (
     refuse,
     settings,
 )
+from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.host.smi import parse_level, policies_of
 from gpushare.plan import Plan
@@ -298,7 +299,13 @@ def set_slice(
     wanted = level_of(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return ask_and_carry_out(plan_level(host, devices, wanted, beside_mps=beside_mps))
+    try:
+        plan = plan_level(host, devices, wanted, beside_mps=beside_mps)
+    except InUse:
+        if not settings.dry_run:
+            need_root(host, "setting the time-slice of a GPU")
+        raise
+    return ask_and_carry_out(plan)
 
 
 _EXAMPLE = "gpushare timeslice set 500us JOB"

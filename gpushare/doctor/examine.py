@@ -306,7 +306,8 @@ def _start_remedy(seen: Examination, pipe: str) -> str:
     """Return how to start the daemon that listens at a pipe directory; empty: it is not one of this user's daemons."""
     for device in (device for gpu in seen.gpus for device in devices_of(gpu)):
         if str(own_home(seen.host, device.uuid).pipe) == pipe:
-            return f"start the daemon first: gpushare mps start -g {device.selector}; or "
+            start = f"gpushare mps start -g {device.selector}"
+            return f"start the daemon: {start}, and then again each program that already runs; or "
     return ""
 
 

@@ -660,4 +660,6 @@ def _process_text(processes: Processes, pid: int, job: str | None) -> str:
         return f"{pid} ({', '.join(filter(None, [f'job {job}', user]))})"
     facts = ", ".join(filter(None, [info.name, user]))
     command = cut(" ".join(info.command_line or ()), _MOST_OF_A_COMMAND)
+    if command == info.name:
+        command = ""
     return f"{pid} ({facts or 'unknown'}{f': {command}' if command else ''})"

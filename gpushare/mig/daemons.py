@@ -99,7 +99,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     gpu = str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _may_stop(host, own):
-        raise not_your_daemon_error(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
+        raise not_your_daemon_error(f"the MPS daemon {pid} on {title}", f"user {user_name(own.record.uid)}", gpu)
     if force:
         return
     try:

@@ -98,6 +98,8 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
     if steps and not users:
         notes.append(f"every local user may then use {name}")
+    # Only root may change the nodes: others are refused without a question.
+    is_refused = len(steps) > 1 and not host.root
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
         steps=steps,
@@ -106,7 +108,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         )
         or None,
         notes=tuple(notes),
-        consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),
+        consent=() if is_refused else tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),
     )
 
 

@@ -610,8 +610,10 @@ def holders_text(holders: Sequence[GpuProcess | Holder] | None) -> str:
     for holder in holders:
         name = " ".join(filter(None, [str(holder.pid), holder.name, holder.user and f"({holder.user})"]))
         held = held_by.setdefault(name, [])
-        if isinstance(holder, Holder) and holder.what not in held:
-            held.append(holder.what)
+        if isinstance(holder, Holder):
+            # A claim is that of a job.
+            what = "gpushare run" if holder.what == "lease" else holder.what
+            held += [] if what in held else [what]
     return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in held_by.items()) or "idle"
 
 

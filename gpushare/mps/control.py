@@ -353,7 +353,7 @@ class MpsControl:
                 raise TimedOut(
                     f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
                     # By its directory: a daemon that hangs during its start has no record yet.
-                    f"if it still runs, end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force --yes",
+                    f"if it still runs, end it: gpushare mps stop --pipe-directory {shlex.quote(self.pipe_directory)} --force",
                     code="daemon_hangs",
                 ) from None
             if not is_dropped(done) or time.monotonic() > deadline:

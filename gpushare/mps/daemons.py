@@ -16,6 +16,7 @@ from gpushare.base.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServe
 from gpushare.base.selection import Device, select
 from gpushare.base.units import mps_memory, mps_memory_readback
 from gpushare.base.values import dataclass
+from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo
@@ -266,7 +267,7 @@ class FoundDaemon:
         """Return the command that stops one of this user or of root."""
         if self.daemon.ours:
             return f"gpushare mps stop -g {self.device}"
-        return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')} --yes"
+        return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')}"
 
     @property
     def stop_hint(self) -> str:
@@ -564,7 +565,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             continue
         if to_change and not host.root and record.uid != host.uid:
             raise not_your_daemon_error(
-                f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index)
+                f"the MPS daemon of {device.title}", f"user {user_name(record.uid)}", str(device.gpu.index)
             )
         if record.pid != pid or record.state != RUNNING:
             # Its start was killed before it wrote this, or it was adopted.

@@ -293,7 +293,7 @@ class _Start:
             probe_version(self._host.programs)
             raise
         if answers:
-            raise _daemon_exists_error(self._device, self._daemon_pid())
+            raise _daemon_exists_error(self._host, self._device, self._daemon_pid())
         if self._daemon_pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
             for path in self._home.leftovers():
@@ -371,7 +371,7 @@ def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -
                 # A dead daemon, or the rest of an interrupted start: its record is replaced. Whether another gpushare
                 # is starting it right now shows under the lock.
                 continue
-            raise _daemon_exists_error(device, daemon.pid)
+            raise _daemon_exists_error(host, device, daemon.pid)
         if not daemon.ours and item.serves(host, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
             use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if item.trusted else ""
@@ -423,11 +423,20 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
     )
 
 
-def _daemon_exists_error(device: Device, pid: int | None) -> InUse:
+def _daemon_exists_error(host: Host, device: Device, pid: int | None) -> InUse:
     """Return the error that a daemon of gpushare is there already."""
+    info = None if pid is None else host.processes.describe(pid)
+    selector = device.selector
+    if host.root or info is None or info.uid == host.uid:
+        hint = f"change its limits: gpushare mps set -g {selector} ...; or stop it: gpushare mps stop -g {selector}"
+    else:
+        hint = (
+            f"run in it: gpushare run -g {selector} -- CMD; to change it, ask {info.user or 'its owner'}, or as root: "
+            f"sudo gpushare mps set -g {selector} ..."
+        )
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",
-        f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",
+        hint,
         gpu=device.gpu.index,
         code="daemon_exists",
     )

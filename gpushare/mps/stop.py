@@ -349,7 +349,7 @@ class Stop:
         item = self.found
         title = f"stop the MPS daemon{self._place_text()}"
         # Before the lock: another user's home cannot be locked.
-        _check_permission(host, item)
+        _check_permission(host, item, force=self._force)
         _check_listener(host, item)
         # Also before the lock: a `gpushare run` needs the lock to end, and its program is a client that we wait for.
         carry_out(Plan(title=title, steps=tuple(self._waiting_steps())))
@@ -461,7 +461,7 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     raise OperationFailed(
         f"the MPS daemon {pid} was told to quit and still runs",
         "see its log: gpushare mps logs; end it: "
-        f"gpushare mps stop --pipe-directory {shlex.quote(control.pipe_directory)} --force --yes",
+        f"gpushare mps stop --pipe-directory {shlex.quote(control.pipe_directory)} --force",
         code="daemon_stays",
     )
 
@@ -563,12 +563,14 @@ def _check_not_replaced(found: FoundDaemon) -> None:
         )
 
 
-def _check_permission(host: Host, found: FoundDaemon) -> None:
+def _check_permission(host: Host, found: FoundDaemon, *, force: bool = False) -> None:
     """Raise NoPermission if another user started the daemon, and this user is not root."""
     record = found.record
     if record is not None and not host.root and record.uid != host.uid:
         raise not_your_daemon_error(
-            f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command
+            f"the MPS daemon {found.daemon.pid}",
+            f"user {user_name(record.uid)}",
+            command=f"{found.stop_command}{' --force' if force else ''}",
         )
 
 

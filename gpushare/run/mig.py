@@ -20,6 +20,8 @@ from gpushare.mig.holders import claim_holder, claimed_instances
 from gpushare.mig.places import (
     InstancePlace,
     check_granted,
+    create_command,
+    may_name,
     means_profile,
     named_places,
     places_on,
@@ -436,7 +438,8 @@ def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     elif place.name is not None:
         hint = "wait until it ends: --wait; see: gpushare mig status"
     else:
-        hint = f"wait for one: --wait; or make another: gpushare mig create {place.instance.profile.name} -g {place.gpu.index}"
+        make = create_command(host, place.instance.profile.name, str(place.gpu.index))
+        hint = f"wait for one: --wait; or make another: {make}"
         idle_name = _idle_name(host, [place for place, _ in held])
         if idle_name is not None:
             hint = f"run in one that is idle and has a name: --mig {idle_name}; or {hint}"
@@ -453,19 +456,8 @@ def _idle_name(host: Host, places: Sequence[InstancePlace]) -> str | None:
         for other in places_on(host, gpu)
         if (other.instance.profile.name, other.compute.profile.slices) in sizes
     ]
-    free, _ = _free_and_held(host, [other for other in of_size if _may_name(host, other)])
+    free, _ = _free_and_held(host, [other for other in of_size if may_name(host, other)])
     return free[0].name if free else None
-
-
-def _may_name(host: Host, place: InstancePlace) -> bool:
-    """Return whether an instance has a name, and is not granted to other users only."""
-    if place.name is None:
-        return False
-    try:
-        check_granted(host, place.name)
-    except NoPermission:
-        return False
-    return True
 
 
 def _holders_text(holders: Holders) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.model import Holder
 from gpushare.host.capabilities import user_name
+from gpushare.mig.planner import holders_text
 from gpushare.mps.stop import Stop
 from tests.cli.drive import World, environment, until
 
@@ -110,8 +112,29 @@ def test_what_gpushare_did_not_make_is_asked_for() -> None:
 def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
     pid = host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
     (lost,) = wants(host, "mig", "destroy", "0/2", "--evict", "all")
-    assert lost["why"] == [f"in use by {pid} (python3, user {user_name(os.geteuid())}: python3)"]
+    assert lost["why"] == [f"in use by {pid} (python3, user {user_name(os.geteuid())})"]
     assert pid not in host.pids()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("revoke", "train"), ("destroy", "train"), ("disable",), ("disable", "--destroy", "-y"), ("apply", "7g.80gb")],
+)
+def test_a_plain_user_is_first_told_that_it_needs_root(host: World, words: tuple[str, ...]) -> None:
+    """Not that something is busy or asked for: with that done, the next refusal would follow."""
+    host.asked("mig", "name", "train", "3g.40gb:4").ok()
+    host.asked("mig", "grant", "train", "daemon").ok()
+    host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
+    host.fault("user", "1000")
+    answer = host.asked("mig", *words)
+    assert (answer.code, answer.error["code"]) == (4, "no_permission")
+    assert "needs root" in answer.error["message"]
+    assert host.asked("mig", *words, "-n").code == (0 if "revoke" in words else 19)
+
+
+def test_a_job_that_holds_an_instance_is_told_by_the_verb(host: World) -> None:
+    holder = Holder(pid=4194999, what="lease", user="alice", name="python3")
+    assert holders_text([holder]) == "4194999 python3 (alice) by gpushare run"
 
 
 def test_the_undo_of_a_named_creation_asks_nothing(host: World) -> None:
@@ -135,7 +158,7 @@ def test_a_grant_is_asked_for_and_a_name_alone_is_not(host: World) -> None:
 def test_a_daemon_with_clients_is_asked_for(how: str, world: World) -> None:
     pid = world.client()
     (lost,) = wants(world, "mps", "stop", how)
-    assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())}: python3)"]
+    assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())})"]
 
 
 @pytest.mark.parametrize("attached", [True, False])

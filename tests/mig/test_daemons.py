@@ -234,7 +234,7 @@ def test_a_daemon_of_others_is_named_and_left(world: World, sim_dir: Path, *, wh
     error = refused(world, [first])
     assert (type(error), error.code) == (InUse, "foreign_daemon")
     assert str(pid) in error.message
-    assert error.hint == f"stop it: gpushare mps stop --pipe-directory {sim_dir}/p --yes"
+    assert error.hint == f"stop it: gpushare mps stop --pipe-directory {sim_dir}/p"
 
 
 def test_a_daemon_of_others_on_another_instance_is_no_matter(world: World, sim_dir: Path) -> None:

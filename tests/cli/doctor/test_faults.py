@@ -553,7 +553,9 @@ def test_the_daemon_to_start_is_named(cli: Cli, world: World) -> None:
     admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": pipe})
     start = "gpushare mps start -g 0"
     run = "let gpushare check it: gpushare run -- CMD"
-    assert finding(cli, "mps.environment")["remedy"] == f"start the daemon first: {start}; or {run}"
+    assert finding(cli, "mps.environment")["remedy"] == (
+        f"start the daemon: {start}, and then again each program that already runs; or {run}"
+    )
     cli(*start.split()[1:]).ok()
     assert "mps.environment" not in findings(cli)
     (check,) = told(world, {os.getpid(): {"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}})

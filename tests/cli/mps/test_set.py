@@ -148,7 +148,7 @@ def test_hanging_daemon(refused: Refused, world: World, monkeypatch: pytest.Monk
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     pipe = world.state.daemons[0].pipe_directory
     text = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
-    assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in text
+    assert f"gpushare mps stop --pipe-directory {pipe} --force\n" in text
     # That of another user is not even asked.
     world.fault("user", "61000")
     text = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from gpushare.base.errors import NotFound
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import GIB
+from gpushare.host.capabilities import user_name
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import find_daemons
@@ -159,7 +161,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
     pid = world.foreign_daemon(sim_dir)
     for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
         text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
-        assert f"--pipe-directory {sim_dir}/p --yes" in text
+        assert f"--pipe-directory {sim_dir}/p\n" in text
     text = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
     assert f"to do it: gpushare mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
@@ -263,7 +265,15 @@ def test_mode_that_cannot_be_restored(refused: Refused, cli: Cli, world: World) 
 @pytest.mark.usefixtures("daemon")
 def test_another_users_daemon(refused: Refused, world: World) -> None:
     world.fault("user", "61000")
-    assert "belongs to user" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
+    owner = user_name(os.geteuid())
+    assert f"belongs to user {owner}\n" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
+    assert "sudo gpushare mps stop -g 0 --force" in refused(
+        "mps", "stop", "--force", code="not_your_daemon", exit_code=4
+    ).replace(world.uuid(), "0")
+    # What only its owner can do is no hint for others.
+    text = refused("mps", "start", code="daemon_exists", exit_code=19)
+    assert f"run in it: gpushare run -g 0 -- CMD; to change it, ask {owner}, or as root: sudo gpushare mps set" in text
+    assert "needs root" in refused("timeslice", "set", "long", code="no_permission", exit_code=4)
 
 
 def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int) -> None:

@@ -341,6 +341,9 @@ def test_an_instance_that_is_granted_to_others_is_refused(refused: Refused, cli:
         message = refused(*words, code="granted_to_others", exit_code=4)
         assert "train is granted to nobody only" in message
         assert "sudo gpushare mig grant train" in message
+    message = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
+    assert "--mig train" not in message
+    assert "make another: sudo gpushare mig create 3g -g 0 (where it fits: gpushare mig fits 3g -g 0)" in message
     assert "1g.18gb" in cli("run", "-g", "any", "-n", "--", "true").ok().out
     world.fault("user", "nobody")
     for option in ("--mig", "-g"):
