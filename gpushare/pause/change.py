@@ -293,7 +293,7 @@ def _under_mps_error(job: PausedJob, pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
         f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {job.selector}; "
-        "outside MPS a job can be paused and swapped, a farm not: start it with gpushare run --slice 2ms -- CMD",
+        "outside MPS a job can be paused and swapped: start it with gpushare run --slice 2ms -- CMD, not as a farm",
         code="under_mps",
     )
 
