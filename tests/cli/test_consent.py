@@ -122,9 +122,9 @@ def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
 )
 def test_a_plain_user_is_first_told_that_it_needs_root(host: World, words: tuple[str, ...]) -> None:
     """Not that something is busy or asked for: with that done, the next refusal would follow."""
+    host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
     host.asked("mig", "name", "train", "3g.40gb:4").ok()
     host.asked("mig", "grant", "train", "daemon").ok()
-    host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
     host.fault("user", "1000")
     answer = host.asked("mig", *words)
     assert (answer.code, answer.error["code"]) == (4, "no_permission")
