@@ -180,7 +180,7 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
         plan = Plan(title="the farm has ended", steps=farm.plan())
         return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     try:
-        with farm_job(host, devices[0], options.name, command) as note_end:
+        with farm_job(host, devices[0], options.name, command, mps=options.gpus == 1) as note_end:
             result = _result_of_farm(farm.run(), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
             note_end(exit_code_of(result), max(peaks, default=None))

@@ -498,15 +498,16 @@ class RecordedJob(Part):
 
 @contextlib.contextmanager
 def farm_job(
-    host: Host, device: Device, name: str | None, command: Sequence[str]
+    host: Host, device: Device, name: str | None, command: Sequence[str], *, mps: bool = True
 ) -> Iterator[Callable[[int, int | None], None]]:
     """List this gpushare as a job while it runs many copies of a program; without a name one is made.
 
+    ``mps``: whether the copies run under MPS, as all of one GPU do.
     Yields a function that takes the exit code, and the peak memory of a copy (bytes; None: unknown).
     Raises InUse: a job of this name runs or waits (code ``name_in_use``).
     """
     check_not_waiting(host, name)
-    job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=True), command[0])
+    job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=mps), command[0])
     job.open()
     began = time.time()
     code = None

@@ -290,3 +290,11 @@ def test_the_first_copy_on_several_gpus_is_measured(cli: Cli, four: World) -> No
     answer = cli("-o", "json", *words, host=four.spec).ok()
     assert answer.data["memory_source"] == "measured"
     assert 60 * GIB <= answer.data["memory_bytes"] < 70 * GIB
+
+
+def test_a_farm_whose_copies_have_several_gpus_is_no_job_of_mps(real: Real, four: World) -> None:
+    farm = real("farm", "--copies", "1", "--gpus", "2", "-g", "any", "--", *ranks(), host=four.spec)
+    until(lambda: len(on_gpus(four)) == 2, "its ranks run")
+    (job,) = four.asked("jobs", "-o", "json").data["jobs"]
+    assert job["way"] == "timeslice"
+    farm.end(signal.SIGTERM)
