@@ -18,6 +18,9 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, 
 
 from gpushare.base.values import NOT_STORED
 
+# Whole, as NVML has it: CUDA also takes a prefix, and MIG-GPU-<uuid>/1/0 of drivers before 470 names a place.
+DEVICE_UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
+
 
 class Within(NamedTuple):
     """The range of a number."""

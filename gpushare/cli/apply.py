@@ -350,9 +350,15 @@ def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
     if not host.root:
         changed = changed_limits(host, wanted)
-        keys = [key for key in ("memory", "reserve") if any(limit.startswith(key) for limit in changed)]
-        how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
-        return [f"limits of users ({', '.join(keys)}) {how}"] if keys else []
+        given = {"memory": bool(wanted.memory), "reserve": wanted.longest_lease_seconds is not None}
+        differing = [key for key in given if any(limit.startswith(key) for limit in changed)]
+        notes = []
+        if keys := [key for key in differing if given[key]]:
+            how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
+            notes.append(f"limits of users ({', '.join(keys)}) {how}")
+        if keys := [key for key in differing if not given[key]]:
+            notes.append(f"limits of users ({', '.join(keys)}) that root has set stay in force: this file has none")
+        return notes
     in_force = kept_limits(host)
     limits_memory_now = bool(in_force.named) or in_force.others is not None
     longest = user_limits_in(wanted).longest_lease_seconds

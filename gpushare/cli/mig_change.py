@@ -50,6 +50,7 @@ from gpushare.mig.grant import (
     name_steps,
     name_taken_error,
     names_step,
+    need_root_to_grant,
     plan_grant,
     plan_names,
     plan_revoke,
@@ -912,8 +913,11 @@ def _carry_out_grant(make: Callable[[Host], Plan]) -> Any:
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:
-        # Under no lock: without root only the record of an instance that is gone can be changed.
-        return ask_and_carry_out(make(host))
+        # Under no lock: without root only the record of an instance that is gone can be changed, which is one step.
+        plan = make(host)
+        if not settings.dry_run and len(plan.steps) > 1:
+            need_root_to_grant(host)
+        return ask_and_carry_out(plan)
     # Planned before the lock, too: a refused change must not wait for it. But the undo of an interrupted change comes
     # first: until then an empty plan stands for the one that is made under the lock.
     plan_before_lock = Plan(title="the users of the instance", steps=())

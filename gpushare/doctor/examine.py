@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shlex
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from gpushare.base.errors import (
     system_error,
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
+from gpushare.base.typed import DEVICE_UUID
 from gpushare.base.units import MIB, counted, format_bytes, format_duration
 from gpushare.doctor.check import (
     MOST_SHOWN,
@@ -179,8 +179,6 @@ def _is_at(gpu: Gpu, pci: str) -> bool:
 
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
-# Only whole UUIDs: CUDA also takes a prefix, and MIG-GPU-<uuid>/1/0 of drivers before 470 names a place.
-_UUID: Final = re.compile(r"(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE | re.ASCII)
 
 
 # Longer values are ignored: a path has at most 4,096 bytes, and so do a hundred UUIDs. Any user may set a megabyte.
@@ -210,7 +208,7 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
     by_value: dict[tuple[str, str], list[int]] = {}
     for pid, environment in sorted(environments.items()):
         for variable in _DEVICES:
-            for uuid in _UUID.findall(environment.get(variable, "")):
+            for uuid in DEVICE_UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
     shown = _first_values(seen, by_value)

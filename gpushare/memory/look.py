@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
 from gpushare.base.selection import Device
+from gpushare.base.typed import DEVICE_UUID
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
@@ -94,7 +95,8 @@ def _lost(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
     wanted = set(keys)
     if not wanted or all(gpu.error is None for gpu in gpus):
         return set()
-    return wanted - _index_by_uuid(host.nvml.sweep()).keys()
+    # The ledger has what its users have written.
+    return {key for key in wanted if DEVICE_UUID.fullmatch(key)} - _index_by_uuid(host.nvml.sweep()).keys()
 
 
 def _limited_jobs(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:

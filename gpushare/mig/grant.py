@@ -98,8 +98,6 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
     if steps and not users:
         notes.append(f"every local user may then use {name}")
-    # Only root may change the nodes: others are refused without a question.
-    is_refused = len(steps) > 1 and not host.root
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
         steps=steps,
@@ -108,7 +106,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         )
         or None,
         notes=tuple(notes),
-        consent=() if is_refused else tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),
+        consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),
     )
 
 
@@ -249,7 +247,7 @@ def _modprobe_step(host: Host, node: _Node, *, modify: bool) -> Step:
         wanted=modify,
         in_words=lambda value: modify_line(modify=value).strip(),
         see=f"cat {shlex.quote(path)}",
-        allowed=lambda: _need_root(host),
+        allowed=lambda: need_root_to_grant(host),
     )
 
 
@@ -271,7 +269,7 @@ def _access_step(
         wanted=access_to_be,
         in_words=_access_in_words,
         see=f"ls -l {shlex.quote(node.capability.node)}",
-        allowed=lambda: _need_root(host),
+        allowed=lambda: need_root_to_grant(host),
     )
 
 
@@ -302,7 +300,7 @@ def _record_step(host: Host, named: NamedInstance, users: tuple[str, ...], *, ne
         wanted=users,
         in_words=lambda value: ", ".join(value) or "nobody",
         see=f"cat {path}",
-        allowed=lambda: _need_root(host) if needs_root else None,
+        allowed=lambda: need_root_to_grant(host) if needs_root else None,
     )
 
 
@@ -319,7 +317,7 @@ def _access_commands(capability: Capability, before: NodeAccess, wanted: NodeAcc
     return "\n".join(lines)
 
 
-def _need_root(host: Host) -> None:
+def need_root_to_grant(host: Host) -> None:
     need_root(host, "changing who may use a MIG instance")
 
 

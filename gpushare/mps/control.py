@@ -341,15 +341,19 @@ class MpsControl:
         All attempts together have ``timeout`` seconds, and end when the time for all answers is over.
 
         Raises:
-            TimedOut: an attempt was not answered in the time that was left.
+            TimedOut: the first attempt was not answered.
         """
         deadline = min(time.monotonic() + timeout, self._until)
         environment = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
+        done: Completed | None = None
         while True:
             seconds_left = max(_LEAST_SECONDS, deadline - time.monotonic())
             try:
                 done = self._programs.run([PROGRAM], stdin=stdin, env=environment, timeout=seconds_left)
             except TimedOut:
+                if done is not None:
+                    # It has answered before in this wait, to drop us: it is busy, and does not hang.
+                    return done
                 raise TimedOut(
                     f"the MPS daemon at {self.pipe_directory} did not answer '{stdin.splitlines()[0]}' within {timeout:g} s",
                     # By its directory: a daemon that hangs during its start has no record yet.

@@ -596,7 +596,13 @@ class Farm:
 
     def _leave_out_unusable(self, program: str) -> None:
         """Leave out the devices on which a copy cannot run; raise if none is left."""
-        errors = {uuid: error_of(functools.partial(self._gpu(uuid).share.check, program)) for uuid in self._devices}
+
+        def check(share: Share) -> None:
+            share.check(program)
+            if isinstance(share, MpsShare):
+                share.check_no_fault()
+
+        errors = {uuid: error_of(functools.partial(check, self._gpu(uuid).share)) for uuid in self._devices}
         refusals = {uuid: error for uuid, error in errors.items() if error is not None}
         if len(refusals) == len(errors):
             raise next(iter(refusals.values()))

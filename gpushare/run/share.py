@@ -279,10 +279,12 @@ class MpsShare:
         check_device(self.host, self.device)
         check_memory(self.device, self.limits.memory_limit_bytes)
         check_command(self.device, program, self.limits)
-        self._check_no_fault()
 
-    def _check_no_fault(self) -> None:
-        """Raise OperationFailed if the server that would serve the program is in FAULT: CUDA refuses new clients (807)."""
+    def check_no_fault(self) -> None:
+        """Raise OperationFailed if the server that would serve the program is in FAULT: CUDA refuses new clients (807).
+
+        Not a part of `check`: it passes when the affected clients have ended, so whoever waits or starts again may go on.
+        """
         try:
             home = own_daemon(self.host, self.device)[0]
         except NotFound:

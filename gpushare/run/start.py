@@ -191,6 +191,8 @@ class JobStart:
             report = InstanceReport(self.host, share.device, sys.stderr, quiet=self.quiet)
         if len(share.devices) > 1:
             report.title = titles(share.devices)
+        if isinstance(share, MpsShare):
+            share.check_no_fault()
         run = Run(self.host, share, all_parts, command, self.command, options, report, container=container)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)

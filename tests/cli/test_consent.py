@@ -129,7 +129,10 @@ def test_a_plain_user_is_first_told_that_it_needs_root(host: World, words: tuple
     answer = host.asked("mig", *words)
     assert (answer.code, answer.error["code"]) == (4, "no_permission")
     assert "needs root" in answer.error["message"]
-    assert host.asked("mig", *words, "-n").code == (0 if "revoke" in words else 19)
+    planned = host.asked("mig", *words, "-n")
+    assert planned.code == (0 if "revoke" in words else 19)
+    if "revoke" in words:
+        assert [loss["what"] for loss in planned.data["consent"]] == ["the grant of 'train' to daemon"]
 
 
 def test_a_job_that_holds_an_instance_is_told_by_the_verb(host: World) -> None:

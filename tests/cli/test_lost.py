@@ -91,3 +91,15 @@ def test_a_job_that_is_swapped_out_of_a_lost_gpu_is_shown(cli: Cli) -> None:
     (job,) = cli("status", host=TWO, output="json").data["swapped_jobs"]
     assert (job["pid"], job["gpu_index"], job["gpu_uuid"]) == (pid, None, uuid)
     assert cli("status", "-g", "0", host=TWO, output="json").data["swapped_jobs"] == []
+
+
+def test_what_a_neighbour_calls_a_gpu_is_no_lost_gpu(cli: Cli) -> None:
+    world = World(TWO)
+    cli("status", host=TWO).ok()
+    place = Place(world.host, Request(memory_bytes=GIB, keys=("GPU-" + "A" * 150,), client=False, name="loud"))
+    world.fault("lost", gpu="1")
+    try:
+        assert "loud" not in cli("jobs", host=TWO).out
+        assert "loud" not in cli("status", host=TWO).out
+    finally:
+        place.leave()

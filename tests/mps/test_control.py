@@ -181,6 +181,19 @@ def test_all_attempts_together_have_the_time_of_one(monkeypatch: pytest.MonkeyPa
         assert waited == [5.0, 3.0, 1.0]
 
 
+def test_a_daemon_that_answers_only_to_drop_is_busy_and_does_not_hang() -> None:
+    class CutShort(Daemon):
+        """Its second answer comes too late."""
+
+        def run(self, argv: Sequence[str], **given: Any) -> Completed:
+            done = super().run(argv, **given)
+            self.error = timed_out_error(["nvidia-cuda-mps-control"], 0.05)
+            return done
+
+    with fails(OperationFailed, "mps_control"):
+        control(CutShort(drops=10**6)).ask("get_server_list", timeout=5.0)
+
+
 def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
     silent = Daemon({"start_server": "0\n"}, drops=1)
     assert control(silent).tell("start_server") == ""

@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.errors import OperationFailed
+from gpushare.base.selection import select_one
+from gpushare.mps.limits import Limits
+from gpushare.run.share import MpsShare
 from gpushare.sim import admin
 from tests.cli.drive import H200, Cli, World, until
 
@@ -71,6 +74,9 @@ def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
         assert (error["code"], error["gpu"]) == ("server_fault", "0"), words
         assert f"MPS server {server.pid} of GPU 0 is in state FAULT" in error["message"]
         assert "gpushare mps stop -g 0 --force" in error["hint"]
+    # A share of the server is checked whether it may be used at all: who waits or is started again may find it well.
+    device = select_one("0", world.host.nvml.sweep())
+    MpsShare(world.host, device, Limits()).check("true")
     # Outside MPS, and once the affected clients have ended, it runs.
     cli("run", "--slice", "2ms", "--", "true").ok()
     cli("stop", str(neighbour)).ok()
