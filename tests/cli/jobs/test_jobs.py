@@ -85,6 +85,7 @@ def test_a_job_that_runs(
 def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
     until_it_runs(world, started, "web")
+    until(lambda: listed(cli)[0]["slice_us"] == 16_000, "its time-slice is set")
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["sharing"] == "timeslice"
     cli("mps", "start", "--threads", "30").ok()
