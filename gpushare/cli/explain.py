@@ -202,8 +202,9 @@ def _log_paths(words: list[str] | None) -> list[str]:
         return words
     if words:
         # A file may be named like a code (805), and the code is meant then; a log has a dot or a slash in its name.
-        are_logs = all(not word.isalnum() and os.path.isfile(word) for word in words)
-        return words if are_logs else []
+        logs = [word for word in words if not word.isalnum() and os.path.isfile(word)]
+        # Of ``log/*`` also the directories are given.
+        return logs if all(word in logs or os.path.isdir(word) for word in words) else []
     if _is_stdin_piped():
         return ["-"]
     raise BadUsage("missing argument 'CODE|TEXT|FILE'", "see: gpushare explain --help", code="usage")

@@ -57,7 +57,7 @@ from gpushare.mig.grant import (
 )
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, Spot, check_name, names_of
+from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, Spot, check_name, names_of, refuse_name_of_root
 from gpushare.mig.on_demand import left_instances, remove_left
 from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
@@ -873,6 +873,9 @@ def _plan_forget(name: str) -> Plan:
         except BadUsage as error:
             raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
+    if not settings.dry_run:
+        # Before the question: with that answered, it would be refused all the same.
+        refuse_name_of_root(host, named.name)
     lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(named.users)}",))
     place = f"{named.profile}:{named.start}"
     undo = [f"gpushare mig name {name} {place} -g {named.gpu_uuid}"]

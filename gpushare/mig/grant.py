@@ -12,13 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
 from gpushare.base.units import counted, first_few, quoted
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
-from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of
+from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of, refuse_name_of_root
 from gpushare.mig.places import named_instance
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
@@ -586,9 +586,8 @@ class _NamesWork:
     def do(self) -> None:
         with names_changed(self._host) as names:
             for name, forgotten in self._forget.items():
+                refuse_name_of_root(self._host, name)
                 present = names.get(name)
-                if present is None and name in names_of(self._host):
-                    raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
                 if present is not None and present.gpu_uuid == forgotten.gpu_uuid:
                     self._before[name] = names.pop(name)
             for name, named in self._bind.items():

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
@@ -104,6 +104,15 @@ def names_of(host: Host) -> dict[str, NamedInstance]:
     """Return the names that this user sees, by name: root's, overridden by the user's own."""
     # `find` has the user's own record first.
     return {named.name: named for record in reversed(NAMES.find(host, "mig")) for named in record.names}
+
+
+def refuse_name_of_root(host: Host, name: str) -> None:
+    """Raise NoPermission if root alone has given a name: a user changes only the names of its own."""
+    keepers = {
+        record.keeper_uid for record in NAMES.find(host, "mig") if any(each.name == name for each in record.names)
+    }
+    if keepers == {0}:
+        raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
 
 
 @contextlib.contextmanager

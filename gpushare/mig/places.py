@@ -144,7 +144,7 @@ def may_name(host: Host, place: InstancePlace) -> bool:
 
 
 def create_command(host: Host, profile: str, gpus: str) -> str:
-    """Return the command that makes another instance; for who may not, it says whether root could."""
+    """Return the command that makes another instance; with sudo, and where to see whether it fits, if this user may not."""
     if may_change(host):
         return f"gpushare mig create {profile} -g {gpus}"
     return f"sudo gpushare mig create {profile} -g {gpus} (where it fits: gpushare mig fits {profile} -g {gpus})"

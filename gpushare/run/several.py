@@ -284,7 +284,7 @@ class Group:
         """
         file = open_output(log)
         try:
-            # Opened anew to append: after the file was emptied, the program goes on at its new end.
+            # Opened a second time, to append: after the file was emptied, the program goes on at its new end.
             appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
             started = time.monotonic()

@@ -131,7 +131,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     earlier = slice_record(host, channels.pid, channels.started)
     before = () if earlier is None else earlier.before
     recorded = {(found.client, found.handle) for found in before}
-    # Groups that a swap has made anew got gpushare's own slice from `renew_slices`: that is not what they had before.
+    # After a swap the groups are new, and `renew_slices` gave them gpushare's own slice: that is not what they had before.
     own_us = None if earlier is None else earlier.slice_us
     new = (
         FoundSlice(*group.key, group.slice_us)

@@ -302,6 +302,9 @@ def test_several_logs_are_each_explained(
     assert {each["file"] for each in data["explanations"]} == {"a.log", "b.log"}
     assert data["lines"] == 1 + len(FAULT_LOG.splitlines())
     assert len(data["verdict"].splitlines()) == 2
+    # As ``log/*`` names them, with a directory among them.
+    (tmp_path / "old").mkdir()
+    assert cli("explain", "a.log", "b.log", "old", host=None, output="json").ok().data == data
     assert "2 lines" in refused("explain", "c.log", "./c.log", code="not_explained", exit_code=6)
     assert {each["file"] for each in cli("explain", "805", host=None, output="json").ok().data["explanations"]} == {
         None

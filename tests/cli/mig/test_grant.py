@@ -128,9 +128,10 @@ def test_the_commands_of_a_list(cli: Cli) -> None:
 def test_a_user_does_not_forget_names_that_root_has_given(cli: Cli, refused: Refused) -> None:
     cli("mig", "grant", "train", "daemon", host=A100).ok()
     admin.set_fault(A100, "user", value="1000")
-    assert "given by root" in refused(
-        "mig", "name", "--forget", "train", "-y", code="no_permission", exit_code=4, host=A100
-    )
+    # Without -y too: it is not asked for first.
+    for more in ((), ("-y",)):
+        words = ("mig", "name", "--forget", "train", *more)
+        assert "given by root" in refused(*words, code="no_permission", exit_code=4, host=A100)
     cli("mig", "name", "--forget", "train", "-n", host=A100).ok()
     assert granted() == ("daemon",)
 

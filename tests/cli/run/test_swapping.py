@@ -23,7 +23,7 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.swapped import BACK, OUT, Swap, locked, swaps
-from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Swapping
+from gpushare.run.swapping import _GROWTH_SECONDS, ForProduction, Idle, Policy, Swapping
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
@@ -246,20 +246,31 @@ def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(start: Real,
     finish(job)
 
 
-def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) -> None:
+def swapping(
+    world: World, place: Place, policy: Policy, memory: JobMemory | None = None
+) -> tuple[Swapping, list[str], list[float]]:
+    """Return what swaps a job on the first GPU by a policy, what it says, and its clock, which a test sets."""
     (device,) = select("0", world.host.nvml.sweep())
     messages: list[str] = []
-    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
+    at = [0.0]
     watch = Swapping(
         world.host,
         device,
-        JobMemory(world.host, device),
+        memory or JobMemory(world.host, device),
         place,
-        Idle(1.0),
+        policy,
         messages.append,
         limits=UserLimits(),
         movable=False,
+        clock=lambda: at[0],
     )
+    return watch, messages, at
+
+
+def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) -> None:
+    (device,) = select("0", world.host.nvml.sweep())
+    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
+    watch, messages, _ = swapping(world, place, Idle(1.0))
     process = subprocess.Popen(["sleep", "60"])
     watch.started(SimpleNamespace(program_pid=process.pid))  # type: ignore[arg-type]
     watch._swap = Swap(
@@ -301,20 +312,8 @@ def sleeper() -> Iterator[int]:
 def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: World, sleeper: int) -> None:
     """It reads its data first: a notebook without a GPU says nothing, and a turn ends once there is something to copy."""
     (device,) = select("0", world.host.nvml.sweep())
-    messages: list[str] = []
-    at = [0.0]
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
-    watch = Swapping(
-        world.host,
-        device,
-        JobMemory(world.host, device),
-        place,
-        Idle(1.0),
-        messages.append,
-        limits=UserLimits(),
-        movable=False,
-        clock=lambda: at[0],
-    )
+    watch, messages, at = swapping(world, place, Idle(1.0))
     watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
     for _ in range(40):
         at[0] += 0.5
@@ -331,20 +330,8 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
 def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -> None:
     (device,) = select("0", world.host.nvml.sweep())
     on_gpu(world, sleeper, 4 * GIB)
-    messages: list[str] = []
-    at = [0.0]
     place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
-    watch = Swapping(
-        world.host,
-        device,
-        JobMemory(world.host, device),
-        place,
-        Idle(1.0),
-        messages.append,
-        limits=UserLimits(),
-        movable=False,
-        clock=lambda: at[0],
-    )
+    watch, messages, at = swapping(world, place, Idle(1.0))
     watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
     world.fault("lost")
     for _ in range(6):
@@ -361,20 +348,9 @@ def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -
 
 def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) -> None:
     (device,) = select("0", world.host.nvml.sweep())
-    at = [0.0]
     place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
     memory = JobMemory(world.host, device, limit_bytes=8 * GIB)
-    watch = Swapping(
-        world.host,
-        device,
-        memory,
-        place,
-        Idle(1.0),
-        lambda _: None,
-        limits=UserLimits(),
-        movable=False,
-        clock=lambda: at[0],
-    )
+    watch, _, at = swapping(world, place, Idle(1.0), memory)
     process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
     _, first, second = world.host.processes.descendants(process.pid)
@@ -406,19 +382,7 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     place = Place(world.host, request)
     place.take(device.uuid)
     place.add(sleeper)
-    messages: list[str] = []
-    at = [0.0]
-    watch = Swapping(
-        world.host,
-        device,
-        JobMemory(world.host, device),
-        place,
-        ForProduction(),
-        messages.append,
-        limits=UserLimits(),
-        movable=False,
-        clock=lambda: at[0],
-    )
+    watch, _, at = swapping(world, place, ForProduction())
     watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
 
     def looks() -> None:

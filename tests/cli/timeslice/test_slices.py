@@ -323,7 +323,7 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
         later = replace(scanned.compute[0], handle=0x5C000099)
         # A group that was not there: it gets what the first one had.
         assert record.slice_before(later) == 2048
-        # Nor was one that a swap has made anew, with the slice that gpushare had set.
+        # Nor was a group that is new after a swap, with the slice that gpushare had set.
         note_slice(host, replace(scanned, groups=(replace(later, slice_us=600),)), 500)
         assert slice_records(host)[pid].slice_before(later) == 2048
         restore_slice(host, control, scanned)
