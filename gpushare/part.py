@@ -20,7 +20,7 @@ from gpushare.host.host import Host
 
 # The daemon logs every conversation, so ask often only while a program is likely to create its context.
 _FIRST_SECONDS: Final = 0.1
-# Up to this age of the program, so many seconds between two polls.
+# Up to this age of the program, the number of seconds between two polls.
 _INTERVALS: Final = ((5.0, 0.25), (30.0, 1.0), (math.inf, 5.0))
 
 

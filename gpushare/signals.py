@@ -109,7 +109,7 @@ def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[Callable[[float], int | None]]:
-    """Hold back Ctrl-C, SIGTERM and SIGHUP in this block; yields a function that waits for one, at most so many seconds."""
+    """Hold back Ctrl-C, SIGTERM and SIGHUP in this block; yields a function that waits for one, at most the given number of seconds."""
 
     def wait(seconds: float) -> int | None:
         came = signal.sigtimedwait(ENDING, seconds)

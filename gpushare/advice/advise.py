@@ -451,7 +451,7 @@ def _texts_of_part(part: Part, way_text: str) -> list[str]:
     return [f"{'at most ' if uneven else ''}{most_per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
 
 
-# Up to so many GPUs are listed one by one.
+# Up to this many GPUs are listed one by one.
 _MOST_LISTED: Final = 4
 _SEVERAL: Final = 2
 

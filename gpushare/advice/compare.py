@@ -179,7 +179,7 @@ def _plain_profiles(here: _HostGpu) -> tuple[Profile, ...]:
 
 
 def _mig_max_text(here: _HostGpu) -> str | None:
-    """Return how many instances fit, with the profile of which there can be so many; None: the table's text holds."""
+    """Return how many instances fit, with the profile that fits that often; None: the table's text holds."""
     most = here.gpu.largest_instance_count
     profiles = _plain_profiles(here)
     if most is None or not profiles:

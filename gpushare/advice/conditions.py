@@ -421,7 +421,7 @@ def _without_limits(s: Situation, _: Way) -> str:
 
 
 def _why_so_many_at_a_time(s: Situation, way: Way) -> str:
-    """Return in brackets how many clients MPS accepts, if a wave has exactly so many; else an empty text."""
+    """Return in brackets how many clients MPS accepts, if that is the size of a wave; else an empty text."""
     accepted = s.clients_accepted(way) if way in ALL_MPS else None
     return "" if accepted is None or s.wave_size(way) != accepted else f" (MPS accepts {accepted} clients)"
 

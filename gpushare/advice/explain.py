@@ -289,7 +289,7 @@ def _not_explained_error(asked: str) -> NotFound:
     return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
 
 
-# Up to so many letters and digits, as in ``CUDA 812``, a name is short.
+# Up to this many letters and digits, as in ``CUDA 812``, a name is short.
 _SHORT: Final = 7
 
 

@@ -125,7 +125,7 @@ def _is_for_one_gpu(part: Part, idle: Sequence[GpuFacts]) -> bool:
     return part.way is Way.STREAMS or (part.way is Way.FIX and not part.situation.short_of_memory)
 
 
-# Up to so many workloads, each way of putting some of them on GPUs of their own is judged.
+# Up to this many workloads, each way of putting some of them on GPUs of their own is judged.
 _MOST_APART: Final = 5
 
 
@@ -360,7 +360,7 @@ def _split(
 
 
 def _portion(work: Workload, units: int) -> Workload:
-    """Return the part of a workload that has so many of its groups or, if it has no groups, of its processes."""
+    """Return the part of a workload that has ``units`` of its groups or, if it has no groups, of its processes."""
     # Rounded up: it is judged with its largest groups.
     processes = -(-(work.processes or 1) * units // (work.groups or work.processes or 1))
     # Shares of all processes say nothing of a part of them.

@@ -393,7 +393,7 @@ def _production(steps: Steps, way: Way) -> None:
         _start_daemons(steps, "start MPS without a cap for production", Limits())
     if can_yield:
         note = pair.note and pair.note.format(name=first_name)
-        # Swap is told by the growth of production, whichever job that is.
+        # Swap notices production by its growth, so it needs no name.
         target = None if way is Way.SWAP else first_name
         options_of_others: dict[str, Any] = {"opportunistic": True, "yields": pair.yields, "target": target}
     else:

@@ -245,7 +245,7 @@ def _consolidate(
 
 
 def _no_room_text(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
-    """Return why the memory of the work does not fit on so many GPUs."""
+    """Return why the memory of the work does not fit on this many GPUs."""
     needed = sum(workload.memory_bytes or 0 for workload in work)
     available = gpus * (capacity or 0)
     if needed > available:

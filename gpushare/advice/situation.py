@@ -889,7 +889,7 @@ class Situation:
 
     @cached_property
     def may_be_root(self) -> bool | None:
-        """Return whether the user can become root; None if unknown: who is not root now may have sudo."""
+        """Return whether the user can become root; None if unknown: a user who is not root may have sudo."""
         return self.case.root if self.case.root is not None else self.host.root or None
 
     def shares(self, way: Way) -> tuple[Share, ...]:

@@ -444,8 +444,8 @@ def case_of(words: Mapping[str, Any], production: int | None, opportunistic: int
             code="two_counts",
         )
     sizes = sizes_of(words.get("memory"))
-    jobs_text, example = ("one job", "60G") if opportunistic is None else ("two jobs", "60G,40G")
-    if len(sizes) > len(example.split(",")):
+    most, jobs_text, example = (1, "one job", "60G") if opportunistic is None else (2, "two jobs", "60G,40G")
+    if len(sizes) > most:
         raise BadUsage(f"{len(sizes)} sizes of memory for {jobs_text}", f"give --memory {example}", code="bad_count")
     # A single size is that of both jobs.
     production_size, opportunistic_size = (sizes[0], sizes[-1]) if sizes else (None, None)

@@ -31,7 +31,7 @@ MPS_REPLICAS_OLD: Final = 16
 
 @dataclass(frozen=True, kw_only=True)
 class PluginSharing:
-    """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), with so many ``replicas`` of each resource."""
+    """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), with ``replicas`` of each resource."""
 
     strategy: str | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
@@ -218,7 +218,7 @@ def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
 
     Raises:
         NotSupported: the limits of the daemon are not an equal part.
-        BadUsage: the GPU cannot have so many clients.
+        BadUsage: the GPU cannot have that many clients.
     """
     threads = mps.limits.threads_percent
     clients = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)

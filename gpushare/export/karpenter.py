@@ -130,7 +130,7 @@ def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags
 
 
 def _verifying_commands(checks: Mapping[Document, int], *, is_bounded: bool) -> list[str]:
-    """Return the commands that run the verifying Deployments, of so many pods each; in a bounded pool one more must wait."""
+    """Return the commands that run the verifying Deployments, each of the given number of pods; in a bounded pool one more must wait."""
     lines: list[str] = []
     for check, pods in checks.items():
         name = f"gpushare-{check.name.removesuffix('.yaml')}"

@@ -946,7 +946,7 @@ class _Call(NamedTuple):
     do: Callable[[], object]
     undo: Callable[[], object]
 
-    def is_undone(self) -> bool:
+    def take_back(self) -> bool:
         """Undo it; return whether nothing of it is left. What has gone meanwhile needs no undo."""
         try:
             self.undo()
@@ -964,9 +964,9 @@ def _do_all_or_none(calls: Sequence[_Call]) -> None:
         try:
             call.do()
         except Refused as error:
-            undone = [earlier.is_undone() for earlier in calls[:number]]
+            undone = [earlier.take_back() for earlier in calls[:number]]
             # It may have done a part all the same; it surely has if the driver took another value.
-            undone.append(call.is_undone() or error.code != "not_taken")
+            undone.append(call.take_back() or error.code != "not_taken")
             if not all(undone):
                 raise Refused("half_done", error.text, error.status) from error
             raise

@@ -216,8 +216,8 @@ def home_directory() -> Path:
 def _make_directories(path: Path, mode: int) -> None:
     """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are.
 
-    Only the run directory of a plain user is closed to others, like systemd's in ``/run/user``: no other user shall reach the
-    daemons in it.
+    Only the run directory of a plain user is closed to others, like systemd's in ``/run/user``, so that no other user reaches
+    the daemons in it.
     """
     is_run_directory = os.geteuid() != 0 and str(path) in _run_directory_places(os.geteuid())
     own_mode = 0o700 if is_run_directory else mode

@@ -133,7 +133,7 @@ def lives(process: Identity, uid: int) -> bool:
         return True
     except (OSError, OverflowError):
         pass
-    # Gone, or of this user, which sees its own: then it ended after the check above.
+    # It is gone; or it is this user's own, which is always visible, and ended after the check above.
     return False
 
 

@@ -139,7 +139,7 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[GpuProcess]:
 
 
 def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
-    """Return the C structures ``kind`` that a call writes to an array: of ``room``, then larger ones until all fit."""
+    """Return the C structures ``kind`` that a call writes, with space for ``room`` of them at first, and for more until all fit."""
     while True:
         count, rows = c_uint(room), (kind * room)()
         code = call(byref(count), rows)

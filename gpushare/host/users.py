@@ -84,7 +84,7 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
 
 
 def _working_users() -> list[int]:
-    """Return the UIDs of the processes but root's: a user cannot fake them, as it could directories in /tmp."""
+    """Return the UIDs that have a process, without root: a user can fake directories in /tmp, but not these."""
     uids = set()
     for pid in every_pid():
         with contextlib.suppress(OSError):

@@ -352,7 +352,7 @@ def _rank(want: WantedDevice, device: PlacedDevice) -> tuple[bool, int, bool]:
 
 
 def limits_key(wish: MpsWish | None) -> tuple[object, ...]:
-    """Return a key that is equal for daemons with the same limits and users, for None its own.
+    """Return a key that is equal for daemons with the same limits and users; without a daemon one of its own.
 
     The defaults count as written. ``replicas`` do not count: they are for other engines.
     """

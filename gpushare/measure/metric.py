@@ -83,7 +83,7 @@ class Printed:
                 self.percentiles[int(match.group(1))].append((at, value))
 
     def is_hopeless(self, seconds: float) -> bool:
-        """Return whether it has printed so much that is no number, and no number, ``seconds`` after its start."""
+        """Return whether, ``seconds`` after its start, the pattern has matched often but never a number."""
         return not self.values and self.refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
     def between(self, start: float, end: float) -> float | None:
@@ -140,7 +140,7 @@ class Printed:
         return done + (min(1.0, (at - last) / gap) if gap > 0 else 0.0)
 
 
-# Of so many latencies the largest is above the 99th percentile, by 95 %.
+# Of this many latencies the largest is above the 99th percentile, by 95 %.
 _BOUNDED_BY_MAXIMUM: Final = 300
 # Below this number, the 99th percentile is the largest of a handful.
 LEAST_LATENCIES: Final = 20

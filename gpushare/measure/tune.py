@@ -79,7 +79,7 @@ _WAITS_SECONDS: Final = 15.0
 _SLICES_PART: Final = 0.4
 # And at its end, for the best setting so far.
 _ANSWER_PART: Final = 0.3
-# After so many rounds without a number, production prints nothing that can be measured.
+# After this many rounds without a number, production prints nothing that can be measured.
 _MOST_SILENT_ROUNDS: Final = 3
 # The others alone are measured again after this time.
 _OTHERS_ALONE_SECONDS: Final = 12.0
@@ -93,10 +93,10 @@ _STRETCH: Final = 1.5
 # A setting that needed a start is watched for this many times as long as the start and the pauses took.
 _STARTS_WORTH: Final = 1.5
 _PAUSES_SECONDS: Final = 1.2
-# Production has caught up after so many requests as fast as alone; longer than this time is not waited for that.
+# Production has caught up after this many requests as fast as alone; longer than this time is not waited for that.
 _CAUGHT_UP_REQUESTS: Final = 5
 _CAUGHT_UP_SECONDS: Final = 5.0
-# The p99 alone is of at least so many requests, if the same way has them.
+# The p99 alone is of at least this many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
 # Neighbouring pairs share a window alone, so they understate the random scatter by this factor (simulated).
 _SHARED_WINDOW_FACTOR: Final = 1.2
@@ -104,7 +104,7 @@ _SHARED_WINDOW_FACTOR: Final = 1.2
 # be 1.5 (one together, the mean of two alone) to 2 (many pairs, which share those alone). Windows alone also drift, which
 # cancels out in a pair: this is chosen for a fifth to two fifths of their variance, and is not measured.
 _PAIRED_VARIANCE: Final = 1.2
-# Windows of a second and less scatter at least so much.
+# Windows of a second and less scatter at least this much.
 _LEAST_SCATTER: Final = 0.003
 # Windows alone before the first setting: they tell how far the rates of this job scatter.
 _FIRST_ALONE: Final = 2
@@ -391,6 +391,8 @@ class Tuner:
             # What a job itself did wrong ends the search.
             if error.code != "not_attached":
                 raise
+            # Its jobs run: they must not run next to those of the next way.
+            stage.end()
             raise self.left_out_error(error) from None
         if stage.default_us:
             self._search = replace(self._search, default_us=stage.default_us)
@@ -470,7 +472,7 @@ class Tuner:
             }
 
     def check_budget(self, seconds: float) -> None:
-        """Raise _Over unless so much of the budget is left."""
+        """Raise _Over unless this much of the budget is left."""
         if seconds > self.seconds_left():
             raise _Over
 

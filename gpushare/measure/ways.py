@@ -212,7 +212,7 @@ def _is_served(host: Host, device: Device) -> bool:
 
 
 def _why_not_in_mode(device: Device, mode: ComputeMode, effect: str = "") -> str:
-    """Return that the compute mode of a GPU is why, what it does, and the command that changes it."""
+    """Return the reason that a compute mode gives: the mode, its effect, and the command that changes it."""
     return f"{device.title} is in compute mode {mode.title}{effect}; allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
 
 

@@ -106,7 +106,7 @@ def _new_copies(
     on_gpu: Callable[[], Any],
     on_host: Callable[[], Any],
 ) -> list[list[_Copy]]:
-    """Return the copies next to each of so many streams; ``on_gpu`` and ``on_host`` make a matrix there."""
+    """Return the copies next to each of ``count`` streams; ``on_gpu`` and ``on_host`` make a matrix there."""
     ups = COPIES[kind.copies] if kind.copies else ()
     return [[_Copy(up, new_stream(), on_gpu(), on_host()) for up in ups] for _ in range(count)]
 
@@ -345,7 +345,7 @@ class _Round:
 
 
 def _batch(multiplier: Multiplier, streams: int) -> int:
-    """Return how many multiplications a stream gets between two waits: so many that they take `_BATCH_SECONDS`."""
+    """Return how many multiplications a stream gets between two waits: enough to take `_BATCH_SECONDS`."""
     batch = 1
     while batch < _MOST_BATCH:
         start = time.perf_counter()

@@ -493,7 +493,7 @@ ReadLines = Callable[[Sequence[Reservation]], Mapping[str, Line]]
 
 
 class Patience:
-    """Which waiting jobs are passed: all of a user once none of them has taken a place for `PATIENCE_SECONDS` that it could."""
+    """Which waiting jobs are passed: all of a user whose jobs could take a place for `PATIENCE_SECONDS`, and none did."""
 
     def __init__(self) -> None:
         # The jobs that could take a place at the last look.

@@ -136,7 +136,7 @@ def best_first(
 
 
 def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> float | None:
-    """Return how many percent of a device the jobs there use together; None: unknown, as of a job that has just begun.
+    """Return how many percent of a device the jobs there use together; None: unknown, for example if one has just begun.
 
     That is the sum of what each uses alone, if the commands of all were measured (`KnownCommands`: this user's own). Else it
     is the utilization of the GPU, but at least what the measured ones use.
@@ -197,7 +197,7 @@ def wait_for_room(
     """Wait until it is this job's turn and as many devices as it needs have room; return those, which the place then holds.
 
     ``seconds`` None: as long as it takes. ``devices`` are in the order in which they were best when the job came; ``best``
-    orders them as of now. ``draw`` shows what the job waits for. The place is left if anything fails, Ctrl-C included.
+    orders them by their state now. ``draw`` shows what the job waits for. The place is left if anything fails, Ctrl-C included.
 
     Raises:
         BadUsage: it fits on none of the devices, even if they are empty (code ``never_fits``).

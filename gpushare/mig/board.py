@@ -57,7 +57,7 @@ class Arrangement(NamedTuple):
 
     @property
     def rank(self) -> list[int]:
-        """Return a key: of ways that are as good, that with the smallest has its last kinds, the small ones, at the high end."""
+        """Return a sort key for equally good ways: the smallest has the small instances (the last kinds) at the high end."""
         return [-place.start for place in self.places]
 
 
@@ -111,7 +111,7 @@ class Board:
         return sum(size * (fit_when_empty - fit_now) for size, fit_when_empty, fit_now in rows)
 
     def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
-        """Return the most compute slices that further instances can take, and the most memory slices that others can.
+        """Return the most compute slices and the most memory slices that further instances can take, each counted by itself.
 
         These may be two sets of instances. The search visits every set that the rules allow, unless it finds all slices.
         """

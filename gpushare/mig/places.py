@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, or_none
+from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, error_of, or_none
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import first_few
@@ -134,13 +134,7 @@ def check_granted(host: Host, name: str) -> None:
 
 def may_name(host: Host, place: InstancePlace) -> bool:
     """Return whether an instance has a name, and is not granted to other users only."""
-    if place.name is None:
-        return False
-    try:
-        check_granted(host, place.name)
-    except NoPermission:
-        return False
-    return True
+    return place.name is not None and error_of(partial(check_granted, host, place.name)) is None
 
 
 def create_command(host: Host, profile: str, gpus: str) -> str:

@@ -627,8 +627,8 @@ def plan_add(
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
     Without ``may_destroy`` nothing is destroyed, with it idle instances may be. Besides free places the plan uses GPU
-    instances that have room and no name (see `_room_to_fill`), busy ones only where the wish names the place. ``with_others`` False: no wished compute instance gets into
-    a GPU instance with others, as for a wish with a name, which belongs to a whole GPU instance.
+    instances that have room and no name (see `_room_to_fill`), busy ones only where the wish names the place. With
+    ``with_others`` False no wished compute instance shares a GPU instance with others: a name belongs to a whole one.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)

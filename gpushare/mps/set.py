@@ -117,7 +117,7 @@ class _AttachedClients:
 def _with_joint_undo(
     control: MpsControl, before: Limits, servers: Mapping[int, float | None], steps: Sequence[Step]
 ) -> list[Step]:
-    """Return the steps; undone, the first of them restores all of the old limits (``before``, without defaults).
+    """Return the steps; undone, the first of them restores all of the old limits (``before``, with every default spelled out).
 
     ``servers`` are the percentages of the servers, which each gets back; its memory limit goes back to the daemon's, which it
     started with.

@@ -430,8 +430,9 @@ def _daemon_exists_error(host: Host, device: Device, pid: int | None) -> InUse:
     if host.root or info is None or info.uid == host.uid:
         hint = f"change its limits: gpushare mps set -g {selector} ...; or stop it: gpushare mps stop -g {selector}"
     else:
+        other_way = f"ask {info.user or 'its owner'}, or " if info.uid else ""
         hint = (
-            f"run in it: gpushare run -g {selector} -- CMD; to change it, ask {info.user or 'its owner'}, or as root: "
+            f"run in it: gpushare run -g {selector} -- CMD; to change it, {other_way}run as root: "
             f"sudo gpushare mps set -g {selector} ..."
         )
     return InUse(

@@ -199,7 +199,9 @@ def not_started_error(job: Detached) -> GpushareError:
     except (ValueError, LookupError, TypeError):
         hint = f"see: gpushare logs {job.name}"
         if not job.printed:
-            hint = f"see why: run it without -d; is the disk full: df -h {shlex.quote(str(job.output.parent))}"
+            hint = (
+                f"see why: run it without -d; see whether the disk is full: df -h {shlex.quote(str(job.output.parent))}"
+            )
         return error_class(f"'{job.name}' was not started: exit code {job.exit_code}", hint, code="detach_failed")
 
 

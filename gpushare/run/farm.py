@@ -965,7 +965,7 @@ class Farm:
         return None if most_copies is not None and running >= most_copies else gpu
 
     def _size_to_measure(self) -> int:
-        """Return what the copy reserves that is measured alone, whose need is unknown: half of what is free, for other jobs too."""
+        """Return what the copy reserves that is measured alone, whose need is unknown: half of what is free, so that others find room too."""
         available = self._largest_on_each(line.free_bytes for line in self._lines()) or 0
         if self._own_limit_bytes is not None:
             available = min(available, self._own_limit_bytes)
@@ -1395,7 +1395,7 @@ def _step_of_farm(text: str) -> Step:
 
 
 def _call_at_once(calls: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
-    """Make these calls of `Group.end` in threads, because each waits for its programs; only this one sees signals (``hurry``).
+    """Make these calls of `Group.end` in threads, because each waits for its programs; only the calling one sees signals (``hurry``).
 
     Raises:
         GpushareError: the first that failed.

@@ -424,7 +424,7 @@ class AdaptedSlice(Part):
         return {}
 
     def settle(self) -> None:
-        """Let continue what the program has left behind, and say how much of its speed production kept."""
+        """Let what the program has left behind continue, and say how much of its speed production kept."""
         self.release()
         if self._controller is not None and self._controller.kept is not None:
             percent = min(100.0, round(100 * self._controller.kept, 1))

@@ -133,7 +133,7 @@ class Mover:
             InUse: the other GPUs have no room for all of them (code ``no_room``).
         """
         source = self._whole_gpu(device)
-        # Of itself: the GPU is not in MIG mode.
+        # Raises if the GPU is in MIG mode: it is always of its own model.
         move.check_target(source, source)
         others = [self._whole_gpu(each) for each in devices] if devices is not None else self._gpus
         candidates = move.possible_targets(source, others)

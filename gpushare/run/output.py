@@ -136,7 +136,7 @@ def is_present(host: Host, name: str) -> bool:
 def seek_lines(descriptor: int, lines: int) -> bool:
     """Put the position of a file before its last ``lines`` lines; return whether there are lines before these."""
     position = end = os.fstat(descriptor).st_size
-    # They begin after so many line breaks from the end of the file. The one at its very end begins no line.
+    # They begin after this many line breaks from the end of the file. The one at its very end begins no line.
     breaks_left = lines
     if end and os.pread(descriptor, 1, end - 1) == b"\n":
         breaks_left += 1

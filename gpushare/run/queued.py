@@ -28,7 +28,7 @@ from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
-from gpushare.run.jobs import check_not_waiting, living_productions
+from gpushare.run.jobs import living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.show.waiting import waiting_line
@@ -182,10 +182,9 @@ class Queued:
         Raises:
             BadUsage: it fits on none of the devices (code ``never_fits``).
             NoPermission: it is more than this user may reserve (code ``over_user_limit``).
-            InUse: no room in time (code ``no_room``); a job of this name waits already (``name_in_use``).
+            InUse: no room in time (code ``no_room``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
-        check_not_waiting(self.host, self.request.name)
         size = self._size_to_reserve()
         self._warn_before_start(size)
         while True:

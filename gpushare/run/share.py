@@ -283,7 +283,7 @@ class MpsShare:
     def check_no_fault(self) -> None:
         """Raise OperationFailed if the server that would serve the program is in FAULT: CUDA refuses new clients (807).
 
-        Not a part of `check`: it passes when the affected clients have ended, so whoever waits or starts again may go on.
+        Not part of `check`: a fault passes once the affected clients have ended, so a job that waits or is started again may go on.
         """
         try:
             home = own_daemon(self.host, self.device)[0]

@@ -192,11 +192,20 @@ class JobStart:
         if len(share.devices) > 1:
             report.title = titles(share.devices)
         if isinstance(share, MpsShare):
-            share.check_no_fault()
+            self._check_no_fault(share)
         run = Run(self.host, share, all_parts, command, self.command, options, report, container=container)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
+
+    def _check_no_fault(self, share: MpsShare) -> None:
+        """Raise OperationFailed if its server takes no new client; in the dry run of a job that may wait, say so."""
+        error = error_of(share.check_no_fault)
+        if error is None:
+            return
+        if not (self.dry_run and self.queue.wait):
+            raise error
+        self.say(error.message)
 
     def _recorded_job(self, share: Share, options: RunOptions, slice_us: int | None = None) -> RecordedJob:
         """Return the part of the job that writes its record, with what that says before the job runs."""
@@ -722,10 +731,12 @@ class JobStart:
         plain = [
             f"'{job.name}'"
             for job in running_records(self.host)
-            if job.mps and job.role != OPPORTUNISTIC and device.uuid in job.devices
+            if job.keeper_uid is None and job.mps and job.role != OPPORTUNISTIC and device.uuid in job.devices
         ]
         if plain:
-            self.say(f"{', '.join(plain)} in the same MPS daemon: that slice holds there, too, while this job runs")
+            self.say(
+                f"in the same MPS daemon: {', '.join(plain)}; the time-slice holds there, too, while this job runs"
+            )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
 
     def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:

@@ -449,7 +449,7 @@ class Swapping(Part):
         # Its program: the watch, and the first process.
         self._watch: Watch | None = None
         self._pid = 0
-        # The record of the job while it is out or lost. ``_by_hand``: others took it out, so the policy brings it not back.
+        # The record of the job while it is out or lost. ``_by_hand``: others took it out, so the policy does not bring it back.
         self._swap: Swap | None = None
         self._by_hand = False
         # When it left or came back the last time; when it left, how long it was out in all, and how often.

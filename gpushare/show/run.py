@@ -165,7 +165,7 @@ class CopyLines:
     """Prefixed lines of the copies on stdout (on stderr if stdout gets a document), and a progress bar on a terminal."""
 
     def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
-        """Begin for so many copies, numbered from 0; ``note`` prints what is said of the farm."""
+        """Begin for the given number of copies, numbered from 0; ``note`` prints what is said of the farm."""
         documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
         self._stream = sys.stderr if output in documents else sys.stdout
         self._quiet = quiet

@@ -33,7 +33,7 @@ class SimulatedMachine(Machine):
         return state.host_memory_bytes - sum(process.image_bytes for process in state.processes)
 
     def descriptor_limit(self, pid: int) -> int | None:
-        """Return the limit of a process; None for PID 0: its PID is not known."""
+        """Return the limit of a process; None for PID 0, which stands for a process whose PID is not known."""
         return current(self._state_file).descriptor_limit if pid else None
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:

@@ -141,7 +141,7 @@ def run_smi(argv: Sequence[str], state_file: StateFile) -> Completed:
 
 
 def _list_policies(state: SimulatedHostState) -> tuple[int, str]:
-    """Return the exit code, that of the last GPU which refuses, and the table of the time-slice levels, and the errors."""
+    """Return the exit code (of the last GPU that refuses), and the table of time-slice levels followed by the errors."""
     code, rows, errors = Code.SUCCESS, "", ""
     for index, gpu in enumerate(state.gpus):
         refusal = _refusal_code(gpu)

@@ -828,7 +828,7 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
 def _slices_on(host: Host, control: ChannelControl, pid: int, uuid: str | None) -> Sequence[int | None]:
     """Return the slices of a process on a GPU: those read, or the one recorded if this user may not read them.
 
-    None: it is not known. None at all of a process that has ended, or is under MPS.
+    None stands for an unknown slice. Empty: the process has ended, or is under MPS.
     """
     process = host.processes.identity(pid)
     if process is None:

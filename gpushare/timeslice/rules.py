@@ -1,7 +1,7 @@
 """The rules for time-slices of a host: which process gets which slice. Pure.
 
 A rule of ``gpushare.yaml`` names processes and gives them a slice, a weight or a role. The first rule that matches a process
-wins. A command line, or a cgroup that its user owns, is what a user says about itself: a rule that relies on it alone never
+wins. A command line, or a cgroup that its user owns, is what users say about themselves: a rule that relies on it alone never
 raises a share. Such a rule gives at most the slice that the process had, and at most what the rules below would give.
 """
 
@@ -148,7 +148,7 @@ def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, defaul
         wanted = rule.microseconds
         if _is_trusted(kinds, origin):
             return Decision(rule=rule, microseconds=wanted)
-        # What a user says about itself raises no share.
+        # What users say about themselves raises no share.
         most, limit = default_us, "the slice that it had"
         below = decide(rules[number + 1 :], names, origin, gpu, default_us)
         if below is not None and below.microseconds < default_us:

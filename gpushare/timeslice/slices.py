@@ -33,7 +33,7 @@ LEAST_US: Final = 20
 MOST_US: Final = 30_000
 # What comes or goes is found at the next look: a process, or the context that it has not made yet.
 PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
-# A process may make or close contexts between a look and a call: so often is it looked at again.
+# A process may make or close contexts between a look and a call: look at it again at most this many times.
 _MOST_STALE: Final = 2
 
 
@@ -287,7 +287,7 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
         except GpushareError as error:
             if error.code in PASSING:
                 continue
-            again = f"gpushare timeslice set {format_slice(record.slice_us)} {record.pid}"
+            again = _set_command({record.slice_us}, str(record.pid), ())
             say(f"process {record.pid} lost its time-slice on the way: {error.message}; set it again: {again}")
             if isinstance(error, TimedOut):
                 return False

@@ -93,7 +93,7 @@ def width_of(text: str) -> int:
 
 
 def fit(text: str, width: int, *, right: bool = False) -> str:
-    """Return a text in exactly so many cells: cut with an ellipsis, or filled with blanks."""
+    """Return a text in exactly this many cells: cut with an ellipsis, or filled with blanks."""
     missing = width - width_of(text)
     if missing < 0:
         from rich.cells import set_cell_size
@@ -216,6 +216,6 @@ def _newest(values: Sequence[float | None], width: int) -> list[float | None]:
 
 
 def _eighths(value: float, height: int) -> int:
-    """Return how many eighths of a cell a share (0 to 1) fills in a column of so many cells; at least one."""
+    """Return how many eighths of a cell a share (0 to 1) fills in a column of this many cells; at least one."""
     # Something idle is a thin line, not nothing.
     return max(1, round(8 * height * min(1.0, max(0.0, value))))

@@ -14,6 +14,7 @@ import pytest
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import Way
 from gpushare.base.selection import Device
 from gpushare.connect import connect
 from gpushare.host.host import Host
@@ -543,5 +544,15 @@ def test_a_job_that_cannot_be_measured_is_named(
 
 def test_a_job_outside_mps_is_refused(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
+    running_then = []
+    begin = Stage.begin
+
+    def noted(stage: Stage) -> None:
+        running_then.append(len(stage.experiment.programs))
+        begin(stage)
+
+    monkeypatch.setattr(Stage, "begin", noted)
     with fails(OperationFailed, "not_attached"):
-        tune(host, device, options(job(30)))
+        tune(host, device, options(job(30), ways=(Way.SLICES, Way.CAPS)))
+    # The jobs of a way that was left out do not run next to those of the next.
+    assert running_then == [0, 0]

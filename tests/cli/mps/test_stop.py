@@ -272,7 +272,8 @@ def test_another_users_daemon(refused: Refused, world: World) -> None:
     ).replace(world.uuid(), "0")
     # What only its owner can do is no hint for others.
     text = refused("mps", "start", code="daemon_exists", exit_code=19)
-    assert f"run in it: gpushare run -g 0 -- CMD; to change it, ask {owner}, or as root: sudo gpushare mps set" in text
+    other_way = "" if owner == "root" else f"ask {owner}, or "
+    assert f"run in it: gpushare run -g 0 -- CMD; to change it, {other_way}run as root: sudo gpushare mps set" in text
     assert "needs root" in refused("timeslice", "set", "long", code="no_permission", exit_code=4)
 
 

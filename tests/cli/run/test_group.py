@@ -62,7 +62,7 @@ def test_a_plain_job_in_the_daemon_that_gets_the_slice_too_is_named(real: Real, 
     job = real("run", "--threads", "50", "--name", "batch", "--", *JOB)
     job.says("is attached to MPS server")
     planned = cli("run", "--opportunistic", "--for", str(running), "-n", "--", "true").ok()
-    assert "'batch' in the same MPS daemon: that slice holds there, too, while this job runs" in planned.err
+    assert "in the same MPS daemon: 'batch'; the time-slice holds there, too, while this job runs" in planned.err
     job.end(signal.SIGTERM)
 
 

@@ -51,15 +51,6 @@ def test_the_name_of_a_job_that_waits_is_taken(
     cli("stop", "web").ok()
 
 
-def test_a_name_that_gpushare_makes_is_not_that_of_a_job_that_waits(real: Real, cli: Cli, world: World) -> None:
-    held = world.hold(None)
-    waiting = real("run", "--wait", "--name", "true-1", "--", "true")
-    waiting.says("waiting for")
-    cli("run", "--", "true").ok()
-    held.leave()
-    assert waiting.result().code == 0
-
-
 def test_copies_have_one_name(real: Real, world: World, tmp_path: Path) -> None:
     wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
     started = real("farm", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
