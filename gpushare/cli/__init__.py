@@ -205,13 +205,12 @@ def _report_parser_error(error: Any) -> int:
         put(sys.stdout, error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
     path = " ".join(filter(None, ("gpushare", common.settings.command)))
-    from gpushare.cli.suggest import hint_of_arguments, meant_word
+    from gpushare.cli.suggest import meant_word
 
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
     words = (meant_word(error) or "").replace(" or ", "' or '")
     question = f". Did you mean '{words}'?" if words else ""
-    hint = "; ".join(filter(None, (hint_of_arguments(error), f"see: {path} --help")))
-    return _report_error(BadUsage(message[:1].lower() + message[1:] + question, hint))
+    return _report_error(BadUsage(message[:1].lower() + message[1:] + question, f"see: {path} --help"))
 
 
 def _in_our_words(message: str) -> str:

@@ -87,7 +87,7 @@ def farm(
     With --gpus N, each copy runs outside MPS on N GPUs with the best links between them, and reserves its memory on
     each.
     """
-    _check_numbers(copies, each, parallel, restart, word=command[0])
+    _check_numbers(copies, each, parallel, restart)
     count = 1 if gpus is None else gpus
     if count < 1:
         raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
@@ -122,14 +122,11 @@ def farm(
     return _run_or_plan(host, devices, command, options)
 
 
-def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int, *, word: str) -> None:
-    """Raise BadUsage unless --copies or --each is given, and all numbers are in bounds; ``word`` is the first of the program."""
+def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
+    """Raise BadUsage unless --copies or --each is given, and all numbers are in bounds."""
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
-        # A number in place of the program was meant for --copies.
-        number = word if word.isdecimal() and len(word) <= len(str(MOST_COPIES)) else 8
-        hint = f"give one of them before the program: --copies {number}, or --each FILE"
-        raise BadUsage(wrong, hint, code="bad_copies")
+        raise BadUsage(wrong, "give one of them before the program: --copies 8, or --each FILE", code="bad_copies")
     if copies is not None and not 1 <= copies <= MOST_COPIES:
         raise BadUsage(f"--copies {copies} is outside 1 to {MOST_COPIES}", "give --copies 8", code="bad_copies")
     if parallel is not None and parallel < 1:

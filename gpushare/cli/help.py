@@ -46,15 +46,8 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "run": (
         ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python3 train.py"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python3 batch.py"),
-        (
-            "Two GPUs, as soon as both have room",
-            "run --gpus 2 --wait --memory 60G -- torchrun --nproc-per-node 2 train.py",
-        ),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python3 train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python3 train.py"),
-        ("As root, in an instance that is made for the job", "run --mig 1g.10gb --create --wait -- python3 train.py"),
-        ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python3 train.py"),
-        ("A container", "run --container podman --memory 4G -- IMAGE python3 train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
     ),
     "farm": (
@@ -62,21 +55,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("One for each line, on all GPUs", "farm -g any --each inputs.txt --memory 10G -- python3 infer.py {}"),
         ("Go on after a crash", "farm --copies 100 --logs logs --resume -- python3 train.py {}"),
     ),
-    "jobs": (
-        ("With all other processes on the GPUs", "jobs -a"),
-        ("Look again every two seconds", "jobs -w"),
-    ),
-    "stop": (
-        ("Two jobs", "stop train web"),
-        ("At once", "stop train --grace 0"),
-        ("A process that gpushare did not start", "stop 4711 -y"),
-    ),
-    "logs": (("Until the job has ended", "logs train -f"), ("The last lines", "logs train --lines 20")),
-    "pause": (
-        ("For ten minutes at most", "pause 4711 --timeout 10m"),
-        ("Which jobs are paused", "pause list"),
-    ),
-    "resume": (("All that this user has paused", "resume --all"),),
     "move": (
         ("To GPU 1, when it has room", "move train -g 1 --wait"),
         ("All jobs off a GPU", "move --off 0"),
@@ -84,80 +62,52 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "reserve": (
         ("GPU 1 for two hours", "reserve -g 1 --for 2h"),
         ("Give it back", "reserve -g 1 --end"),
-        ("What is reserved", "reserve"),
     ),
     "swap in": (("When the GPU has room", "swap in train --wait"),),
     "timeslice set": (
         ("A short slice for a training, next to a server", "timeslice set 500us train"),
         ("Long slices on one GPU", "timeslice set long -g 0"),
     ),
-    "timeslice reset": (("A job", "timeslice reset train"), ("The level of all GPUs", "timeslice reset -g all")),
-    "timeslice keep": (
-        ("Which rule is for which process", "timeslice keep -f gpushare.yaml -n"),
-        ("Until Ctrl-C", "timeslice keep -f gpushare.yaml"),
-    ),
     "mps start": (
         ("Half of the SMs and 8 GiB for each client", "mps start -g 0 --threads 50 --memory 8G"),
         ("Another limit on each GPU", "mps start -g 0,1 --threads 0=25,1=50"),
-        ("Preview", "mps start -g 0 --exclusive -n"),
     ),
     "mps stop": (
         ("Wait up to a minute for the clients, then end them", "mps stop -g 0 --drain 60s"),
         ("At once, with all clients", "mps stop -g 0 --force"),
     ),
-    "mps set": (
-        ("Lower limits for clients that start from now on", "mps set -g 0 --threads 25 --memory 4G"),
-        ("One limit for each GPU", "mps set -g all --threads 0=25,1=50"),
-    ),
-    "mps logs": (
-        ("The last 50 lines of the server", "mps logs -g 0 --server --lines 50"),
-        ("What the log means", "mps logs -g 0 | gpushare explain -"),
-    ),
+    "mps set": (("Lower limits for clients that start from now on", "mps set -g 0 --threads 25 --memory 4G"),),
+    "mps logs": (("What the log means", "mps logs -g 0 | gpushare explain -"),),
     "mps env": (("Let programs of this shell join", 'eval "$(gpushare mps env -g 0 --threads 25)"'),),
     "mig fits": (
         ("On GPU 0 as it is now", "mig fits 3g.71gb '1g.18gb*2' -g 0"),
-        ("On a GPU that is not here", "mig fits '3g.40gb*2' --model h100-sxm"),
         ("By need instead of profile", "mig fits --memory 20G --sm 30"),
     ),
     "mig plan": (
-        ("What it would take", "mig plan '3g*2' -g 0"),
         ("On a GPU that is not here", "mig plan '3g*2' --model h100-sxm"),
         ("If idle instances may go", "mig plan 7g -g 0 --may-destroy"),
     ),
     "mig create": (
         ("Two instances with names", "mig create '1g.18gb*2' -g 0 --name alice"),
         ("By need instead of profile", "mig create --memory 30G --name carl"),
-        ("Preview", "mig create 3g -g 0 -n"),
     ),
     "mig destroy": (
         ("By name", "mig destroy alice"),
-        ("All idle instances of one GPU", "mig destroy all -g 0"),
         ("One with running programs", "mig destroy alice --evict alice"),
     ),
     "mig apply": (
         ("Exactly this layout, after a look at the plan", "mig apply -g 0 '3g.71gb*2' -n"),
         ("A layout of a mig-parted file", "mig apply -f parted.yaml -c all-balanced"),
     ),
-    "mig disable": (
-        ("Preview", "mig disable -g 0 -n"),
-        ("With the idle instances", "mig disable -g 0 --destroy"),
-    ),
-    "mig check": (
-        ("Exit code 7 if the layout differs", "mig check -g 0 '3g.71gb*2'"),
-        ("Against a mig-parted file", "mig check -f parted.yaml -c all-balanced"),
-    ),
+    "mig disable": (("With the idle instances", "mig disable -g 0 --destroy"),),
+    "mig check": (("Exit code 7 if the layout differs", "mig check -g 0 '3g.71gb*2'"),),
     "advise": (
         ("Four processes of one user", "advise --processes 4 --memory 6G --no-saturating"),
-        ("Users who do not trust each other", "advise --processes 3 --users different --untrusted"),
         ("Notebooks of five people", "advise --like jupyter --processes 5 --users different"),
-        ("Two that do not fit at the same time", "advise --processes 2 --memory 60G --needs progress"),
         ("What runs now", "advise -g 0 --live"),
         ("Measure first", "advise --measure --processes 4 --metric 'rate=([0-9.]+)' --for 5s -- python3 job.py"),
     ),
-    "compare": (
-        ("One way", "compare mig"),
-        ("Why a cell says what it says", "compare --why memory_protection mps"),
-    ),
+    "compare": (("Why a cell says what it says", "compare --why memory_protection mps"),),
     "bench": (
         ("1, 2 and 4 copies in each way", "bench --copies 1,2,4 -- python3 job.py"),
         ("By a number that it prints", "bench --metric 'rate=([0-9.]+)' --for 10s -- python3 job.py"),
@@ -169,11 +119,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
             "tune --production 'python3 serve.py' --opportunistic 'python3 batch.py' --keep 95% --metric 'rate=([0-9.]+)'",
         ),
         ("For `gpushare run --opportunistic --for serve`", "tune --production CMD --opportunistic CMD --name serve"),
-    ),
-    "explain": (
-        ("A code", "explain 805"),
-        ("A log", "explain server.log"),
-        ("A concept", "explain time-slice"),
     ),
     "observe": (
         ("For an hour, into a file", "observe --for 1h --to hour.jsonl"),
@@ -187,7 +132,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Preview", "apply gpushare.yaml -n"),
         ("At boot, wait for the driver", "apply gpushare.yaml --wait 60s"),
     ),
-    "capture": (("Keep what was set up by hand", "capture > gpushare.yaml"),),
     "export k8s": (("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),),
     "export dra": (("For Kubernetes 1.34", "export dra --kubernetes 1.34 --to dra"),),
     "export karpenter": (("Up to four nodes", "export karpenter --replicas 4 --max-nodes 4"),),
@@ -203,10 +147,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("A client of MPS with 2 GiB", "--host sim:h200 sim add --mps --memory 2G"),
         ("A program in a MIG instance", "--host sim:h200 sim add --mig 0"),
     ),
-    "sim fault": (
-        ("GPU 1 is lost", "--host sim:2xh200 sim fault lost -g 1"),
-        ("Clear all faults", "--host sim:2xh200 sim fault --clear"),
-    ),
+    "sim fault": (("GPU 1 is lost", "--host sim:2xh200 sim fault lost -g 1"),),
     "sim vgpu": (("A vGPU of a machine", "--host sim:h200 sim vgpu 'NVIDIA H200-35C' --memory 35G --vm train"),),
 }
 

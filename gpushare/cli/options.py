@@ -12,13 +12,14 @@ import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from gpushare import __version__
-from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
+from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.show.text import NotWritten, one_line, put, set_host
@@ -370,19 +371,12 @@ def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
     name = option.opts[-1]
     if name in _LISTS or "," in (option.metavar or ""):
         return ",".join(map(str, values))
-    times = "twice" if len(values) == 2 else f"{len(values)} times"
     first, *_, last = (quoted(str(value)) for value in values)
     raise BadUsage(
-        f"{name} is given {times}: first {first}, last {last}", "give it once, with one value", code="repeated_option"
+        f"{name} is given several times: first {first}, last {last}",
+        "give it once, with one value",
+        code="repeated_option",
     )
-
-
-class _MisplacedOptions(NamedTuple):
-    """Options of gpushare among the words of a program: their names, the same with values, and the program's own words."""
-
-    names: list[str]
-    words: list[str]
-    program: list[str]
 
 
 class Command(Helped, TyperCommand):
@@ -451,40 +445,17 @@ class Command(Helped, TyperCommand):
         """Note which options of this command are passed to the program, because they stand after it without ``--`` before it."""
         program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
         words_before = words[: len(words) - len(program)]
-        # A number is no program: the command refuses it.
-        if not program or program[0].isdecimal() or (words_before and words_before[-1] == "--"):
+        if not program or words_before[-1:] == ["--"]:
             return
-        misplaced = self._misplaced_options(ctx, program)
-        if misplaced.names:
-            meant_words = [*settings.command.split(), *words_before, *misplaced.words, "--", *misplaced.program]
-            line = cut(shlex.join(["gpushare", *meant_words]), 400)
-            name = quoted(os.path.basename(program[0]))
-            single = len(misplaced.names) == 1
+        options = {name for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
+        typed = takewhile(lambda word: word != "--", program[1:])
+        names = dict.fromkeys(word.partition("=")[0] if word.startswith("--") else word for word in typed)
+        misplaced = [name for name in names if name.startswith("-") and name in options]
+        if misplaced:
             note(
-                f"{', '.join(dict.fromkeys(misplaced.names))} after {name} {'is' if single else 'are'} passed to it, not to "
-                f"gpushare; for gpushare: {line}; if the program takes {'it' if single else 'them'}, put -- before "
-                "the program"
+                f"passed to {quoted(os.path.basename(program[0]))}, not to gpushare: {', '.join(misplaced)}; options of "
+                "gpushare come before the program; if these are the program's, put -- before it"
             )
-
-    def _misplaced_options(self, ctx: Any, program: Sequence[str]) -> _MisplacedOptions:
-        """Return which words of a program's command line are options of this command."""
-        options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        misplaced = _MisplacedOptions([], [], [program[0]])
-        unread = list(program[1:])
-        while unread:
-            word = unread.pop(0)
-            if word == "--":
-                misplaced.program.extend([word, *unread])
-                break
-            option = options.get(word.partition("=")[0] if word.startswith("--") else word)
-            if option is None or not word.startswith("-"):
-                misplaced.program.append(word)
-                continue
-            misplaced.names.append(word.partition("=")[0])
-            misplaced.words.append(word)
-            if not getattr(option, "is_flag", True) and "=" not in word and unread:
-                misplaced.words.append(unread.pop(0))
-        return misplaced
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command. Raises Interrupted after Ctrl-C, and ReaderGone (| head), which Typer would handle itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
@@ -96,34 +95,6 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
     # The beginning of an option: three letters at least, or it could be any.
     completions = [name for name in candidates if len(word) > 4 and name.startswith(word)]
     return completions[0] if len(completions) == 1 else _nearest_word(word, candidates)
-
-
-def hint_of_arguments(error: Any) -> str | None:
-    """Return a hint on a parser's error about a word that is no option, or about an argument too many; None: no hint."""
-    context = getattr(error, "ctx", None)
-    if context is None:
-        return None
-    if type(error).__name__ == "NoSuchOption":
-        takes_text = any("TEXT" in (parameter.metavar or "") for parameter in context.command.params)
-        return f"for a text that begins with -: gpushare {path_of(context)} -- TEXT" if takes_text else None
-    message = error.format_message()
-    if "unexpected extra argument" in message:
-        # Click's message ends in "(WORD)".
-        return _hint_of_extra_argument(message.rpartition("(")[2].rstrip(")."), context.command.params)
-    return None
-
-
-def _hint_of_extra_argument(word: str, parameters: Sequence[Any]) -> str | None:
-    """Return a hint on an argument that a command with these parameters does not take."""
-    time_options = [parameter for parameter in parameters if parameter.metavar == "TIME"]
-    if len(time_options) == 1 and re.fullmatch(r"\d[\d.]*[smhd]", word, re.ASCII):
-        return f"give a time with its option: {time_options[0].opts[0]} {word}"
-    arguments = [parameter.metavar or "" for parameter in parameters if parameter.param_type_name == "argument"]
-    if not arguments:
-        return "it takes no arguments, only options"
-    # JOB, [JOB] or JOB|list.
-    takes_one_job = len(arguments) == 1 and arguments[0].strip("[]").partition("|")[0] == "JOB"
-    return "one job at a time" if takes_one_job else None
 
 
 def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from gpushare.base.errors import NotSupported, OperationFailed
@@ -47,8 +45,7 @@ def top(
     # The first frame is read while Textual is loaded.
     watch.start()
     try:
-        with _without_tls():
-            from gpushare.top.screen import Cockpit
+        from gpushare.top.screen import Cockpit
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
@@ -74,22 +71,6 @@ def top(
     with leaving_at_the_end(lambda: cockpit.call_later(cockpit.exit)):
         cockpit.run()
     return 0
-
-
-@contextlib.contextmanager
-def _without_tls() -> Iterator[None]:
-    """Let imports of Textual, which need asyncio, do without OpenSSL, which costs 15 ms and 4 MiB.
-
-    A module that is None in `sys.modules` cannot be imported, and asyncio works without ssl.
-    """
-    if "asyncio" in sys.modules or "ssl" in sys.modules:
-        yield
-        return
-    sys.modules["ssl"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules["ssl"]
 
 
 def _is_terminal() -> bool:

@@ -238,9 +238,6 @@ def test_unknown(asked: str) -> None:
 
 
 def test_a_text_that_begins_with_a_dash(refused: Refused) -> None:
-    """The error of the parser says how to give it."""
-    lines = refused("explain", "--memory 4G exceeded", code="usage", exit_code=2)
-    assert "for a text that begins with -: gpushare explain -- TEXT" in lines
     assert "no explanation found for" in refused(
         "explain", "--", "--memory 4G exceeded", code="not_explained", exit_code=6
     )
