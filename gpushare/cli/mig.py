@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,10 +26,12 @@ from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
     Command,
+    Refused,
     argument,
     flag,
     gpus_named,
     option,
+    refuse,
     settings,
 )
 from gpushare.gpu_models import find_model
@@ -38,14 +39,12 @@ from gpushare.host.host import Host
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.places import InstancePlace, named_places
-from gpushare.mig.plan import Cost, InstanceChange, MigPlan, NoPlan, Why, shown_steps
-from gpushare.mig.planner import eviction_words, plan_add, plan_exact
+from gpushare.mig.places import named_places
+from gpushare.mig.plan import Cost, MigPlan, Why, shown_steps
+from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.recover import leftovers
 from gpushare.mig.target import is_profile, need_name
-from gpushare.mig.wish import Wish
-from gpushare.mig.wish import resolve as profile_of
 from gpushare.plan import Plan
 from gpushare.show.mig import (
     GpuText,
@@ -88,7 +87,13 @@ def env(
     The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
     the instance at the same time: `gpushare run --mig` keeps other runs out.
     """
-    places = _places_named(name)
+    if is_profile(name):
+        raise BadUsage(
+            f"'{name[:60]}' is a profile, and only a name tells which instance",
+            f"give the name of an instance; or let gpushare choose one: gpushare run --mig {name[:60]} -- CMD",
+            code="not_a_name",
+        )
+    places = named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
     place = places[0]
     environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}
     notes: tuple[str, ...] = ()
@@ -108,22 +113,12 @@ def env(
     )
 
 
-def _places_named(name: str) -> list[InstancePlace]:
-    """Return the places of the instances with a name, at least one; raises BadUsage for a profile."""
-    if is_profile(name):
-        raise BadUsage(
-            f"'{name[:60]}' is a profile, and only a name tells which instance",
-            f"give the name of an instance; or let gpushare choose one: gpushare run --mig {name[:60]} -- CMD",
-            code="not_a_name",
-        )
-    return named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
-
-
 app = typer.Typer(
     **GROUP,
     help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
 )
 MODEL: Final = option("--model", "MODEL", "An empty GPU of this model instead of this host's GPUs: h100-80gb.")
+_GPU_OR_MODEL: Final = (Refused("--gpu", "--model", "it is a GPU of this host", "'3g.40gb*2' --model h100-80gb"),)
 
 
 def status(gpu: str | None = GPU_OPTION) -> Any:
@@ -193,12 +188,12 @@ def fits(
 
     Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
-    with _hints_for(model):
-        wanted = typed_wish(wish, memory, sm)
-        _, layouts = chosen_gpus(gpu, model)
-        answer = plan_add(layouts, wanted)
-        if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
-            raise no_plan_error(answer)
+    refuse(_GPU_OR_MODEL)
+    wanted = typed_wish(wish, memory, sm)
+    _, layouts = chosen_gpus(gpu, model)
+    answer = plan_add(layouts, wanted)
+    if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
+        raise no_plan_error(answer)
     if isinstance(answer, MigPlan):
         places = [
             f"{'' if new.whole else 'in '}{new.instance} on GPU {planned.gpu}"
@@ -207,7 +202,7 @@ def fits(
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
-    data = MigFitsAnswer(fits=False, would_go=tuple(_would_go_row(index, change) for index, change in answer.would_go))
+    data = MigFitsAnswer(fits=False, would_go=tuple(f"{change} on GPU {index}" for index, change in answer.would_go))
     text = f"no: {answer.message}"
     return Result(data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
@@ -226,16 +221,13 @@ def plan(
     Busy instances always stay. Without --exact the wish is added, and idle instances are destroyed only with
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.
     """
-    with _hints_for(model):
-        wanted = typed_wish(wish, memory, sm)
-        gpus, layouts = chosen_gpus(gpu, model)
-        if exact:
-            answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: wanted for layout in layouts})
-        else:
-            answer = plan_add(layouts, wanted, may_destroy=may_destroy)
-        if exact or may_destroy:
-            answer = _with_eviction_hint(answer, layouts, wanted, exact=exact)
-        layout_plan = planned_or_refused(answer)
+    refuse(_GPU_OR_MODEL)
+    wanted = typed_wish(wish, memory, sm)
+    gpus, layouts = chosen_gpus(gpu, model)
+    if exact:
+        layout_plan = planned_or_refused(plan_exact(layouts, {layout.gpu: wanted for layout in layouts}))
+    else:
+        layout_plan = planned_or_refused(plan_add(layouts, wanted, may_destroy=may_destroy))
     steps = tuple(shown_steps(layout_plan, [each.index for each in gpus if not each.mig_enabled]))
     # The undo of a new instance has a word in place of its id, which is not known yet.
     has_placeholder = any("-ci CI" in (step.undo or "") for step in steps)
@@ -246,40 +238,6 @@ def plan(
         text=plan_text(layout_plan, {layout.gpu: layout for layout in layouts}),
         tables=result.tables if steps else (),
     )
-
-
-def _with_eviction_hint(
-    answer: MigPlan | NoPlan, layouts: Sequence[Layout], wish: Wish, *, exact: bool
-) -> MigPlan | NoPlan:
-    """Return the answer to a wish; a refusal because of running programs gets a hint with the command that ends them."""
-    if isinstance(answer, MigPlan):
-        return answer
-    eviction = eviction_words(answer)
-    if eviction is None:
-        return answer
-    instances, evict_options = eviction
-    if exact:
-        # A request by size is given as the profile that serves it on these GPUs.
-        words = " ".join(
-            str(request) if isinstance(request.profile, str | int) else profile_of(request, layouts[0].profiles).name
-            for request in wish
-        )
-        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {evict_options}"
-    else:
-        command = f"gpushare mig destroy {instances} {evict_options}"
-    return replace(answer, hint=f"end the programs there, or let gpushare end them: {command}")
-
-
-@contextmanager
-def _hints_for(model: str | None) -> Iterator[None]:
-    """Add --model to hints with `mig profiles`, which would otherwise be about this host."""
-    try:
-        yield
-    except GpushareError as error:
-        if model is None:
-            raise
-        about = f"gpushare mig profiles --model {shlex.quote(model)}"
-        raise error.restated(hint=error.hint.replace("gpushare mig profiles", about)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,12 +265,6 @@ def _silent_error(silent: Sequence[Gpu]) -> GpuLost:
 
 def chosen_gpus(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the GPUs that a wish is for, with their layouts; for --model no GPU, and the layout of an empty one."""
-    if model is not None and gpu is not None:
-        raise BadUsage(
-            "both a GPU and a model are named",
-            "give -g for this host, or --model for a GPU that is not here",
-            code="two_names",
-        )
     if model is not None:
         return (), [model_layout(model)[0]]
     host = settings.connect()
@@ -339,28 +291,14 @@ def _mode_text(gpu: Gpu) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WouldGo:
-    """An instance that is in the way."""
-
-    gpu: int
-    gpu_instance_id: int
-    profile: str
-    # The memory slice at which it begins.
-    start: int
-    # False: the GPU instance stays, and only these compute instances would be destroyed.
-    whole: bool
-    compute_instance_ids: tuple[int, ...]
-    busy: bool | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class MigFitsAnswer:
     """The answer of `mig fits`."""
 
     fits: bool
     # Places, in words.
     where: tuple[str, ...] = ()
-    would_go: tuple[WouldGo, ...] = ()
+    # What is in the way, in words.
+    would_go: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,19 +313,6 @@ class MigProfilesAnswer:
     """The answer of `mig profiles`."""
 
     profiles: tuple[ProfileRow, ...]
-
-
-def _would_go_row(gpu: int, change: InstanceChange) -> WouldGo:
-    """Return what would have to be destroyed for a wish on a GPU: an instance, or only compute instances of it."""
-    return WouldGo(
-        gpu=gpu,
-        gpu_instance_id=change.instance.id,
-        profile=change.instance.profile.name,
-        start=change.instance.start,
-        whole=change.whole,
-        compute_instance_ids=tuple(part.id for part in change.compute),
-        busy=change.busy,
-    )
 
 
 for function, kind, text in (

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
-from gpushare.base.model import ComputeMode, Gpu
+from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
-from gpushare.base.units import counted, first_few, quoted, ranges
+from gpushare.base.units import first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import OF_FILE, absent_gpus, demands_of, read_config, typed_wish
 from gpushare.cli.options import (
@@ -39,8 +39,6 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.host import Host
-from gpushare.host.users import has_records
-from gpushare.memory.swapped import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
 from gpushare.mig.driver import MigReader, need_rights
@@ -65,7 +63,7 @@ from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, shell_wish
 from gpushare.mig.recover import recover as recover_changes
-from gpushare.mig.target import difference, find_targets, need_name
+from gpushare.mig.target import difference, find_targets
 from gpushare.mig.wish import in_order, parse_wish
 from gpushare.mps.home import start_command
 from gpushare.plan import Loss, Plan, in_turn
@@ -98,9 +96,6 @@ def current_layouts(host: Host, gpu: str | None, *, named: bool = False) -> tupl
             )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
     incapable = [each for each in gpus if not each.mig_capable]
-    if incapable and len(incapable) < len(gpus):
-        capable = ",".join(str(each.index) for each in gpus if each.mig_capable)
-        raise no_mig_error(incapable[:1], f"name those that have it: -g {capable}")
     if incapable:
         raise no_mig_error(incapable[:1])
     return gpus, layouts_of(host, gpus)
@@ -224,7 +219,7 @@ class MigChangeAnswer(PlanAnswer):
 def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
     named_by_spot = {named.spot: named for named in names_of(host).values()}
-    yield from (daemon.text for daemon in _stopped_daemons(change))
+    yield from (text for text, _ in _stopped_daemons(change))
     # MPS daemons of other users.
     yield from (f"{loss.what} is gone" for loss in change.plan.consent if loss.action == "stops")
     for part in change.gpus:
@@ -243,12 +238,8 @@ def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance])
 def _destroyed_line(part: GpuChange) -> str:
     """Return which instances, and compute instances of others, are gone from a GPU."""
     destroyed = part.plan.destroyed
-    names = [
-        str(each.instance) if each.whole else f"{counted(len(each.compute), 'compute instance')} of {each.instance}"
-        for each in destroyed
-    ]
     several = len(destroyed) > 1 or (not destroyed[0].whole and len(destroyed[0].compute) > 1)
-    return f"{', '.join(names)} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
+    return f"{', '.join(map(str, destroyed))} on GPU {part.gpu.index} {'are' if several else 'is'} gone"
 
 
 def _naming_lines(part: GpuChange, named_by_spot: Mapping[Spot, NamedInstance]) -> Iterator[str]:
@@ -344,7 +335,7 @@ def _undo_line(change: MigChange) -> str | None:
         users = {instance.name: instance.granted for instance in part.layout.instances if instance.name}
         commands += naming_commands(part.before, part.after, users)
     # By then the instances of the daemons have their names again.
-    commands += [daemon.start_command for daemon in _stopped_daemons(change) if daemon.start_command]
+    commands += [start for _, start in _stopped_daemons(change) if start is not None]
     return in_turn(commands)
 
 
@@ -369,37 +360,26 @@ def _commands_that_destroy(change: MigChange, by_instance: Sequence[GpuChange]) 
     return commands
 
 
-class _StoppedDaemon(NamedTuple):
-    """An MPS daemon that a change stops, in words, and the command that starts it again after the undo.
+def _stopped_daemons(change: MigChange) -> Iterator[tuple[str, str | None]]:
+    """Yield the MPS daemons that a change stops, in words, each with the command that starts it again after the undo.
 
     No command: its instance has no name by which to find it again, and may get another UUID.
     """
-
-    text: str
-    start_command: str | None
-
-
-def _stopped_daemons(change: MigChange) -> Iterator[_StoppedDaemon]:
     for part in change.gpus:
-        titles: dict[str | None, str] = {part.gpu.uuid: f"GPU {part.gpu.index}"}
-        selectors: dict[str | None, str | None] = {part.gpu.uuid: str(part.gpu.index)}
+        # The title and the selector of each device, by UUID.
+        devices: dict[str | None, tuple[str, str | None]]
+        devices = {part.gpu.uuid: (f"GPU {part.gpu.index}", str(part.gpu.index))}
         for instance in part.layout.instances:
             title = f"'{instance.name}'" if instance.name else f"{instance} on GPU {part.gpu.index}"
-            titles |= {each.uuid: title for each in instance.compute}
-            selectors |= {each.uuid: instance.name if len(instance.compute) == 1 else None for each in instance.compute}
+            selector = instance.name if len(instance.compute) == 1 else None
+            devices |= {each.uuid: (title, selector) for each in instance.compute}
         for record in change.daemons:
-            if record.device_uuid not in titles:
+            if record.device_uuid not in devices:
                 continue
-            # `timeslice set --beside-mps` may have changed the mode since the start; None: it is unknown.
-            mode_stays = part.gpu.compute_mode in {None, ComputeMode.EXCLUSIVE_PROCESS}
-            exclusive = record.profile is None and record.previous_compute_mode is not None and mode_stays
-            selector = selectors[record.device_uuid]
-            start = start_command(selector or "UUID", record.limits, exclusive=exclusive, users=record.users)
-            text = f"the MPS daemon of {titles[record.device_uuid]} is gone"
-            if selector is None:
-                yield _StoppedDaemon(f"{text}; to start it on another instance: {start}", None)
-            else:
-                yield _StoppedDaemon(text, start)
+            title, selector = devices[record.device_uuid]
+            exclusive = record.profile is None and record.previous_compute_mode is not None
+            start = selector and start_command(selector, record.limits, exclusive=exclusive, users=record.users)
+            yield f"the MPS daemon of {title} is gone", start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -713,23 +693,9 @@ def change_of(
         after=[*name_steps(host, plan.gpus, naming.changed), *naming.after],
         job_names=partial(job_names, host),
     )
-    notes = list(change.plan.notes)
-    switched_on = [gpu for gpu in gpus if modes.get(gpu.index) and not gpu.mig_enabled]
-    if switched_on:
-        notes += _swapped_out_notes(host, switched_on)
     consent = (*change.plan.consent, *naming.losses)
-    plan_with_names = replace(change.plan, consent=consent, undo=in_turn(naming.undo), notes=tuple(notes))
+    plan_with_names = replace(change.plan, consent=consent, undo=in_turn(naming.undo))
     return replace(change, plan=plan_with_names, names=naming.bound)
-
-
-def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
-    """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
-    if not has_records(host, "swap"):
-        return
-    for swap in swaps(host):
-        for gpu in gpus:
-            if swap.state != BACK and swap.gpu_uuid == gpu.uuid:
-                yield f"GPU {gpu.index}: {swap.title} is swapped out of it, and can only come back when MIG is off again"
 
 
 class _GpuDemands(NamedTuple):
@@ -820,7 +786,7 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     check_name(name)
     host = settings.connect()
     _, layouts = current_layouts(host, gpu, named=True)
-    layout, gpu_instance = _instance_to_name(name, instance, layouts)
+    layout, gpu_instance = _instance_to_name(instance, layouts)
     named = NamedInstance(
         name=name, gpu_uuid=layout.uuid or "", profile=gpu_instance.profile.name, start=gpu_instance.start
     )
@@ -841,8 +807,11 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     )
 
 
-def _instance_to_name(name: str, instance: str, layouts: Sequence[Layout]) -> tuple[Layout, GpuInstance]:
-    """Return the GPU instance that a word means, after the layout of its GPU; raises BadUsage if it means another thing."""
+def _instance_to_name(instance: str, layouts: Sequence[Layout]) -> tuple[Layout, GpuInstance]:
+    """Return the GPU instance that a word means, or in which its compute instance is, after the layout of its GPU.
+
+    Raises BadUsage if it means several.
+    """
     targets = find_targets(instance, layouts)
     if len(targets) != 1:
         raise BadUsage(
@@ -851,14 +820,6 @@ def _instance_to_name(name: str, instance: str, layouts: Sequence[Layout]) -> tu
     (target,) = targets
     layout = next(each for each in layouts if each.gpu == target.gpu)
     gpu_instance = next(each for each in layout.instances if each.id == target.instance)
-    if target.compute is not None and len(gpu_instance.compute) > 1:
-        raise BadUsage(
-            f"'{instance[:60]}' is one of {len(gpu_instance.compute)} compute instances of {gpu_instance}; "
-            "a name means the GPU instance with all of them",
-            f"name that: gpushare mig name {name} {layout.gpu}/{gpu_instance.id}; for one compute instance use -g MIG-<uuid>",
-            gpu=layout.gpu,
-            code="part_of_instance",
-        )
     return layout, gpu_instance
 
 
@@ -867,11 +828,6 @@ def _plan_forget(name: str) -> Plan:
     host = settings.connect()
     named = names_of(host).get(name)
     if named is None:
-        # A word that cannot be a name has its own error.
-        try:
-            need_name(name, "")
-        except BadUsage as error:
-            raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
     if not settings.dry_run:
         # Before the question: with that answered, it would be refused all the same.

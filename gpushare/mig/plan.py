@@ -8,6 +8,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from gpushare.base.model import GpuProcess, Holder
+from gpushare.base.units import counted
 from gpushare.mig.profile import ComputeInstance, GpuInstance, on_or_off
 from gpushare.plan import Step
 
@@ -49,6 +50,11 @@ class InstanceChange:
     instance: GpuInstance
     compute: tuple[ComputeInstance, ...]
     whole: bool
+
+    def __str__(self) -> str:
+        return (
+            str(self.instance) if self.whole else f"{counted(len(self.compute), 'compute instance')} of {self.instance}"
+        )
 
     @property
     def known_holders(self) -> list[GpuProcess | Holder]:

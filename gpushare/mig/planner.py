@@ -551,7 +551,7 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     if busy and only_adds:
         hint = f"end the programs there, then make room: gpushare mig destroy {_words_for(destroyed)}"
     elif busy:
-        hint = f"end the programs there, or let gpushare end them: {_words_for(_busy_only(busy), option='--evict ')}"
+        hint = f"end the programs there; or mig apply and mig destroy end them with {_words_for(_busy_only(busy), option='--evict ')}"
     elif only_adds:
         idle = "it is idle" if len(destroyed) == 1 else "they are idle"
         hint = f"{idle}: gpushare mig destroy {_words_for(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
@@ -560,12 +560,6 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     return NoPlan(
         why=Why.BLOCKED, message=f"{problem}: this would have to be destroyed: {listing}", hint=hint, instead=instead
     )
-
-
-def eviction_words(no_plan: NoPlan) -> tuple[str, str] | None:
-    """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
-    busy = [(gpu, change) for gpu, change in no_plan.would_go if change.busy]
-    return (_words_for(no_plan.would_go), _words_for(_busy_only(busy), option="--evict ")) if busy else None
 
 
 def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:

@@ -91,5 +91,5 @@ def test_the_hint_evicts_only_parts_that_somebody_is_in() -> None:
     gpu = Layout(gpu=0, profiles=layout("h100").profiles, instances=(one,))
     refused = plan_exact([gpu], {0: parse_wish("3g:0")})
     assert "(GPU 0, GPU instance 7, compute instances 0, 1, 2; busy: 4711 python3)" in refused.message
-    assert refused.hint.endswith(": --evict 0/7/1")
+    assert refused.hint.endswith(" --evict 0/7/1")
     assert isinstance(plan_exact([gpu], {0: parse_wish("3g:0")}, evict=[Target(0, 7, 1)]), MigPlan)

@@ -151,9 +151,9 @@ def test_the_hint_names_what_would_go() -> None:
     assert "gpushare mig destroy 0/400 " in refused.hint
     assert "--may-destroy" in refused.hint
     busy = plan_exact([gpu], {0: ()})
-    assert busy.hint.endswith(": --evict 0/404")
+    assert busy.hint.endswith(" --evict 0/404")
     many = plan_exact([layout("h100", *(f"1g.10gb:{start}!" for start in range(7)))], {0: ()})
-    assert many.hint.endswith(": --evict INSTANCE...")
+    assert many.hint.endswith(" --evict INSTANCE...")
 
 
 def test_media_once_per_gpu() -> None:

@@ -400,8 +400,7 @@ def test_an_mps_daemon_that_a_change_stops_is_told_and_comes_back(cli: Cli) -> N
     cli("mig", "name", "--forget", "big", host=A100).ok()
     done = cli("mig", "destroy", "3g.40gb:4", "-g", "0", host=A100).ok()
     assert done.out == (
-        "the MPS daemon of 3g.40gb:4 on GPU 0 is gone; to start it on another instance: "
-        "gpushare mps start -g UUID --threads 50\n"
+        "the MPS daemon of 3g.40gb:4 on GPU 0 is gone\n"
         "3g.40gb:4 on GPU 0 is gone\nundo: gpushare mig create 3g.40gb:4 -g 0\n"
     )
 

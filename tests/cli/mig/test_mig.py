@@ -69,9 +69,7 @@ def test_no_says_what_would_have_to_go(cli: Cli) -> None:
     admin.add_process("sim:h100", "0", mig="1")
     done = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "4g.40gb")
     assert done.code == 7
-    assert [(row["profile"], row["start"], row["busy"]) for row in done.json["data"]["would_go"]] == [
-        ("3g.40gb", 0, True)
-    ]
+    assert done.json["data"]["would_go"] == ["3g.40gb:0 on GPU 0"]
 
 
 def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: Cli) -> None:
@@ -213,8 +211,7 @@ def test_the_picture_of_a_plan_fits_80_columns(cli: Cli, model: str, wish: str) 
 def test_what_would_go_inside_is_told_apart(cli: Cli) -> None:
     cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb:0*3", "3g:4")
     fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "2c.3g.40gb:0")
-    (gone,) = fits.json["data"]["would_go"]
-    assert (gone["gpu_instance_id"], gone["whole"], gone["compute_instance_ids"]) == (1, False, [0, 1])
+    assert fits.json["data"]["would_go"] == ["2 compute instances of 3g.40gb:0 on GPU 0"]
 
 
 def test_the_undo_of_a_change_gives_grants_again(cli: Cli) -> None:

@@ -185,15 +185,6 @@ def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Refused,
     assert host.process(pid).checkpoint == CHECKPOINTED
 
 
-def test_switching_mig_on_names_the_jobs_that_are_swapped_out(cli: Cli, world: World) -> None:
-    assert "swapped out" not in cli("mig", "enable", "-g", "0", "-n").ok().err
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
-    message = f"GPU 0: process {pid} is swapped out of it, and can only come back when MIG is off again"
-    assert message in cli("mig", "enable", "-g", "0", "-n").ok().err
-    assert message in cli("mig", "apply", "-g", "0", "1g.18gb", "-n").ok().err
-
-
 def test_another_users_job_needs_consent(cli: Cli, refused: Refused, world: World) -> None:
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
