@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,34 +30,28 @@ _UUID: Final = re.compile(r"(GPU|MIG)-[0-9a-f-]+", re.IGNORECASE | re.ASCII)
 # By index (0, 1:0) and by type and index (gpu0, mig1:0).
 _WHOLE: Final = re.compile(r"(?:gpu)?(\d{1,4})", re.ASCII)
 _MIG: Final = re.compile(r"(?:mig)?(\d{1,4}):(\d{1,4})", re.ASCII)
-_CAPABILITY: Final = re.compile(r"/dev/nvidia-caps/nvidia-cap(\d{1,6})", re.ASCII)
-
-
-@dataclass(frozen=True, kw_only=True)
-class CdiDevice:
-    """One device of a specification: ``0``, ``1:0``, ``all``, ``GPU-<uuid>``, ``MIG-<uuid>``, and its device nodes."""
-
-    name: str
-    nodes: tuple[str, ...] = ()
+# The names that nvidia-ctk gives to devices.
+_GENERATED: Final = re.compile("|".join(pattern.pattern for pattern in (_UUID, _WHOLE, _MIG)), re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CdiSpec:
-    """One specification file of kind nvidia.com/gpu; ``path`` is the path on the host."""
+    """One specification file of kind nvidia.com/gpu: its path on the host, and its devices.
+
+    A device is named ``0``, ``1:0``, ``all``, ``GPU-<uuid>`` or ``MIG-<uuid>``.
+    """
 
     path: str
-    devices: tuple[CdiDevice, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """What is wrong in a specification: UUIDs (or names, if it has no UUIDs) that are gone, missing or moved."""
+    """What is wrong in a specification: devices that are gone, and UUIDs that are missing."""
 
     path: str
     gone: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
-    # Names by index that now belong to another MIG device.
-    moved: tuple[str, ...] = ()
 
 
 def root_of(host: Host) -> Path:
@@ -83,7 +77,7 @@ def find_specs(host: Host) -> tuple[CdiSpec, ...]:
                 if file.suffix not in {".yaml", ".json"}:
                     continue
                 spec = _read_spec(file, f"{directory}/{file.name}")
-                if spec is not None and any(_is_generated(device.name) for device in spec.devices):
+                if spec is not None and any(name == "all" or _GENERATED.fullmatch(name) for name in spec.names):
                     specs.append(spec)
     return tuple(specs)
 
@@ -99,12 +93,7 @@ def _read_spec(file: Path, path: str) -> CdiSpec | None:
     entries = raw.get("devices")
     if not isinstance(entries, list):
         entries = []
-    devices = tuple(
-        CdiDevice(name=str(entry.get("name", "")), nodes=tuple(_node_paths(entry)))
-        for entry in entries
-        if isinstance(entry, dict)
-    )
-    return CdiSpec(path=path, devices=devices)
+    return CdiSpec(path=path, names=tuple(str(entry.get("name", "")) for entry in entries if isinstance(entry, dict)))
 
 
 def _parse_yaml(text: str) -> Any:
@@ -120,95 +109,39 @@ def _parse_yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _node_paths(device: dict[str, Any]) -> Iterable[str]:
-    """Yield the paths of the device nodes of a device."""
-    edits = device.get("containerEdits")
-    nodes = edits.get("deviceNodes") if isinstance(edits, dict) else None
-    if isinstance(nodes, list):
-        for node in nodes:
-            if isinstance(node, dict) and isinstance(node.get("path"), str):
-                yield node["path"]
-
-
-def _is_generated(name: str) -> bool:
-    """Return whether nvidia-ctk gives devices such names."""
-    return name == "all" or any(pattern.fullmatch(name) for pattern in (_UUID, _WHOLE, _MIG))
-
-
 def stale_specs(host: Host, gpus: Sequence[Gpu]) -> tuple[Staleness, ...]:
-    """Return the specifications that name MIG devices that are gone, lack devices, or have wrong indexes.
+    """Return the specifications that name MIG devices that are gone, or lack devices.
 
     ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no device counts as gone.
     """
     compared = (_staleness_of(spec, gpus) for spec in find_specs(host))
-    return tuple(spec for spec in compared if spec.gone or spec.missing or spec.moved)
+    return tuple(spec for spec in compared if spec.gone or spec.missing)
 
 
 def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
-    """Return how a specification differs from the devices that are there."""
+    """Return how a specification differs from the devices that are there.
+
+    One without UUIDs of MIG devices (before nvidia-ctk 1.16) is compared by how many it has of each GPU.
+    """
     answering = [gpu for gpu in gpus if gpu.error is None]
-    mig_uuids = [mig.uuid for gpu in answering for mig in gpu.mig_instances]
-    names = {device.name for device in spec.devices}
-    uuid_by_name = _uuids_by_index_name(spec, gpus)
-    # A specification without UUIDs names its MIG devices by index only.
-    listed = {name for name in names if name.startswith("MIG-")} or set(uuid_by_name.values())
-    listed_indexes = {int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)) is not None}
-    whole_gpus = [gpu for gpu in answering if gpu.uuid and not gpu.mig_enabled]
-    missing = [uuid for uuid in mig_uuids if uuid not in listed]
-    missing += [gpu.uuid or "" for gpu in whole_gpus if gpu.uuid not in names and gpu.index not in listed_indexes]
+    listed = {name for name in spec.names if name.startswith("MIG-")}
+    listed_indexes = {int(match[1]) for name in spec.names if (match := _WHOLE.fullmatch(name)) is not None}
+    gone: list[str] = []
+    missing: list[str] = []
+    for gpu in answering:
+        uuids = [mig.uuid for mig in gpu.mig_instances]
+        if listed:
+            missing += [uuid for uuid in uuids if uuid not in listed]
+        else:
+            places = [name for name in spec.names if (match := _MIG.fullmatch(name)) and int(match[1]) == gpu.index]
+            gone += places[len(uuids) :]
+            missing += uuids[len(places) :]
+        if gpu.uuid and not gpu.mig_enabled and gpu.uuid not in spec.names and gpu.index not in listed_indexes:
+            missing.append(gpu.uuid)
     # The devices of a GPU that does not answer may be there.
-    gone = sorted(listed.difference(mig_uuids)) if len(answering) == len(gpus) else []
-    # While devices are gone or missing, the indexes of the others differ for that reason alone.
-    moved = [] if gone or missing else list(_stale_names(uuid_by_name, answering))
-    return Staleness(path=spec.path, gone=tuple(gone), missing=tuple(missing), moved=tuple(moved))
-
-
-def _uuids_by_index_name(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the UUIDs of the MIG devices that a specification names by index, by that name (``0:1``, ``mig0:1``).
-
-    A specification may have a device twice, by index and by UUID, with the same nodes. An unknown UUID is the name itself.
-    """
-    uuid_by_nodes = {
-        device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")
-    }
-    uuids = {}
-    for device in spec.devices:
-        match = _MIG.fullmatch(device.name)
-        if match is not None:
-            gpu = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
-            uuid = uuid_by_nodes.get(device.nodes) or _uuid_by_capabilities(device, gpu)
-            uuids[device.name] = uuid or device.name
-    return uuids
-
-
-def _uuid_by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
-    """Return the UUID of the MIG device of a GPU with the same capability nodes; None: there is none.
-
-    The minor of a GPU instance is 3 + 135 * GPU + 9 * id, of its compute instance that + 1 + id (nvidia-caps.c).
-    """
-    minors = sorted({int(match[1]) for node in device.nodes if (match := _CAPABILITY.fullmatch(node))})
-    if gpu is None or len(minors) != 2:
-        return None
-    gpu_instance = (minors[0] - 3) % 135 // 9
-    compute_instance = minors[1] - minors[0] - 1
-    for mig in gpu.mig_instances:
-        if (mig.gpu_instance_id, mig.compute_instance_id) == (gpu_instance, compute_instance):
-            return mig.uuid
-    return None
-
-
-def _stale_names(uuid_by_name: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
-    """Yield the names by index (``0:1``, ``mig0:1``) whose UUID is no longer that of the device in this place on its GPU."""
-    for prefix in ("", "mig"):
-        for gpu in gpus:
-            # NVML's indexes may have gaps: compare by order.
-            head = f"{prefix}{gpu.index}:"
-            names = sorted(
-                (name for name in uuid_by_name if name.startswith(head)), key=lambda name: int(name[len(head) :])
-            )
-            for name, mig in zip(names, gpu.mig_instances, strict=False):
-                if uuid_by_name[name] != mig.uuid:
-                    yield name
+    if len(answering) == len(gpus):
+        gone += sorted(listed.difference(mig.uuid for gpu in gpus for mig in gpu.mig_instances))
+    return Staleness(path=spec.path, gone=tuple(gone), missing=tuple(missing))
 
 
 def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
@@ -220,9 +153,7 @@ def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
         return (PROGRAM, "cdi", "generate", f"--output={DEFAULT_PATH}")
     command = [PROGRAM, "cdi", "generate", f"--output={spec.path}"]
     patterns = {"uuid": _UUID, "index": re.compile(r"\d+(:\d+)?"), "type-index": re.compile(r"(gpu\d+|mig\d+:\d+)")}
-    kinds = [
-        kind for kind, pattern in patterns.items() if any(pattern.fullmatch(device.name) for device in spec.devices)
-    ]
+    kinds = [kind for kind, pattern in patterns.items() if any(map(pattern.fullmatch, spec.names))]
     is_default = "index" in kinds and "type-index" not in kinds
     if not is_default:
         command += [f"--device-name-strategy={kind}" for kind in kinds]
@@ -277,8 +208,6 @@ def describe(staleness: Staleness) -> str:
         parts.append(f"names devices that are gone ({_first_names_text(staleness.gone)})")
     if staleness.missing:
         parts.append(f"lacks {_first_names_text(staleness.missing)}")
-    if staleness.moved:
-        parts.append(f"has wrong MIG devices for {_first_names_text(staleness.moved)}")
     return " and ".join(parts)
 
 
