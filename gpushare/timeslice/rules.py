@@ -7,6 +7,7 @@ raises a share. Such a rule gives at most the slice that the process had, and at
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
@@ -191,30 +192,14 @@ def _kinds_matched(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) 
 def fits_glob(glob: str, text: str) -> bool:
     """Return whether a glob (``*`` any characters, ``?`` one) fits a whole text, of which the first 4096 count.
 
-    Takes at most (length of the glob) x (length of the text) steps, whatever both are: the parts between the stars are
-    searched from left to right, and never again.
+    fnmatch makes a pattern that never tries a part between two stars again, so that a hostile glob ends; a ``[`` is itself.
     """
-    text = text[:MOST_CHARACTERS]
-    first, *more = glob.split("*")
-    if not more:
-        return len(first) == len(text) and _pattern_of(first).match(text) is not None
-    *middle, last = more
-    if len(first) + len(last) > len(text) or _pattern_of(first).match(text) is None:
-        return False
-    end = len(text) - len(last)
-    at = len(first)
-    for part in middle:
-        match = _pattern_of(part).search(text, at, end)
-        if match is None:
-            return False
-        at = match.end()
-    return _pattern_of(last).match(text, end) is not None
+    return _pattern_of(glob).match(text[:MOST_CHARACTERS]) is not None
 
 
 @lru_cache(maxsize=1024)
-def _pattern_of(part: str) -> re.Pattern[str]:
-    """Return the pattern for a part of a glob between two stars."""
-    return re.compile(".".join(re.escape(text) for text in part.split("?")), re.DOTALL)
+def _pattern_of(glob: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(glob.replace("[", "[[]")))
 
 
 def name_commands(rules: Iterable[Rule]) -> bool:
