@@ -37,7 +37,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from gpushare.base import errors
@@ -46,7 +46,7 @@ from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
-from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of_main_thread, parent_of, pid_space, real_uid
+from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of, parent_of, pid_space, real_uid
 
 if TYPE_CHECKING:
     import socket
@@ -118,25 +118,6 @@ INVALID_COMMAND: Final = 0x24
 NOT_SUPPORTED: Final = 0x56
 OBJECT_NOT_FOUND: Final = 0x57
 # nvstatuscodes.h
-_NAMES: Final[Mapping[int, str]] = {
-    GPU_IS_LOST: "GPU_IS_LOST",
-    0x1A: "INSUFFICIENT_RESOURCES",
-    INSUFFICIENT_PERMISSIONS: "INSUFFICIENT_PERMISSIONS",
-    0x1F: "INVALID_ARGUMENT",
-    0x21: "INVALID_CHANNEL",
-    INVALID_CLIENT: "INVALID_CLIENT",
-    INVALID_COMMAND: "INVALID_COMMAND",
-    0x31: "INVALID_OBJECT",
-    0x33: "INVALID_OBJECT_HANDLE",
-    0x36: "INVALID_OBJECT_PARENT",
-    0x3A: "INVALID_PARAM_STRUCT",
-    0x40: "INVALID_STATE",
-    NOT_SUPPORTED: "NOT_SUPPORTED",
-    OBJECT_NOT_FOUND: "OBJECT_NOT_FOUND",
-    0x62: "RESET_REQUIRED",
-    0x65: "TIMEOUT",
-    0x66: "TIMEOUT_RETRY",
-}
 _GONE: Final = frozenset({INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND})
 _REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED})
 
@@ -159,16 +140,6 @@ SCAN_SECONDS: Final = 4.0
 FIND_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 5.0
 _MOST_BYTES: Final = 1 << 20
-
-
-class _GroupHandles(NamedTuple):
-    """A channel group as a request names it; see `Group`. JSON carries it as a list."""
-
-    descriptor: int
-    client: int
-    handle: int
-    subdevice: int
-    channels: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,14 +179,6 @@ class Channels:
     pid: Pid
     started: Count
     groups: tuple[Group, ...]
-
-    @functools.cached_property
-    def handles(self) -> list[_GroupHandles]:
-        """Return the compute groups as a request names them."""
-        return [
-            _GroupHandles(group.descriptor, group.client, group.handle, group.subdevice, group.channels)
-            for group in self.compute
-        ]
 
     @property
     def compute(self) -> tuple[Group, ...]:
@@ -277,7 +240,7 @@ class KernelFiles:
         """
         pidfd = _pidfd(pid)
         try:
-            identity = identity_of_main_thread(pid)
+            identity = identity_of(pid)
             # The start time was read while the pidfd was open and its process alive: both are the same process.
             if identity is None or started not in {None, identity.started} or _has_ended(pidfd):
                 raise Refused("gone")
@@ -594,11 +557,10 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
 
 def _find_groups_again(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Read the channel groups of those clients again whose groups the request names."""
-    named = [_GroupHandles(*group) for group in request["groups"]]
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened = _open_own_files(files, process, stack)
         groups: list[Group] = []
-        for number, client in sorted({(group.descriptor, group.client) for group in named}):
+        for number, client in sorted({(group["descriptor"], group["client"]) for group in request["groups"]}):
             if number in opened:
                 groups += _groups_of_client(opened[number], number, client)
         if not _has_compute(groups):
@@ -878,16 +840,16 @@ def _probe(file: _File, group: Group) -> None:
 @contextlib.contextmanager
 def _opened_groups(
     files: KernelFiles, request: Mapping[str, Any], *, skip_stale: bool = False
-) -> Iterator[list[tuple[_File, _GroupHandles]]]:
+) -> Iterator[list[tuple[_File, Group]]]:
     """Duplicate the files of known groups for one request, and check that each is still a group.
 
     Raises Refused: a group is stale, which means gone; with ``skip_stale`` such groups are left out, unless all are.
     """
-    opened_groups: list[tuple[_File, _GroupHandles]] = []
+    opened_groups: list[tuple[_File, Group]] = []
     stale: Refused | None = None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened: dict[int, _File] = {}
-        for group in (_GroupHandles(*row) for row in request["groups"]):
+        for group in (Group(**row) for row in request["groups"]):
             number = group.descriptor
             try:
                 if number not in opened:
@@ -933,7 +895,7 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
         return {}
 
 
-def _set_group(file: _File, group: _GroupHandles, microseconds: int) -> None:
+def _set_group(file: _File, group: Group, microseconds: int) -> None:
     """Set the slice of a group. Raises Refused: the driver reads another one back."""
     read = file.set_slice(group.client, group.handle, microseconds)
     if read != microseconds:
@@ -987,7 +949,7 @@ def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[st
 def _enable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Enable the channels that are left; one failure does not stop the others."""
     with _opened_groups(files, request, skip_stale=True) as groups:
-        batches = _batches([(file, group._replace(channels=_existing_channels(file, group))) for file, group in groups])
+        batches = _batches([(file, replace(group, channels=_existing_channels(file, group))) for file, group in groups])
         began = time.monotonic()
         failed: list[Refused] = []
         for batch in batches:
@@ -1016,11 +978,11 @@ class _Batch(NamedTuple):
         self.file.demand("FIFO_DISABLE_CHANNELS", self.client, self.subdevice, DISABLE_CHANNELS, parameters)
 
 
-def _existing_channels(file: _File, group: _GroupHandles) -> list[int]:
-    return [channel for channel in group.channels if file.parent_of(group.client, channel) == group.handle]
+def _existing_channels(file: _File, group: Group) -> tuple[int, ...]:
+    return tuple(channel for channel in group.channels if file.parent_of(group.client, channel) == group.handle)
 
 
-def _batches(groups: Sequence[tuple[_File, _GroupHandles]]) -> list[_Batch]:
+def _batches(groups: Sequence[tuple[_File, Group]]) -> list[_Batch]:
     """Return the calls needed: the channels of each subdevice, up to 64 per call."""
     by_subdevice: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
     for file, group in groups:
@@ -1105,20 +1067,15 @@ Ask = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
 
 # A killed process is gone at once, unless it hangs in the driver.
 _KILL_SECONDS: Final = 1.0
-# Children that were left to end by themselves, and may not have been waited for.
-_FORGOTTEN: Final[set[int]] = set()
 
 
 def _reap_if_ended(child: int) -> bool:
     """Wait for a child if it has ended, so that it is no zombie; return whether it has."""
     try:
-        ended = os.waitpid(child, os.WNOHANG)[0] == child
+        return os.waitpid(child, os.WNOHANG)[0] == child
     except ChildProcessError:
         # Where SIGCHLD is ignored, the kernel waits for children.
-        ended = True
-    if ended:
-        _FORGOTTEN.discard(child)
-    return ended
+        return True
 
 
 def not_answered_error(pid: int, seconds: float) -> TimedOut:
@@ -1189,8 +1146,6 @@ class Caller:
             self._socket.close()
             self._socket = None
         child, self._child = self._child, None
-        if child is not None:
-            _FORGOTTEN.add(child)
         return child
 
     def _start(self) -> None:
@@ -1201,8 +1156,6 @@ class Caller:
         import select  # noqa: F401
         import socket
 
-        for child in list(_FORGOTTEN):
-            _reap_if_ended(child)
         ours, its = socket.socketpair()
         # Until the child has its own handlers, it would handle a Ctrl-C as gpushare does.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -1377,16 +1330,16 @@ class ChannelControl:
 
 def _request(do: str, channels: Channels) -> dict[str, Any]:
     """Return a request about the compute groups of a process."""
-    return {"do": do, "pid": channels.pid, "started": channels.started, "groups": channels.handles}
-
-
-def status_name(status: int) -> str:
-    """Return an RM status with its name: ``0x56 NOT_SUPPORTED``."""
-    return f"{status:#04x} {_NAMES.get(status, '')}".strip()
+    return {
+        "do": do,
+        "pid": channels.pid,
+        "started": channels.started,
+        "groups": [vars(group) for group in channels.compute],
+    }
 
 
 def _refusal_error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
-    status_text = "" if status is None else status_name(status)
+    status_text = "" if status is None else f"{status:#04x}"
     if code == "stale":
         text = status_text or text or "no such handle"
     return _error_of_row(code, f"process {pid}: ", text=text, status=status_text, pid=pid)

@@ -59,12 +59,6 @@ def identity_of(pid: int) -> Identity | None:
     return None if stat is None or stat.state in GONE else Identity(pid, stat.started)
 
 
-def identity_of_main_thread(pid: int) -> Identity | None:
-    """Return the process as `identity_of`, read from its main thread: the sum of all threads takes the kernel longer."""
-    stat = read_stat(f"{pid}/task/{pid}")
-    return None if stat is None or stat.state in GONE else Identity(pid, stat.started)
-
-
 def identity_of_child(pid: int) -> Identity | None:
     """Return the child of this process that has a PID, also if it has ended and was not waited for; None: not visible."""
     stat = read_stat(pid)

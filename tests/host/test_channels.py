@@ -302,8 +302,9 @@ def test_what_has_gone_meanwhile_needs_no_undo(control: ChannelControl, state_fi
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:
     file: Any = None
-    group = file, room._GroupHandles(5, 1, 2, 3, range(150))
-    other = file, room._GroupHandles(5, 1, 9, 4, range(3))
+    compute = {"descriptor": 5, "client": 1, "gpu": None, "engine": "compute", "classes": (), "slice_us": None}
+    group = file, room.Group(**compute, handle=2, subdevice=3, channels=tuple(range(150)))
+    other = file, room.Group(**compute, handle=9, subdevice=4, channels=tuple(range(3)))
     batches = room._batches([group, group, other])
     assert [(batch.subdevice, len(batch.channels)) for batch in batches] == [*[(3, 64)] * 4, (3, 44), (4, 3)]
 
@@ -396,7 +397,7 @@ def test_the_probe_names_the_call_that_the_driver_refuses(
 ) -> None:
     with fault(state_file, None, SET_TIMESLICE=0x56), pytest.raises(NotSupported) as caught:
         control.find(pid)
-    assert "SET_TIMESLICE with 0x56 NOT_SUPPORTED" in caught.value.message
+    assert "SET_TIMESLICE with 0x56" in caught.value.message
 
 
 @pytest.mark.parametrize(
@@ -557,7 +558,7 @@ def test_a_descriptor_that_became_another_file_gets_no_ioctl(state_file: StateFi
         calls = files.calls
         assert answer(files, request("off", found))["refused"] == "forged"
         made = request("off", found)
-        made["groups"][0] = (99, *made["groups"][0][1:])
+        made["groups"][0] = {**made["groups"][0], "descriptor": 99}
         assert answer(files, made)["refused"] == "stale"
         assert files.calls == calls
 
