@@ -157,8 +157,6 @@ def modify_line(*, modify: bool) -> str:
     return f"DeviceFileModify: {int(modify)}\n"
 
 
-# Characters of the names of a group's members in a hint.
-_MOST_MEMBERS: Final = 60
 # Users that a simulated host has and this machine has not, by id.
 SIMULATED_USERS: Final[dict[int, str]] = {}
 
@@ -178,22 +176,11 @@ def user_id(name: str) -> int:
     for uid, simulated_name in SIMULATED_USERS.items():
         if simulated_name == name:
             return uid
-    raise _no_user_error(name)
-
-
-def _no_user_error(name: str) -> NotFound:
-    """Return the error about a name that is no user's: maybe a group's, with the prefix of another program (``@``, ``%``)."""
-    import grp
-
-    group = re.sub(r"^(?:[@%]|group:)", "", name)
-    with contextlib.suppress(KeyError, ValueError):
-        members = ",".join(grp.getgrnam(group).gr_mem)
-        # The list of a group leaves out the users whose first group it is.
-        members_text = f": {members}" if 0 < len(members) <= _MOST_MEMBERS else ""
-        hint = f"name its users{members_text}; the groups of a user: id -nG USER"
-        return NotFound(f"'{name}' is a group: only users can be named", hint, code="no_user")
-    hint = f"check the spelling: getent passwd {shlex.quote(group[:60])}"
-    return NotFound(f"there is no user '{name[:60]}'", hint, code="no_user")
+    raise NotFound(
+        f"there is no user '{name[:60]}'",
+        f"a user is needed here, not a group; check the spelling: getent passwd {shlex.quote(name[:60])}",
+        code="no_user",
+    )
 
 
 def group_id(name: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import shlex
@@ -409,8 +408,7 @@ class Processes:
         except OSError as error:
             raise OperationFailed(
                 f"cannot execute {quoted(argv[0], 200)}: {error.strerror}",
-                # A script without a line #!.
-                starting_hint(argv[0]) if error.errno == errno.ENOEXEC else "give a program that this machine can run",
+                starting_hint(argv[0]),
             ) from None
         return Child(process)
 
@@ -575,22 +573,12 @@ def not_startable_error(program: str, *, forbidden: bool) -> NotFound | NoPermis
     return NotFound(f"there is no program {quoted(program, 200)}", starting_hint(program), code="command_not_found")
 
 
-_INTERPRETERS: Final = {".py": "python3", ".sh": "sh"}
-
-
 def starting_hint(program: str) -> str:
-    """Return a hint for a program that could not be started: its spelling, its interpreter, its mode, or its directory."""
-    word = shlex.quote(program)
-    interpreter = _INTERPRETERS.get(os.path.splitext(program)[1])
+    """Return a hint for a program that could not be started."""
     if not os.path.isfile(program):
-        return f"check the spelling: {'ls -l' if '/' in program else 'command -v'} {word}"
-    if interpreter is not None:
-        return f"name its interpreter: {interpreter} {word}"
-    if not os.access(program, os.X_OK):
-        return f"make it executable: chmod +x {word}; or name its interpreter: sh {word}"
-    if "/" not in program:
-        return f"name its directory: ./{word}"
-    return f"see what it is: file {word}; a script needs a first line such as #!/bin/sh"
+        return f"check the spelling: {'ls -l' if '/' in program else 'command -v'} {shlex.quote(program)}"
+    path = shlex.quote(program if "/" in program else f"./{program}")
+    return f"name its interpreter (python3 {path}); or make it executable, with a first line such as #!/bin/sh: chmod +x {path}"
 
 
 _PR_SET_PTRACER: Final = 0x59616D61

@@ -32,8 +32,6 @@ from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
-# Processes of other users that claim to be daemons: any user can start thousands.
-_MOST_NAMED: Final = 3
 _ANSWER_SECONDS: Final = 20.0
 
 
@@ -66,9 +64,8 @@ def plan_start(
         check_several_users(host)
     start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
-    daemons = find_daemons(host, [device.gpu], deep=False)
-    _refuse_second(host, device, daemons)
-    notes = _start_notes(host, device, home, daemons)
+    _refuse_second(host, device, find_daemons(host, [device.gpu], deep=False))
+    notes = _start_notes(host, device, home)
     if users is not None:
         notes.append(
             "the programs of all users share one server, which runs as root: the fault of one ends the work of all, and its "
@@ -293,7 +290,7 @@ class _Start:
             probe_version(self._host.programs)
             raise
         if answers:
-            raise _daemon_exists_error(self._host, self._device, self._daemon_pid())
+            raise _daemon_exists_error(self._device, self._daemon_pid())
         if self._daemon_pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
             for path in self._home.leftovers():
@@ -371,20 +368,16 @@ def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -
                 # A dead daemon, or the rest of an interrupted start: its record is replaced. Whether another gpushare
                 # is starting it right now shows under the lock.
                 continue
-            raise _daemon_exists_error(host, device, daemon.pid)
+            raise _daemon_exists_error(device, daemon.pid)
         if not daemon.ours and item.serves(host, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
             use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if item.trusted else ""
             raise foreign_daemon_error(item, device.title, device.gpu, use)
 
 
-def _start_notes(host: Host, device: Device, home: DaemonHome, daemons: Sequence[FoundDaemon]) -> list[str]:
-    """Return what to know before a start: false claims, programs outside MPS, who may change its limits."""
-    notes = [
-        f"a process that claims to be an MPS daemon names {device.title} but is not on it, and is ignored: {item.title}"
-        for item in daemons
-        if device.gpu.index in item.daemon.gpu_indexes and not item.serves(host, device.gpu.index)
-    ][:_MOST_NAMED]
+def _start_notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
+    """Return what to know before a start: programs outside MPS, who may change its limits."""
+    notes = []
     outside = [
         process
         for process in host.nvml.processes(device.gpu.index) or ()
@@ -412,9 +405,6 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
         100: ("CUDA sees no device (error 100)", "see: gpushare doctor"),
     }
     reason, hint = reasons.get(done.exit_code, (done.text, f"see its log: {shlex.quote(f'{home.log}/control.log')}"))
-    if "already running" in done.text:
-        reason = "another daemon holds this pipe directory"
-        hint = f"see: gpushare mps status; fuser -v {shlex.quote(f'{home.pipe}/control_lock')}"
     return OperationFailed(
         f"the MPS daemon of {device.title} did not start: {reason or f'exit code {done.exit_code}, no text'}",
         hint,
@@ -423,21 +413,13 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
     )
 
 
-def _daemon_exists_error(host: Host, device: Device, pid: int | None) -> InUse:
+def _daemon_exists_error(device: Device, pid: int | None) -> InUse:
     """Return the error that a daemon of gpushare is there already."""
-    info = None if pid is None else host.processes.describe(pid)
     selector = device.selector
-    if host.root or info is None or info.uid == host.uid:
-        hint = f"change its limits: gpushare mps set -g {selector} ...; or stop it: gpushare mps stop -g {selector}"
-    else:
-        other_way = f"ask {info.user or 'its owner'}, or " if info.uid else ""
-        hint = (
-            f"run in it: gpushare run -g {selector} -- CMD; to change it, {other_way}run as root: "
-            f"sudo gpushare mps set -g {selector} ..."
-        )
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",
-        hint,
+        f"run in it: gpushare run -g {selector} -- CMD; its owner and root can change its limits: gpushare mps set "
+        f"-g {selector} ...; or stop it: gpushare mps stop -g {selector}",
         gpu=device.gpu.index,
         code="daemon_exists",
     )

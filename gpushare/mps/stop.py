@@ -15,7 +15,6 @@ from typing import Final
 from gpushare.base.errors import (
     BadUsage,
     ExitCode,
-    GpuLost,
     GpushareError,
     InUse,
     NoPermission,
@@ -78,15 +77,15 @@ def daemons_to_stop(
 def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons of gpushare on these GPUs (None: the only one). Raises NotFound: there is none."""
     ours = [item for item in daemons if item.daemon.ours]
+    see_all = (
+        "see the daemons: gpushare mps status; name one by its GPU or instance (-g), one of others by --pipe-directory"
+    )
     if gpu is None and not ours:
-        raise _no_daemon_error(daemons, [])
+        raise NoDaemon("no MPS daemon of gpushare serves this host", see_all)
     if gpu is None and len(ours) == 1 and len(gpus) == 1:
         # The only one, even if it serves a MIG instance.
         return ours
-    try:
-        devices = select_for_change(gpu, gpus)
-    except GpuLost as error:
-        raise _lost_gpu_error(error, ours) from error
+    devices = select_for_change(gpu, gpus)
     chosen = [
         item
         for device in devices
@@ -96,34 +95,8 @@ def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[
         or (gpu == "all" and device.mig is None and item.daemon.gpu_index == device.gpu.index)
     ]
     if not chosen:
-        raise _no_daemon_error(daemons, devices)
+        raise NoDaemon(f"no MPS daemon of gpushare serves {', '.join(device.title for device in devices)}", see_all)
     return chosen
-
-
-def _lost_gpu_error(error: GpuLost, ours: Sequence[FoundDaemon]) -> GpuLost:
-    """Return the error about a lost GPU, which has no UUID, with the commands that stop its daemon by its directory."""
-    commands = [
-        f"gpushare mps stop --pipe-directory {shlex.quote(item.daemon.pipe_directory)}"
-        for item in ours
-        if item.daemon.gpu_index is None and item.daemon.pipe_directory is not None
-    ]
-    hint = f"stop the daemon of a lost GPU by its directory: {'; or '.join(commands)}" if commands else error.hint
-    return GpuLost(error.message, hint, gpu=error.gpu, code=error.code)
-
-
-def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
-    """Return the error that no daemon of gpushare serves these devices, with a hint at others that do."""
-    names = ", ".join(device.title for device in devices) or "this host"
-    foreign = next((item for item in daemons if not item.daemon.ours), None)
-    hint = "see the daemons: gpushare mps status"
-    indexes = {device.gpu.index for device in devices if device.mig is None}
-    instances = [item.daemon.device_uuid for item in daemons if item.daemon.ours and item.daemon.gpu_index in indexes]
-    if instances:
-        hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
-    elif foreign is not None and foreign.daemon.pipe_directory is not None:
-        who = f"{foreign.daemon.pid} (user {foreign.daemon.user or 'unknown'})"
-        hint = f"gpushare did not start the daemon {who}; {foreign.stop_hint}"
-    return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
 def _daemon_at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
@@ -279,12 +252,7 @@ class Stop:
         # Its limits now, which others may have changed since the start, unless it does not answer (None).
         (now,) = with_answers(self._host, [self.found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
-        mode_before = record.previous_compute_mode
-        gpu = self.found.daemon.gpu_index
-        if gpu is not None and self._host.nvml.compute_mode(gpu) not in {None, ComputeMode.EXCLUSIVE_PROCESS}:
-            # `timeslice set --beside-mps` has changed it since the start.
-            mode_before = None
-        return restart_command(replace(record, limits=limits, previous_compute_mode=mode_before), self._device)
+        return restart_command(replace(record, limits=limits), self._device)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -354,8 +322,7 @@ class Stop:
         # Also before the lock: a `gpushare run` needs the lock to end, and its program is a client that we wait for.
         carry_out(Plan(title=title, steps=tuple(self._waiting_steps())))
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
-            if not _ended_by_its_last_run(host, item):
-                _check_not_replaced(item)
+            if not _has_ended_meanwhile(host, item):
                 carry_out(Plan(title=title, steps=tuple(self._ending_steps())))
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
@@ -370,12 +337,9 @@ class Stop:
         started = time.monotonic()
         daemon = self.found.daemon
         control = self.found.control(self._host)
-        if self._force:
-            try:
-                control.answers(timeout=_PROBE_SECONDS)
-            except TimedOut:
-                # A daemon that hangs names no clients; it is ended by signals.
-                return []
+        if self._force and _hangs(control):
+            # It names no clients, and is ended by signals.
+            return []
         while True:
             clients = clients_of(control)
             waited = time.monotonic() - started
@@ -430,13 +394,30 @@ class Stop:
             self._restored = restore_mode(self._host, self.found.record, self._device)
 
 
-def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
-    """Return whether the last `gpushare run` ended the daemon while we waited: it ends the one that it started itself."""
+def _has_ended_meanwhile(host: Host, found: FoundDaemon) -> bool:
+    """Return whether the daemon ended while we waited for the lock: a last `gpushare run` ends the one that it started.
+
+    Raises:
+        NoDaemon: another gpushare stopped or replaced it.
+    """
     record = found.record
-    home = found.home
-    if record is None or home is None or not record.transient or found.daemon.pid is None:
+    # An adopted daemon has no record of its own.
+    record_then = None if record is None or record.state == ADOPTED else record
+    record_now = None if found.home is None else found.home.read()
+    if record_now == record_then:
         return False
-    return home.read() is None and not host.processes.alive(found.daemon.pid, record.started)
+    pid = found.daemon.pid
+    if (
+        record is not None
+        and record.transient
+        and pid
+        and not record_now
+        and not host.processes.alive(pid, record.started)
+    ):
+        return True
+    raise NoDaemon(
+        f"another gpushare stopped or replaced the MPS daemon {pid}", "see the current daemons: gpushare mps status"
+    )
 
 
 def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, started: int | None = None) -> bool:
@@ -453,9 +434,8 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False
-    needed_signal = _wake(host, control, pid, started) if force else False
-    if needed_signal is not None and _quit(host, control, pid, started, force=force):
-        return needed_signal
+    if not (force and _hangs(control)) and _quit(host, control, pid, started, force=force):
+        return False
     if force and _end_by_signals(host, pid, started):
         return True
     raise OperationFailed(
@@ -466,16 +446,12 @@ def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, starte
     )
 
 
-def _wake(host: Host, control: MpsControl, pid: int, started: int) -> bool | None:
-    """Return whether a daemon needed SIGCONT to answer, as it may have been stopped; None: it does not answer."""
-    for is_woken in (False, True):
-        try:
-            control.answers(timeout=_PROBE_SECONDS)
-        except TimedOut:
-            signal_if_same(host.processes, pid, started, signal.SIGCONT)
-        else:
-            return is_woken
-    return None
+def _hangs(control: MpsControl) -> bool:
+    try:
+        control.answers(timeout=_PROBE_SECONDS)
+    except TimedOut:
+        return True
+    return False
 
 
 def _quit(host: Host, control: MpsControl, pid: int, started: int, *, force: bool) -> bool:
@@ -550,17 +526,6 @@ def _check_listener(host: Host, found: FoundDaemon) -> None:
         hint = f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped"
     claim = f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}"
     raise InUse(f"{claim}, but {problem}", hint, code="other_daemon")
-
-
-def _check_not_replaced(found: FoundDaemon) -> None:
-    """Raise NoDaemon if another gpushare stopped or replaced the daemon while we waited for the lock."""
-    # An adopted daemon has no record of its own.
-    record_then = None if found.record is None or found.record.state == ADOPTED else found.record
-    if found.home is not None and found.home.read() != record_then:
-        raise NoDaemon(
-            f"another gpushare stopped or replaced the MPS daemon {found.daemon.pid}",
-            "see the current daemons: gpushare mps status",
-        )
 
 
 def _check_permission(host: Host, found: FoundDaemon, *, force: bool = False) -> None:

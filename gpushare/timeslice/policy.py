@@ -46,8 +46,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     both are read back.
     """
     _refuse_instances(devices)
-    if not beside_mps:
-        _refuse_mps(host, devices)
+    _refuse_mps(host, devices, beside_mps=beside_mps)
     levels = host.policy.read()
     steps: list[Step] = []
     notes = [NO_MILLISECONDS]
@@ -58,7 +57,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
         before = levels.get(device.gpu.index)
         # It also restores the compute mode.
         undo = "reset"
-        if before not in {None, TimeSlice.DEFAULT} and _mode_to_restore(host, device) is None:
+        if before not in {None, TimeSlice.DEFAULT} and _mode_before_set(host, device) is None:
             undo = f"set {before.title}{' --beside-mps' if beside_mps else ''}"
         selectors_by_undo.setdefault(undo, []).append(device.selector)
     return Plan(
@@ -82,7 +81,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
             beside = " --beside-mps" if _daemons_on(host, [device]) else ""
             undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
-        mode = _mode_to_restore(host, device)
+        mode = _mode_before_set(host, device)
         if mode is not None:
             steps.append(_mode_step(host, device, mode, restores=True))
         restored = "" if mode is None else f", compute mode {mode.title}"
@@ -151,7 +150,7 @@ def _level_steps(
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
     if mode is not None and mode is not ComputeMode.DEFAULT:
-        steps.append(_default_mode_step(host, device, mode))
+        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, restores=False))
         notes.append(
             f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
         )
@@ -161,17 +160,6 @@ def _level_steps(
     else:
         notes.append(f"{device.title} is already at time-slice {level.title}")
     return steps
-
-
-def _default_mode_step(host: Host, device: Device, mode: ComputeMode) -> Step:
-    """Return the step from a compute mode to default. A reset restores the mode (`_mode_to_restore`), from a record of it.
-
-    The mode of an exclusive daemon needs no record: a reset restores it while the daemon lives, and the daemon's stop
-    restores the mode from before it.
-    """
-    if mode is ComputeMode.EXCLUSIVE_PROCESS and _has_exclusive_daemon(host, device):
-        return compute_mode_step(host, device, ComputeMode.DEFAULT, before=mode)
-    return _mode_step(host, device, ComputeMode.DEFAULT, restores=False)
 
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
@@ -251,13 +239,18 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
             )
 
 
-def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
-    """Raise InUse if an MPS daemon of gpushare serves one of the GPUs."""
+def _refuse_mps(host: Host, devices: Sequence[Device], *, beside_mps: bool) -> None:
+    """Raise InUse if an MPS daemon of gpushare serves one of the GPUs, with ``beside_mps`` only if the GPU is exclusive."""
     for found in _daemons_on(host, devices):
+        index = found.daemon.gpu_index or 0
+        is_exclusive = host.nvml.compute_mode(index) is ComputeMode.EXCLUSIVE_PROCESS
+        if beside_mps and not is_exclusive:
+            continue
         raise InUse(
-            f"GPU {found.daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
-            f"stop it first: gpushare mps stop -g {found.daemon.gpu_index}; or set the level anyway: --beside-mps",
-            gpu=found.daemon.gpu_index,
+            f"GPU {index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
+            f"stop it first: gpushare mps stop -g {index}; on a GPU that is not exclusive-process the level can be set "
+            "beside it: --beside-mps",
+            gpu=index,
             code="mps_in_force",
         )
 
@@ -287,21 +280,3 @@ def _mode_before_set(host: Host, device: Device) -> ComputeMode | None:
     """Return the compute mode that was there before `timeslice set`; None: it was not changed."""
     record = MODES.read(MODES.path(host, device.uuid))
     return None if record is None else record.mode
-
-
-def _mode_to_restore(host: Host, device: Device) -> ComputeMode | None:
-    """Return the compute mode that a reset restores: the recorded one, or that of an exclusive daemon; None: it is in force."""
-    recorded = _mode_before_set(host, device)
-    exclusive = ComputeMode.EXCLUSIVE_PROCESS
-    if recorded is not None or host.nvml.compute_mode(device.gpu.index) is exclusive:
-        return recorded
-    return exclusive if _has_exclusive_daemon(host, device) else None
-
-
-def _has_exclusive_daemon(host: Host, device: Device) -> bool:
-    """Return whether an MPS daemon of gpushare serves a GPU that its start made exclusive."""
-    records = [found.record for found in _daemons_on(host, [device])]
-    return any(
-        record is not None and record.device_uuid == device.uuid and record.previous_compute_mode is not None
-        for record in records
-    )

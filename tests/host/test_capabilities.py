@@ -7,7 +7,6 @@ import os
 import stat
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -209,26 +208,6 @@ def test_users_of_the_machine() -> None:
             user_id(unknown)
 
 
-def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    members: list[str] = []
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=members)}[name])
-
-    def hint(name: str) -> str | None:
-        """Return the hint of the error about a group."""
-        with pytest.raises(NotFound, match=rf"(?m)^'{name}' is a group: only users can be named$") as raised:
-            user_id(name)
-        return raised.value.hint
-
-    for name in ("lab", "@lab", "%lab", "group:lab"):
-        assert hint(name) == "name its users; the groups of a user: id -nG USER"
-    members += ["ada", "bob"]
-    assert hint("lab") == "name its users: ada,bob; the groups of a user: id -nG USER"
-    members += [f"user{number}" for number in range(20)]
-    assert hint("lab") == "name its users; the groups of a user: id -nG USER"
-    with pytest.raises(NotFound, match=r"(?m)^there is no user '@nobody-there'$"):
-        user_id("@nobody-there")
-
-
 @pytest.mark.needs_root
 def test_the_kernel_lets_in_only_whom_the_list_names(sim_dir: Path) -> None:
     put(sim_dir, "gi1", 12)
@@ -255,4 +234,4 @@ def may_read(path: Path, uid: int) -> bool:
 def test_a_name_in_a_hint_is_one_word_to_the_shell() -> None:
     with pytest.raises(NotFound) as caught:
         user_id("nobody; reboot")
-    assert caught.value.hint == "check the spelling: getent passwd 'nobody; reboot'"
+    assert caught.value.hint == "a user is needed here, not a group; check the spelling: getent passwd 'nobody; reboot'"

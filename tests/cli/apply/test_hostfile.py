@@ -10,7 +10,6 @@ import random
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1092,21 +1091,6 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     (world.host.state_directory / KEPT).write_text(text)
     assert kept_limits(world.host).named == {0: 8 * GIB}
     assert kept_limits(world.host).others == 20 * GIB
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        one("mps: {users: ['@lab']}"),
-        "version: 1\nmemory: [{match: {user: '@lab'}, limit: 8G}]\n",
-        "version: 1\nslices: [{match: {user: lab}, slice: 1ms}]\n",
-    ],
-)
-def test_a_group_in_place_of_a_user_says_what_to_name(
-    refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"], gr_gid=4242)}[name])
-    assert "name its users: ada,bob" in refused("apply", "-f", write(text), code="no_user", exit_code=6, host=TWO)
 
 
 def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -300,8 +299,3 @@ def test_users_that_are_refused(
     if fault is not None:
         world.fault(*fault)
     refused("mps", "start", "--users", words, code=code, exit_code=exit_code)
-
-
-def test_a_group_in_place_of_users_says_what_to_name(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"], gr_gid=4242)}[name])
-    assert "name its users: ada,bob" in refused("mps", "start", "--users", "@lab", code="no_user", exit_code=6)

@@ -161,7 +161,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
     pid = world.foreign_daemon(sim_dir)
     for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
         text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
-        assert f"--pipe-directory {sim_dir}/p\n" in text
+        assert "of others by --pipe-directory" in text
     text = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
     assert f"to do it: gpushare mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
@@ -237,7 +237,7 @@ def test_mig(refused: Refused, cli: Cli, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     cli("mps", "start", "-g", ",".join(uuids)).ok()
     text = refused("mps", "stop", code="no_daemon", exit_code=6)
-    assert "-g all" in text
+    assert "(-g)" in text
     cli("mps", "stop", "-g", uuids[0]).ok()
     assert [daemon.visible for daemon in world.state.daemons] == [[uuids[1]]]
     # The only one that is left needs no name.
@@ -270,10 +270,8 @@ def test_another_users_daemon(refused: Refused, world: World) -> None:
     assert "sudo gpushare mps stop -g 0 --force" in refused(
         "mps", "stop", "--force", code="not_your_daemon", exit_code=4
     ).replace(world.uuid(), "0")
-    # What only its owner can do is no hint for others.
     text = refused("mps", "start", code="daemon_exists", exit_code=19)
-    other_way = "" if owner == "root" else f"ask {owner}, or "
-    assert f"run in it: gpushare run -g 0 -- CMD; to change it, {other_way}run as root: sudo gpushare mps set" in text
+    assert "run in it: gpushare run -g 0 -- CMD; its owner and root can change its limits" in text
     assert "needs root" in refused("timeslice", "set", "long", code="no_permission", exit_code=4)
 
 
@@ -301,16 +299,6 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
     monkeypatch.setattr(stop, "clients_of", waiting)
     cli("mps", "stop", "--drain", "600s").ok()
     assert entered == [pid]
-    assert world.state.daemons == []
-
-
-@pytest.mark.usefixtures("daemon")
-def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Refused, world: World) -> None:
-    pipe = world.state.daemons[0].pipe_directory
-    world.fault("lost")
-    text = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)
-    assert f"gpushare mps stop --pipe-directory {pipe}" in text
-    cli("mps", "stop", "--pipe-directory", pipe).ok()
     assert world.state.daemons == []
 
 

@@ -7,7 +7,6 @@ import pytest
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device
 from gpushare.host.smi import ComputePolicy
-from gpushare.sim.current import changing
 from gpushare.timeslice.policy import plan_level
 from tests.cli.drive import Cli, Refused, World
 
@@ -192,58 +191,9 @@ def test_show_of_each_output(cli: Cli) -> None:
         assert "default" in cli("timeslice", "show", host=TWO, output=form).ok().out
 
 
-@pytest.mark.parametrize("stops_first", [True, False])
-def test_the_mode_of_an_exclusive_daemon_ends_with_it(cli: Cli, world: World, *, stops_first: bool) -> None:
-    def mode() -> ComputeMode | None:
-        return world.host.nvml.compute_mode(0)
-
+def test_no_level_beside_an_exclusive_daemon(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
-    cli("timeslice", "set", "short", "--beside-mps").ok()
-    assert mode() is ComputeMode.DEFAULT
-    if stops_first:
-        # Exclusive is not what was in force.
-        assert cli("mps", "stop", output="json").ok().data["undo"] == "gpushare mps start -g 0"
-        cli("timeslice", "reset").ok()
-    else:
-        reset = cli("timeslice", "reset", output="json").ok()
-        assert mode() is ComputeMode.EXCLUSIVE_PROCESS
-        cli(*reset.data["undo"].split()[1:]).ok()
-        assert mode() is ComputeMode.DEFAULT
-        again = cli("timeslice", "set", "long", "--beside-mps", output="json").ok().data["undo"]
-        assert again == "gpushare timeslice reset -g 0"
-        assert "compute mode exclusive-process" in cli(*again.split()[1:]).ok().out
-        assert mode() is ComputeMode.EXCLUSIVE_PROCESS
-        assert "nothing to do" in cli("timeslice", "reset").ok().err
-        assert cli("mps", "stop", output="json").ok().data["undo"] == "gpushare mps start -g 0 --exclusive"
-    assert mode() is ComputeMode.DEFAULT
-
-
-def test_a_reset_restores_a_mode_that_is_not_the_exclusive_daemons(cli: Cli, world: World) -> None:
-    cli("mps", "start", "--exclusive").ok()
-    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
-    cli("timeslice", "set", "short", "--beside-mps").ok()
-    assert "compute mode prohibited" in cli("timeslice", "reset").ok().out
-    assert world.host.nvml.compute_mode(0) is ComputeMode.PROHIBITED
-
-
-def test_the_undo_of_mig_leaves_a_mode_as_it_was(cli: Cli, world: World) -> None:
-    cli("mps", "start", "--exclusive").ok()
-    assert cli("mig", "enable", "-n", output="json").ok().data["undo"].endswith("gpushare mps start -g 0 --exclusive")
-    cli("timeslice", "set", "short", "--beside-mps").ok()
-    assert cli("mig", "enable", "-n", output="json").ok().data["undo"].endswith("gpushare mps start -g 0")
-    world.fault("not-supported", "compute-mode", 0)
-    # Unknown is not known to differ.
-    assert cli("mps", "stop", "-n", output="json").ok().data["undo"] == "gpushare mps start -g 0 --exclusive"
-
-
-def test_the_mode_from_before_an_exclusive_daemon_comes_back(cli: Cli, world: World) -> None:
-    with changing(world.file) as (state, _):
-        state.gpus[0].compute_mode = ComputeMode.EXCLUSIVE_PROCESS.value
-    cli("timeslice", "set", "short").ok()
-    cli("mps", "start", "--exclusive").ok()
-    cli("timeslice", "set", "long", "--beside-mps").ok()
-    cli("mps", "stop", "-y").ok()
-    assert "compute mode exclusive-process" in cli("timeslice", "reset").ok().out
+    refused("timeslice", "set", "short", "--beside-mps", code="mps_in_force", exit_code=19)
     assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
 
