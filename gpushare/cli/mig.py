@@ -47,7 +47,6 @@ from gpushare.mig.recover import leftovers
 from gpushare.mig.target import is_profile, need_name
 from gpushare.plan import Plan
 from gpushare.show.mig import (
-    GpuText,
     MigGpu,
     ProfileRow,
     grouped_text,
@@ -124,34 +123,34 @@ _GPU_OR_MODEL: Final = (Refused("--gpu", "--model", "it is a GPU of this host", 
 def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
-    GPUs with the same layout are shown once; on a terminal their idle instances are then listed without UUIDs, unless
-    -v is given. A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
+    Of several GPUs a terminal shows no UUIDs, unless -v is given, and GPUs that look the same are shown once. A * marks
+    an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
     host = settings.connect()
     gpus, silent = capable_gpus(host, gpu)
     hidden: dict[int, GpushareError] = {}
     layouts = layouts_of(host, gpus, hidden)
-    texts: list[GpuText] = []
+    screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
+    uuids = settings.verbose or len(gpus) == 1 or not screen
+    texts: list[tuple[int, str]] = []
     rows: list[MigGpu] = []
     unusable_notes: list[str] = []
     for mig_gpu, layout in zip(gpus, layouts, strict=True):
         error = hidden.get(mig_gpu.index)
         title = f"{mig_gpu.name}   MIG {_mode_text(mig_gpu)}"
         if error is not None:
-            texts.append(GpuText(index=mig_gpu.index, title=title, text=f"  unknown: {error.message}", layout=None))
+            texts.append((mig_gpu.index, f"{title}\n  unknown: {error.message}"))
             rows.append(status_row(mig_gpu, None, error.message))
             continue
-        texts.append(GpuText(index=mig_gpu.index, title=title, text=layout_text(layout), layout=layout))
+        texts.append((mig_gpu.index, f"{title}\n{layout_text(layout, uuids=uuids)}"))
         rows.append(status_row(mig_gpu, layout, None))
         if mig_gpu.mig_enabled and not layout.instances:
             unusable_notes.append(f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it")
     notes = [str(leftover) for leftover in leftovers(host, MigLedger(host))]
     notes += [*unusable_notes, *(f"{error.message}: {error.hint}" for error in hidden.values())]
-    screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
-    text = grouped_text(texts, uuids=settings.verbose or gpu is not None or not screen)
     return Result(
         data=MigStatusAnswer(gpus=tuple(rows)),
-        text=text + silent_lines(silent),
+        text=grouped_text(texts) + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
         errors=gpu_errors(silent),

@@ -32,7 +32,6 @@ from gpushare.measure.observe import observe as record
 from gpushare.measure.recording import Recording, RecordingFile, Underuse, underused
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
-from gpushare.show.text import wrapped
 
 
 @verb(Command)
@@ -170,21 +169,10 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
                 columns=_UNDERUSED_COLUMNS,
                 rows=data.underused,
                 empty="no GPU is underused",
-                draw=(lambda width: _underuse_lines(data.underused, width)) if data.underused else None,
             ),
         ),
         notes=tuple(notes),
     )
-
-
-def _underuse_lines(rows: Sequence[Underuse], width: int) -> list[Any]:
-    """Return what is underused as wrapped lines, which are never cut: they end with what to do."""
-    from rich.text import Text
-
-    lines = []
-    for row in rows:
-        lines += wrapped(row.why, width, f"GPU {row.gpu}  ", " " * len(f"GPU {row.gpu}  "))
-    return [Text(line) for line in lines]
 
 
 def _header_text(data: ObserveAnswer) -> str:
@@ -259,5 +247,5 @@ _PROCESS_COLUMNS: Final = (
 _UNDERUSED_COLUMNS: Final = (
     Column("gpu", "GPU", right=True),
     Column("kind", "finding", rank=1),
-    Column("why", "why"),
+    Column("why", "why", wrap=True),
 )

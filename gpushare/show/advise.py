@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.show.result import Column, Table, records
 from gpushare.show.text import to_type, wrapped
@@ -13,10 +13,21 @@ if TYPE_CHECKING:
 
 _WIDEST: Final = 110
 _MOST_CHANGES: Final = 6
-# On a narrower terminal, lines are longer than it is wide.
-_LEAST_REASON: Final = 20
-_STYLES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
+_OUTCOMES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
 _SHORT: Final = {"fits": "fits", "fits with a condition": "depends", "refused": "no"}
+_STYLES: Final = {
+    **dict.fromkeys(("measured", "do", "undo"), "bold"),
+    **dict.fromkeys(("confidence", "memory", "shared", "step"), "dim"),
+    "risk": "yellow",
+}
+
+
+class _Item(NamedTuple):
+    """A part of an answer: what it is (why, risk, do, undo, ...), its text, and on a terminal the heading above it."""
+
+    item: str
+    text: str
+    heading: str = ""
 
 
 def answer_table(data: Any, *, whole: bool = False) -> Table:
@@ -24,22 +35,24 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
 
     Without ``whole``, a terminal shows only the first of the changes.
     """
-    rows = tuple({"item": item, "text": text} for item, text in _answer_items(data))
     columns = (Column("item", "item"), Column("text", "text", format=to_type))
     return Table(
         name="answer",
         columns=columns,
-        rows=rows,
+        rows=tuple(item._asdict() for item in (_Item("answer", data.answer), *_answer_items(data, whole=True))),
         draw=lambda width: _screen_lines(data, min(width, _WIDEST), whole=whole),
     )
 
 
 def verdicts_table(data: Any) -> Table:
-    """Return every way with its verdict and most important reason."""
-    rows = ({"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts)
-    return records(
-        "verdicts", ("way", "verdict", "why"), rows, draw=lambda width: _verdict_lines(data, min(width, _WIDEST))
+    """Return every way with its verdict and most important reason; the chosen one is green, also with its condition."""
+    columns = (
+        Column("way", "way", style=lambda way: "green" if way == data.winner else None),
+        Column("verdict", "verdict", format=lambda outcome: _SHORT[outcome], style=_OUTCOMES.get),
+        Column("why", "why", wrap=True),
     )
+    rows = ({"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts)
+    return Table(name="verdicts", title="all ways", columns=columns, rows=tuple(rows))
 
 
 def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
@@ -60,50 +73,37 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
     )
 
 
-# -- what the items are ----------------------------------------------------------------------------
-
-
-def _answer_items(data: Any) -> Iterator[tuple[str, str]]:
-    """Yield the parts of an answer for plain output: what each is (why, risk, do, undo, ...), and its text."""
-    yield "answer", data.answer
-    yield from _measured_items(data)
-    costs = [data.cost.sentence] if data.cost else []
-    for item, texts in (("why", data.why), ("risk", data.risks), ("cost", costs)):
-        for text in texts:
-            yield item, text
-    yield "confidence", f"{data.confidence}: {data.confidence_why}"
-    if data.memory.sentence:
-        yield "memory", data.memory.sentence
-    if data.not_protected:
-        yield "shared", ", ".join(data.not_protected)
-    for item, lines in (("do", data.commands), ("undo", data.undo)):
-        for line in lines:
-            if item == "do" and line.command is not None:
-                # The command alone does not say which program starts it, and how often.
-                yield "step", line.what
-            yield item, line.command or line.what
-    for text in data.measure:
-        yield "measure", text
-    for change in data.changes:
-        yield "change", _change_text(change)
-
-
-def _measured_items(data: Any) -> Iterator[tuple[str, str]]:
-    """Yield the rules' answer and the effect of a measurement, if there was one."""
+def _answer_items(data: Any, *, whole: bool) -> Iterator[_Item]:
+    """Yield the parts of an answer below its first line; without ``whole`` only the first of the changes."""
     if data.measured is not None:
         rules = data.rules
-        yield "rules", f"{rules.answer} ({rules.confidence} confidence: {rules.confidence_why})"
-        yield "measured", data.measured.sentence
-
-
-def _change_text(change: Any) -> str:
-    return f"if {change.text}: {change.then_title}"
+        yield _Item("rules", f"{rules.answer} ({rules.confidence} confidence: {rules.confidence_why})")
+        yield _Item("measured", data.measured.sentence)
+    for item, texts in (
+        ("why", data.why),
+        ("risk", data.risks),
+        ("cost", [data.cost.sentence] if data.cost else []),
+        ("confidence", [f"{data.confidence} ({data.confidence_why})"]),
+        ("memory", [data.memory.sentence]),
+        ("shared", [", ".join(data.not_protected)]),
+    ):
+        yield from (_Item(item, text) for text in texts if text)
+    for item, lines in (("do", data.commands), ("undo", data.undo)):
+        for line in lines:
+            # The command alone does not say which program starts it, and how often.
+            yield _Item("step", line.what, item)
+            if line.command is not None:
+                yield _Item(item, line.command, item)
+    for text in data.measure:
+        yield _Item("measure", text, "measure")
+    for text in _change_texts(data.changes, whole=whole):
+        yield _Item("change", text, "what would change it")
 
 
 def _change_texts(changes: Sequence[Any], *, whole: bool) -> list[str]:
     """Return what would change the answer, the open questions first; without ``whole`` only the first few."""
     ordered = [*(change for change in changes if change.open), *(change for change in changes if not change.open)]
-    texts = [_change_text(change) for change in ordered]
+    texts = [f"if {change.text}: {change.then_title}" for change in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
         return texts
     return [*texts[:_MOST_CHANGES], f"and {len(texts) - _MOST_CHANGES} more with -v"]
@@ -118,75 +118,25 @@ def _main_reason(verdict: Any) -> str:
     return "possible, no advantage here"
 
 
-# -- the screen ------------------------------------------------------------------------------------
-
-
 def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
-    """Return an answer as lines for a terminal of a width, with colours."""
+    """Return an answer as lines for a terminal of a width, with colours; a command stands alone, so that it can be copied."""
     from rich.text import Text
 
-    lines = [
-        Text.assemble((data.answer, "bold green" if data.winner else "bold red"), (f"  on {data.gpu_title}", "dim"))
-    ]
-    for item, text in _measured_items(data):
-        lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")
-    for text in data.why:
-        lines += _wrapped(text, width, "  ")
-    for text in data.risks:
-        lines += _wrapped(f"risk: {text}", width, "  ", style="yellow")
-    if data.cost:
-        lines += _wrapped(f"cost: {data.cost.sentence}", width, "  ", "    ")
-    lines += _wrapped(f"{data.confidence} confidence: {data.confidence_why}", width, "  ", style="dim")
-    if data.memory.sentence:
-        lines += _wrapped(f"memory: {data.memory.sentence}", width, "  ", style="dim")
-    if data.not_protected:
-        lines += _wrapped(f"still shared: {', '.join(data.not_protected)}", width, "  ", style="dim")
-    lines += _command_lines(data, width)
-    for title, texts in (
-        ("measure", data.measure),
-        ("what would change it", _change_texts(data.changes, whole=whole)),
-    ):
-        if texts:
-            lines += [Text(""), Text(title, style="bold")]
-            for text in texts:
-                lines += _wrapped(text, width, "  - ", "    ")
-    return lines
-
-
-def _command_lines(data: Any, width: int) -> list[Text]:
-    """Return the commands of an answer and their undo as lines: those that can be typed stand alone."""
-    from rich.text import Text
-
-    lines: list[Text] = []
-    for title, entries in (("do", data.commands), ("undo", data.undo)):
-        if entries:
-            lines += [Text(""), Text(title, style="bold")]
-        for entry in entries:
-            lines += _wrapped(entry.what, width, "  ", style="" if entry.command is None else "dim")
-            if entry.command is not None:
-                command = wrapped(entry.command, width, "    ", "    ", command=True)
-                lines += [Text(line, style="bold") for line in command]
-    return lines
-
-
-def _verdict_lines(data: Any, width: int) -> list[Text]:
-    """Return a line for each way: whether it fits, and its most important reason."""
-    from rich.text import Text
-
-    way_width = max(len(verdict.way) for verdict in data.verdicts)
-    lines = [Text("all ways", style="bold")]
-    for verdict in data.verdicts:
-        word = _SHORT[verdict.outcome]
-        style = _STYLES[verdict.outcome]
-        if verdict.way == data.winner:
-            # Also if it fits with a condition, which is its reason.
-            word = "chosen"
-            style = "green"
-        head = f"{verdict.way.value:<{way_width}}  {word:<7}  "
-        parts = wrapped(_main_reason(verdict), max(width - len(head) - 2, _LEAST_REASON)) or [""]
-        reason_style = "dim" if style == "dim" else ""
-        lines.append(Text.assemble("  ", (head, style), (parts[0], reason_style)))
-        lines += [Text(" " * (len(head) + 2) + part, style=reason_style) for part in parts[1:]]
+    answer_style = "bold green" if data.winner else "bold red"
+    lines = [Text.assemble((data.answer, answer_style), (f"  on {data.gpu_title}", "dim"))]
+    heading = ""
+    for item, text, item_heading in _answer_items(data, whole=whole):
+        if item_heading != heading:
+            heading = item_heading
+            lines += [Text(""), Text(heading, style="bold")]
+        style = _STYLES.get(item, "")
+        if item in {"do", "undo"}:
+            lines += [Text(line, style=style) for line in wrapped(text, width, "    ", "    ", command=True)]
+        elif heading and item != "step":
+            lines += _wrapped(text, width, "  - ", "    ")
+        else:
+            shown = text if item in {"why", "step"} else f"{item}: {text}"
+            lines += _wrapped(shown, width, "  ", style=style)
     return lines
 
 
@@ -199,7 +149,7 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
         lines += [
             Text(""),
             Text.assemble(
-                (verdict.title, "bold"), f"  {verdict.way.value}: ", (verdict.outcome.value, _STYLES[verdict.outcome])
+                (verdict.title, "bold"), f"  {verdict.way.value}: ", (verdict.outcome.value, _OUTCOMES[verdict.outcome])
             ),
         ]
         for reason in verdict.reasons:

@@ -241,22 +241,9 @@ def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
     columns = (
         Column("way", "way"),
         Column("copies", "copies", right=True, format=lambda value: "all" if value is None else str(value)),
-        Column("reason", "why"),
+        Column("reason", "why", wrap=True),
     )
-    return Table(
-        name="left_out", title="left out", columns=columns, rows=rows, draw=lambda width: _reason_lines(rows, width)
-    )
-
-
-def _reason_lines(rows: Sequence[LeftOut], width: int) -> list[Any]:
-    """Return the reasons as wrapped lines, which are never cut: they end with what to do."""
-    from rich.text import Text
-
-    lines = []
-    for row in rows:
-        name = row.way if row.copies is None else f"{row.way}, {format_copies(row.copies)}"
-        lines += wrapped(f"{name}: {row.reason}", width, rest="  ")
-    return [Text(line) for line in lines]
+    return Table(name="left_out", title="left out", columns=columns, rows=rows)
 
 
 def _cells_csv(data: BenchAnswer) -> Table:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.show.result import Table, records
+from gpushare.show.result import Column, Table, records
 from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ _TITLE: Final = 16
 # Where ways are below each other: the width of a terminal from which the title is next to them, not above.
 _BESIDE: Final = 72
 _CUT: Final = "…"
-# The texts of one cell are wrapped to the terminal between these widths.
-_LEAST_TEXT: Final = 20
-_MOST_TEXT: Final = 100
-_PARTS: Final = frozenset({"level", "sources disagree", "note", "source"})
 _NO_BREAK: Final = "\xa0"
 
 
@@ -128,11 +124,10 @@ def _cell_lines(cell: ComparedCell, width: int, *, short: bool = False) -> list[
     return lines
 
 
-def _wrapped(text: str, width: int, style: str, *, whole: bool = False) -> list[Text]:
-    """Return text wrapped to a width; with ``whole``, a longer word (an address) is not broken."""
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
     from rich.text import Text
 
-    lines = textwrap.wrap(visible(text), width, break_on_hyphens=False, break_long_words=not whole)
+    lines = textwrap.wrap(visible(text), width, break_on_hyphens=False)
     return [Text(line.replace(_NO_BREAK, " "), style=style) for line in lines] or [Text("")]
 
 
@@ -204,27 +199,8 @@ def csv_table(cells: Sequence[Any]) -> Table:
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
-    """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
-    rows = ({"what": what, "says": says} for what, says in entries)
-    return records("cell", ("what", "says"), rows, title=title, draw=lambda width: _why_lines(entries, width))
-
-
-def _why_lines(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
-    """Return the entries of one cell as lines: a heading to the left, its text wrapped to the right."""
-    from rich.text import Text
-
-    lead_width = max(len(heading) for heading, _ in entries) + GAP
-    text_width = min(max(width - lead_width, _LEAST_TEXT), _MOST_TEXT)
-    lines: list[Text] = []
-    above = None
-    for heading, text in entries:
-        # A heading that repeats the one above is left out.
-        lead = "" if heading == above else heading
-        # A blank line between views, remarks and sources.
-        if lead in _PARTS:
-            lines.append(Text(""))
-        for part in _wrapped(text, text_width, "", whole=True):
-            lines.append(Text.assemble((lead.ljust(lead_width), "dim"), part))
-            lead = ""
-        above = heading
-    return lines
+    """Return the table of one cell: headings, each with its text."""
+    columns = (Column("what", "what", group=True), Column("says", "says", wrap=True))
+    return Table(
+        name="cell", title=title, columns=columns, rows=tuple({"what": what, "says": says} for what, says in entries)
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from gpushare.base.model import LinePlace, ListedJob, Snapshot
@@ -50,10 +49,9 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     present = [job for job in jobs if job.line is None and job.pid is not None]
     waiting = [job for job in jobs if job.line is not None]
     ended = [job for job in jobs if job.pid is None]
-    of_others = everything or len({job.user for job in jobs} - {None}) > 1
-    tables = [_table_of_present(present, everything=everything, of_others=of_others)]
+    tables = [_table_of_present(present, everything=everything)]
     if waiting:
-        tables.append(_waiting_table(waiting, of_others=of_others))
+        tables.append(_waiting_table(waiting))
     if ended:
         tables.append(_ended_table(ended))
     errors = gpu_errors(snapshot.gpus)
@@ -97,28 +95,13 @@ def _way_of_job(job: ListedJob) -> str | None:
 # What the verbs take as JOB, which has to be typed; then what tells a job from its namesake.
 _JOB: Final = Column("job", "job", whole=True, of=lambda job: job.name or job.pid)
 _PID: Final = Column("pid", "pid", right=True, rank=6)
-_USER: Final = Column("user", "user", rank=7)
-_ROLE: Final = Column("role", "role", rank=1, style=role_style)
-_SINCE: Final = Column("since_seconds", "since", right=True, rank=2, format=age)
-_COMMAND: Final = Column("command", "command", rank=3, least=12)
+_USER: Final = Column("user", "user", rank=1)
+_ROLE: Final = Column("role", "role", rank=3, style=role_style)
+_SINCE: Final = Column("since_seconds", "since", right=True, rank=4, format=age)
+_COMMAND: Final = Column("command", "command", rank=1, least=12)
 
 
-# Where jobs of several users are listed, whose a job is and what it runs tell more than how it shares the GPU.
-_RANKS_OF_OTHERS: Final = {"user": 1, "command": 1, "way": 2}
-
-
-def _with_ranks(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]:
-    """Return the columns; if jobs ``of_others`` are listed, user and command are the last that a terminal drops."""
-    if not of_others:
-        return tuple(columns)
-    last = max(_RANKS_OF_OTHERS.values())
-    # The ranks of the other columns move behind those; 0 means that a column is never dropped.
-    ranks = {column.key: column.rank + last for column in columns if column.rank}
-    ranks |= _RANKS_OF_OTHERS
-    return tuple(replace(column, rank=ranks.get(column.key, 0)) for column in columns)
-
-
-def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
+def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
     """Return the table of the jobs that have a process: running, paused or swapped out."""
     columns = (
         _JOB,
@@ -127,20 +110,19 @@ def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool, of_others:
         _USER,
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
-        Column("way", "way", of=_way_of_job),
+        Column("way", "way", rank=2, of=_way_of_job),
         Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory_text),
-        Column("swapped_bytes", "swapped", right=True, rank=4, optional=True, format=format_bytes),
-        Column("sm_percent", "SM", right=True, rank=1, format=format_percent),
+        Column("swapped_bytes", "swapped", right=True, rank=5, optional=True, format=format_bytes),
+        Column("sm_percent", "SM", right=True, rank=3, format=format_percent),
         _SINCE,
         Column("container", "container", rank=8, whole=True, optional=True, format=container_name),
         _COMMAND,
     )  # fmt: skip
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
-    ranked = _with_ranks(columns, of_others=of_others)
-    return Table(name="jobs", title="jobs", columns=ranked, rows=tuple(jobs), empty=empty)
+    return Table(name="jobs", title="jobs", columns=columns, rows=tuple(jobs), empty=empty)
 
 
-def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
+def _waiting_table(jobs: Sequence[ListedJob]) -> Table:
     """Return the table of the jobs in line for room."""
     columns = (
         Column("place", "place", right=True, of=lambda job: job.line.place),
@@ -155,13 +137,12 @@ def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
             of=lambda job: candidates_text(job.line.count, job.gpu_indexes, job.line.lost_uuids),
         ),
         Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
-        Column("waits_for", "waits for", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
+        Column("waits_for", "waits for", rank=2, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,
     )
-    ranked = _with_ranks(columns, of_others=of_others)
-    return Table(name="waiting_jobs", title="waiting for room", columns=ranked, rows=tuple(jobs))
+    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
 
 
 def _exit_text(job: ListedJob) -> int | str:

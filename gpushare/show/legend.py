@@ -6,10 +6,7 @@ from typing import Final
 
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table
-from gpushare.show.text import wrapped
 
-# Of a line, for every terminal.
-_WIDTH: Final = 80
 HEADS: Final = {
     "GPU": "The index of the GPU, as in nvidia-smi and -g.",
     "name": "The model of the GPU, or the name of an instance or a job.",
@@ -86,8 +83,5 @@ class LegendAnswer:
 
 def legend_result() -> Result:
     heads = tuple(Head(head=head, meaning=meaning) for head, meaning in HEADS.items())
-    columns = (Column("head", "head"), Column("meaning", "meaning"))
-    table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))
-    width = max(map(len, HEADS)) + 2
-    lines = [line for each in heads for line in wrapped(each.meaning, _WIDTH, each.head.ljust(width), " " * width)]
-    return Result(data=LegendAnswer(heads=heads), text="\n".join(lines), csv=table)
+    columns = (Column("head", "head"), Column("meaning", "meaning", wrap=True))
+    return Result(data=LegendAnswer(heads=heads), tables=(Table(name="heads", columns=columns, rows=heads),))

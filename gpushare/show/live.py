@@ -11,9 +11,6 @@ from typing import IO, TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError
 from gpushare.show.render import (
-    FOLDED,
-    TIGHT,
-    WHOLE,
     document_text,
     form_of,
     json_text,
@@ -141,11 +138,10 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
         # The screen cannot be scrolled sideways to the end of a hint.
         above += Text.assemble((word, style), f" {one_line(text)}").wrap(console, width)
     lines = above
-    # The layout that saves least of those that fit, so that the processes at the bottom stay in sight.
-    for saving in (WHOLE, FOLDED, TIGHT):
-        body = result_lines(result, width, saving)
-        gap = [Text("")] if body and saving < TIGHT else []
-        lines = [*above, *gap, *body]
+    # On a short screen idle rows share a line, so that the processes at the bottom stay in sight.
+    for short in (False, True):
+        body = result_lines(result, width, short=short)
+        lines = [*above, *([Text("")] if body else []), *body]
         if len(lines) <= height:
             break
     if len(lines) > height:

@@ -12,7 +12,7 @@ from gpushare.base.units import format_bytes, ranges
 from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, holders_text, lost_slices
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement
+from gpushare.mig.profile import GpuInstance, Layout, Placement
 from gpushare.show.result import Column, Table, plain_value, records
 from gpushare.show.status import silent_word
 
@@ -155,12 +155,7 @@ def _name_and_users(instance: GpuInstance) -> str:
     return name + (f" for {', '.join(instance.granted)} only" if instance.granted else "")
 
 
-def _uuid_and_holders(compute: ComputeInstance) -> str:
-    # An empty UUID: shown for several GPUs.
-    return "" if compute.uuid == "" else f"{compute.uuid or '-'}  {holders_text(compute.holders)}"
-
-
-def layout_text(layout: Layout) -> str:
+def layout_text(layout: Layout, *, uuids: bool = True) -> str:
     """Return one GPU: its slices, its instances as a tree, what is lost and what still fits."""
     if not layout.profiles:
         return "  the driver lists no MIG profiles"
@@ -173,7 +168,8 @@ def layout_text(layout: Layout) -> str:
             f"{format_bytes(instance.profile.memory_bytes)}, {plain_value(instance.profile.multiprocessors)} SMs{_name_and_users(instance)}"
         )
         for compute in instance.compute:
-            lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {_uuid_and_holders(compute)}".rstrip())
+            uuid = f"{compute.uuid or '-'}  " if uuids else ""
+            lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {uuid}{holders_text(compute.holders)}")
         if not instance.compute:
             lines.append("    no compute instance: CUDA cannot use it")
         if instance.holders is None or instance.holders:
@@ -195,65 +191,12 @@ def layout_text(layout: Layout) -> str:
     return "\n".join([*lines, *_wrapped_items("  still fits: ", free or ["nothing"])])
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuText:
-    """One GPU of ``mig status``; without a layout it is shown as it is."""
-
-    index: int
-    title: str
-    text: str
-    layout: Layout | None = None
-
-
-def grouped_text(gpus: Sequence[GpuText], *, uuids: bool) -> str:
-    """Return the texts of GPUs; GPUs with equal texts share one.
-
-    Without ``uuids``, GPUs with instances of the same sizes share a text, too. Where only their particulars differ (UUIDs,
-    names, users, programs), the text has none, and each GPU has a line below it with its own, but for the UUIDs.
-    """
-    alike: dict[tuple[str, str], list[GpuText]] = {}
-    for gpu in gpus:
-        shared_text = gpu.text if uuids or gpu.layout is None else layout_text(_without_particulars(gpu.layout))
-        alike.setdefault((gpu.title, shared_text), []).append(gpu)
-    blocks = []
-    for (title, shared_text), group in alike.items():
-        lines = [f"GPU {ranges(gpu.index for gpu in group)}  {title}"]
-        if len({gpu.text for gpu in group}) == 1:
-            lines.append(group[0].text)
-        else:
-            particulars = [line for gpu in group for line in _particulars_lines(gpu)]
-            idle = "the others are" if particulars else "all are"
-            lines += [shared_text, *particulars, f"  {idle} idle; UUIDs: gpushare mig status -v"]
-        blocks.append("\n".join(lines))
-    return "\n\n".join(blocks)
-
-
-def _without_particulars(layout: Layout) -> Layout:
-    """Return a layout without names, UUIDs, grants and holders."""
-    bare = tuple(
-        replace(
-            instance,
-            name=None,
-            granted=(),
-            holders=(),
-            compute=tuple(replace(c, uuid="", holders=()) for c in instance.compute),
-        )
-        for instance in layout.instances
-    )
-    return replace(layout, instances=bare)
-
-
-def _particulars_lines(gpu: GpuText) -> Iterator[str]:
-    """Yield a line with the names, users and programs of the instances of one GPU, if there are any."""
-    texts = []
-    for instance in sorted(gpu.layout.instances if gpu.layout else (), key=lambda instance: instance.start):
-        holders = [*(instance.holders or ()), *(held for compute in instance.compute for held in compute.holders or ())]
-        unknown = instance.holders is None or any(compute.holders is None for compute in instance.compute)
-        in_use = f"  {holders_text(None if unknown else holders)}" if unknown or holders else ""
-        if instance.name is not None or instance.granted or in_use:
-            texts.append(f"{instance}{_name_and_users(instance)}{in_use}")
-    if texts:
-        yield from _wrapped_items(f"  GPU {gpu.index}: ", texts)
+def grouped_text(texts: Sequence[tuple[int, str]]) -> str:
+    """Return the texts of GPUs, each with the index of its GPU; GPUs with equal texts share one."""
+    alike: dict[str, list[int]] = {}
+    for index, text in texts:
+        alike.setdefault(text, []).append(index)
+    return "\n\n".join(f"GPU {ranges(indexes)}  {text}" for text, indexes in alike.items())
 
 
 def silent_lines(gpus: Iterable[Gpu]) -> str:

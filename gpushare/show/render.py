@@ -238,6 +238,8 @@ def _csv_field(value: Any) -> str | int | float:
 GAP: Final = 2
 # Text is cut to this many characters when no column is left to drop.
 LAST_RESORT: Final = 4
+# The least and the most characters of a line of a column that is wrapped.
+_SENTENCE: Final = range(20, 100)
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def layout_of(table: Table, width: int) -> Layout:
     # Then their widths: if even these do not fit, text is cut further; else they share what is left.
     for column in sorted(shown, key=lambda column: natural[column.key], reverse=True):
         excess = _line_width(shown, least) - width
-        if not (column.whole or column.right):
+        if not (column.whole or column.right or column.wrap):
             least[column.key] -= max(0, min(excess, least[column.key] - LAST_RESORT))
     widths = _widen(shown, least, natural, width - _line_width(shown, least))
     hidden.sort(key=table.columns.index)
@@ -289,14 +291,16 @@ def _natural_width(table: Table, column: Column) -> int:
     """Return the width that the title and all values of a column need, in character cells."""
     from rich.cells import cell_len
 
-    return max([cell_len(column.title), *(cell_len(cell(column, column.value(row))) for row in table.rows)])
+    widest = max([cell_len(column.title), *(cell_len(cell(column, column.value(row))) for row in table.rows)])
+    return min(widest, _SENTENCE.stop) if column.wrap else widest
 
 
 def _least_width(column: Column, natural: int) -> int:
     """Return the width that a column must have at least, in character cells."""
-    if column.whole or column.right or column.least is None:
+    least = _SENTENCE.start if column.wrap else column.least
+    if column.whole or column.right or least is None:
         return natural
-    return min(natural, max(column.least, len(column.title)))
+    return min(natural, max(least, len(column.title)))
 
 
 def _line_width(columns: list[Column], widths: dict[str, int]) -> int:
@@ -314,20 +318,15 @@ def _widen(columns: list[Column], least: dict[str, int], natural: dict[str, int]
     return widths
 
 
-def table_lines(
-    table: Table, width: int, *, fold: bool = False, rule: bool = True
-) -> tuple[list[Text], tuple[Column, ...]]:
-    """Return the lines of one table, and the columns that did not fit.
-
-    ``fold``: several idle rows become one line. ``rule``: a line is drawn below the titles of the columns.
-    """
+def table_lines(table: Table, width: int, *, fold: bool = False) -> tuple[list[Text], tuple[Column, ...]]:
+    """Return the lines of one table, and the columns that did not fit; with ``fold`` several idle rows become one line."""
     from rich.text import Text
 
     if fold and table.idle is not None and table.folded is not None:
         idle = [row for row in table.rows if table.idle(row)]
         if len(idle) > 1:
             busy = tuple(row for row in table.rows if not table.idle(row))
-            lines, hidden = table_lines(replace(table, rows=busy, empty=None), width, rule=rule)
+            lines, hidden = table_lines(replace(table, rows=busy, empty=None), width)
             return [*lines, Text(visible(table.folded(idle)), style="dim")], hidden
 
     title = [Text(table.title, style="bold")] if table.title else []
@@ -343,14 +342,13 @@ def table_lines(
     if not table.rows:
         return [Text(line, style="dim") for line in wrapped(table.empty or "", width) if line], ()
     layout = layout_of(table, width)
-    lines = [*title, _row_line([Text(column.title, style="dim") for column in layout.columns], layout)]
-    if rule:
-        lines.append(Text("─" * layout.total, style="dim"))
-    return [*lines, *_body_lines(table.rows, layout)], layout.hidden
+    head = _row_line([Text(column.title, style="dim") for column in layout.columns], layout)
+    rule = Text("─" * layout.total, style="dim")
+    return [*title, head, rule, *_body_lines(table.rows, layout)], layout.hidden
 
 
 def _body_lines(rows: Sequence[Any], layout: Layout) -> list[Text]:
-    """Return a line for each row, without the values that repeat those above them in grouped columns."""
+    """Return the lines of each row, without the values that repeat those above them in grouped columns."""
     from rich.text import Text
 
     lines = []
@@ -364,7 +362,11 @@ def _body_lines(rows: Sequence[Any], layout: Layout) -> list[Text]:
             repeats = column.group and above.get(column.key) == text
             above[column.key] = text
             cells.append(Text("" if repeats else text, style=style or ("dim" if text == "-" else "")))
-        lines.append(_row_line(cells, layout))
+        last = cells[-1]
+        sentence = wrapped(last.plain, layout.widths[-1]) if layout.columns[-1].wrap else [last.plain]
+        for part in sentence or [""]:
+            lines.append(_row_line([*cells[:-1], Text(part, style=last.style)], layout))
+            cells = [Text("") for _ in cells]
     return lines
 
 
@@ -373,6 +375,9 @@ def _row_line(cells: list[Text], layout: Layout) -> Text:
     from rich.text import Text
 
     for text, column, width in zip(cells, layout.columns, layout.widths, strict=True):
+        if column.wrap:
+            # It is the last one, and may have a word that is longer than its line.
+            continue
         if text.cell_len > width:
             text.plain = _shorten(text.plain, width)
         text.truncate(width, overflow="ellipsis")
@@ -396,12 +401,8 @@ def _shorten(text: str, width: int) -> str:
     return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
-# How lines are saved on a short screen: not at all, idle rows in one line, and then no blank lines and rules either.
-WHOLE, FOLDED, TIGHT = range(3)
-
-
-def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
-    """Return all lines of a result: its text, its tables, and unless the screen is short a line on the dropped columns."""
+def result_lines(result: Result, width: int, *, short: bool = False) -> list[Text]:
+    """Return all lines of a result; where the screen is ``short``, idle rows in one line, and no line on the dropped columns."""
     from rich.text import Text
 
     blocks: list[list[Text]] = []
@@ -409,18 +410,18 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
         blocks.append([Text(line) for line in paragraphs(result.text).rstrip("\n").split("\n")])
     dropped: list[str] = []
     for table in result.tables:
-        lines, hidden = table_lines(table, width, fold=saving >= FOLDED, rule=saving < TIGHT)
+        lines, hidden = table_lines(table, width, fold=short)
         if lines:
             blocks.append(lines)
         if hidden:
             names = ", ".join(column.title for column in hidden)
             dropped.append(f"{names} ({table.title})" if table.title and len(result.tables) > 1 else names)
-    if dropped and saving < TIGHT:
+    if dropped and not short:
         text = f"not shown at this width: {'; '.join(dropped)}"
         blocks.append([Text(line, style="dim") for line in wrapped(text, width)])
     all_lines: list[Text] = []
     for block in blocks:
-        if all_lines and saving < TIGHT:
+        if all_lines:
             all_lines.append(Text(""))
         all_lines += block
     return all_lines

@@ -53,8 +53,9 @@ class Column:
 
     On a narrow terminal the column with the highest ``rank`` is dropped first; 0 is never dropped. ``whole`` marks an id
     that is never cut. ``style`` returns the Rich style of a value, or None. Long text (a command line) may be cut to
-    ``least`` characters before a column is dropped. ``group`` blanks a value that repeats the row above, ``optional``
-    drops the column if no row has a value; both only on a terminal, so that plain output keeps its columns.
+    ``least`` characters before a column is dropped. ``wrap`` marks the last column, of sentences: on a terminal it is
+    broken between words instead of cut. ``group`` blanks a value that repeats the row above, ``optional`` drops the column
+    if no row has a value; both only on a terminal, so that plain output keeps its columns.
     """
 
     key: str
@@ -64,6 +65,7 @@ class Column:
     rank: int = 0
     whole: bool = False
     least: int | None = None
+    wrap: bool = False
     group: bool = False
     optional: bool = False
     of: Callable[[Any], Any] | None = None

@@ -248,13 +248,12 @@ def _instance_table(snapshot: Snapshot) -> Table:
 
 def daemon_table(snapshot: Snapshot) -> Table:
     """Return the table of MPS daemons with their limits and numbers of clients."""
-    silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
         _USER,
         Column("started_by", "started by", rank=5, of=_started_by),
-        Column("status", "server", of=lambda daemon: _server_word(daemon, silent), style=_alarm_style),
+        Column("status", "server", of=_server_word, style=_alarm_style),
         Column("clients", "clients", right=True, rank=1, of=_clients_text),
         _percent("threads_percent", "threads", rank=2),
         _memory("memory_limit_bytes", "memory limit", rank=3),
@@ -281,15 +280,12 @@ def _clients_text(daemon: MpsDaemon) -> str | None:
     return None if daemon.error or daemon.unasked else f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
 
 
-def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
-    """Return the state of a daemon's servers in a word, or why it is unknown. The GPUs in ``silent`` do not answer."""
+def _server_word(daemon: MpsDaemon) -> str:
+    """Return the state of a daemon's servers in a word, or why it is unknown."""
     if daemon.error:
         return "no answer"
     if daemon.unasked:
         return "not asked"
-    if silent and daemon.ours and daemon.gpu_index is None and not daemon.gpu_indexes:
-        # A daemon of gpushare has a GPU: if none of those that answer is its GPU, it is a silent one.
-        return silent_word(silent[0].error or "")
     return ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "none yet"
 
 
@@ -535,12 +531,9 @@ def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
 
 
 def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
-    """Return what is said if no process is listed: none, or unknown."""
-    if all(gpu.processes is None for gpu in gpus):
-        return "the processes on the GPUs are unknown"
-    if any(gpu.processes is None for gpu in gpus):
-        return "no processes on the GPUs that answer"
-    return "no processes on the GPU" if len(gpus) == 1 else "no processes on the GPUs"
+    """Return what is said if no process is listed: none, or that those of some GPUs are unknown."""
+    unknown = [gpu.index for gpu in gpus if gpu.processes is None]
+    return f"the processes on GPU {ranges(unknown)} are unknown" if unknown else "no processes on the GPUs"
 
 
 CSV_GPU: Final = (

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from gpushare.base.errors import DriverNotLoaded
 from gpushare.show.live import screen_lines, watch
-from gpushare.show.render import FOLDED, TIGHT, result_lines
+from gpushare.show.render import result_lines
 from gpushare.show.result import OutputFormat
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
@@ -138,13 +138,13 @@ def test_a_screen_never_has_more_than_fits_and_says_what_it_left_out(width, heig
     assert len(lines) <= height
     assert all(line.cell_len <= width for line in lines)
     tall = screen_lines(result, "head", Console(file=io.StringIO(), width=width, height=1000, force_terminal=True))
-    tight = [line for saving in (FOLDED, TIGHT) for line in result_lines(result, width, saving)]
+    short = result_lines(result, width, short=True)
     if lines[-1].plain.startswith("..."):
         more = int(lines[-1].plain.split()[1])
-        above = len(tall) - len(result_lines(result, width)) - 1
-        assert more == above + len(result_lines(result, width, TIGHT)) - height + 1
+        above = len(tall) - len(result_lines(result, width))
+        assert more == above + len(short) - height + 1
     elif len(tall) > height:
-        assert {line.plain for line in lines} <= {line.plain.rstrip() for line in [*tall, *tight]}
+        assert {line.plain for line in lines} <= {line.plain.rstrip() for line in [*tall, *short]}
     else:
         assert [line.plain for line in lines] == [line.plain for line in tall]
 
@@ -172,6 +172,3 @@ def test_idle_gpus_are_one_line_where_the_processes_would_be_cut():
     assert not any(line.startswith("idle:") for line in whole)
     assert "idle: GPU 0-4, 6-7" in short
     assert whole[whole.index("processes") : whole.index("processes") + 3] == short[short.index("processes") :][:3]
-    tight = screen(len(short) - 1)
-    assert "" not in tight[1:]
-    assert not any("─" in line for line in tight)

@@ -121,7 +121,7 @@ def test_unknown_is_a_dash_and_null_and_said_in_a_note(shown):
     result = status_result(snapshot)
     out, err = shown(result, OutputFormat.TABLE, width=100)
     assert "- / 79.6 GiB" in out
-    assert "the processes on the GPUs are unknown" in out
+    assert "the processes on GPU 0 are unknown" in out
     assert "note: GPU 0: its processes are unknown" in err
     assert result.data.gpus[0].processes is None
     assert result.data.gpus[0].time_slice is None

@@ -521,7 +521,7 @@ def test_count_and_memory_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert "has no unit" in asked
     assert out.startswith(("MPS", "\x1b"))
     assert "--threads 50 --memory 2816M" in out
-    assert "medium confidence" in out
+    assert "confidence: medium" in out
 
 
 def test_processes_of_unequal_memory_may_be_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:
     assert "nobody" not in quiet.out
     assert cli("status", output="json").ok().data["gpus"][0]["processes"] is None
     assert "the process list is incomplete" in cli("status").err
-    assert "the processes on the GPUs are unknown" in cli("status", output="table").out
+    assert "the processes on GPU 0 are unknown" in cli("status", output="table").out
 
 
 def test_mig(cli: Cli, world: World) -> None:
