@@ -111,13 +111,14 @@ def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     index = None if gpu is None else gpu.index
     users = ", ".join(named.users)
     try:
-        steps = reapplied_steps(seen.host, named)
+        missing_steps = reapplied_steps(seen.host, named)
     except NotSupported as error:
         yield finding("mig.grant refused", index, named=named, users=users, error=error)
         return
     except GpushareError:
+        # The GPU does not answer, which another check says.
         return
-    if steps:
+    if missing_steps:
         yield finding("mig.grant", index, named=named, users=users)
 
 

@@ -204,9 +204,9 @@ def _share_plain_gpus(gpus: Sequence[GpuDescription]) -> _GpuSharing:
             code="bad_replicas",
         )
     if first.sharing is Way.MPS:
-        # Their models may differ, and with them what an equal share is.
-        shared, *_ = [_share_by_mps(gpu, gpu.mps or MpsWish()) for gpu in gpus]
-        return shared
+        # Each GPU is checked: models differ in their number of clients, and so in what an equal part is.
+        shared = [_share_by_mps(gpu, gpu.mps or MpsWish()) for gpu in gpus]
+        return shared[0]
     lost = "isolation of memory and faults: under time-slicing one program can take all the memory of a GPU"
     if first.replicas is None:
         return _GpuSharing("timeSlicing", DEFAULT_REPLICAS, (_ASSUMED, lost))

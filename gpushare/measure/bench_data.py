@@ -216,10 +216,11 @@ def _speed(cell: BenchCell, metric: Metric) -> float:
 def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
     """Return whether the figures of two cells differ; None: one of them has too few runs to tell."""
     if cell.measured_as == other.measured_as:
+        # The same runs stand for both.
         return False
     if cell.throughput is None or other.throughput is None:
         return None
-    # A way that made no progress has a speed of 0.
+    # A product, not a quotient: the speed of a way that made no progress is 0.
     if abs(_speed(cell, metric) - _speed(other, metric)) < LEAST_DIFFERENCE * _speed(other, metric):
         return False
     return cell.throughput.differs_from(other.throughput)
