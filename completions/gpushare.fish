@@ -283,7 +283,7 @@ complete -c gpushare -n '__gpushare_at ' -a status -d 'Show the GPUs, how they a
 complete -c gpushare -n '__gpushare_at ' -a top -d 'Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs'
 complete -c gpushare -n '__gpushare_at ' -a jobs -d 'List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended'
 complete -c gpushare -n '__gpushare_at ' -a doctor -d 'Check the host for common problems'
-complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), an exit code, a check of doctor, or a concept'
+complete -c gpushare -n '__gpushare_at ' -a explain -d 'Explain a CUDA or NVML error, an Xid, an MPS log, an error code of gpushare (in_use), an exit code, or a concept'
 complete -c gpushare -n '__gpushare_at ' -a observe -d 'Record the use of GPUs and of the processes on them, and say which GPUs are underused'
 complete -c gpushare -n '__gpushare_at ' -a metrics -d 'Serve metrics that no other exporter has, at /metrics, until Ctrl-C'
 complete -c gpushare -n '__gpushare_at ' -a schema -d 'Print the JSON Schema of what a command answers with -o json, or of the file gpushare.yaml'

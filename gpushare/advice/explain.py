@@ -24,7 +24,6 @@ TITLES: Final = {
     "xid": "Xid",
     "mps": "MPS log line",
     "concept": "concept",
-    "check": "check of gpushare doctor",
     "column": "column of status or jobs",
     "gpushare": "gpushare error",
     "exit": "exit code",
