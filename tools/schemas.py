@@ -90,14 +90,10 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     },
     "export prometheus": ("gpushare.cli.metrics:PrometheusAnswer",),
     "sim list": ("gpushare.cli.sim:SimHostsAnswer", "gpushare.cli.sim:SimModelsAnswer"),
-    "sim show": ("gpushare.sim.admin:ShownHost",),
+    **{f"sim {verb}": ("gpushare.sim.admin:ShownHost",) for verb in ("show", "mig", "vgpu", "fault", "cdi")},
     "sim reset": ("gpushare.cli.sim:SimResetAnswer", PLAN),
     "sim add": ("gpushare.cli.sim:SimProcessAnswer",),
     "sim end": ("gpushare.cli.sim:SimProcessAnswer",),
-    "sim mig": ("gpushare.cli.sim:SimMigAnswer",),
-    "sim vgpu": ("gpushare.cli.sim:SimVgpuAnswer",),
-    "sim fault": ("gpushare.cli.sim:SimFaultAnswer",),
-    "sim cdi": ("gpushare.cli.sim:SimCdiAnswer",),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal as signals
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import typer
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
-from gpushare.base.units import GIB, counted, first_few, format_bytes, parse_memory_limit, parse_seconds, quoted
+from gpushare.base.units import GIB, counted, format_bytes, parse_memory_limit, parse_seconds, quoted
 from gpushare.cli.options import GROUP, AskingCommand, Command, argument, consented, flag, option, settings
 from gpushare.gpu_models import load_models
 from gpushare.memory.ledger import reservations
@@ -27,24 +26,6 @@ from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 GPU: Final = option("-g --gpu", "GPU", "GPU index or UUID.")
 GPU_0: Final = option("-g --gpu", "GPU", "GPU index or UUID.", default="0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimFaultAnswer:
-    """What ``sim fault`` answers: what fails from now on, or that nothing does."""
-
-    fault: str | None = None
-    value: str | None = None
-    gpu: str | None = None
-    cleared: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimCdiAnswer:
-    """What ``sim cdi`` answers: the path of the specification on the simulated host, and the real file."""
-
-    path: str
-    file: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +70,6 @@ class SimProcessAnswer:
     pid: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class SimMigAnswer:
-    """What ``sim mig`` answers: the instances as they were typed."""
-
-    gpu: str
-    instances: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimVgpuAnswer:
-    """What ``sim vgpu`` answers."""
-
-    uuid: str
-
-
 def simulated_spec(given: str | None) -> str:
     """Return the name of the simulated host to work on: as given, or that of --host."""
     spec = given or settings.spec
@@ -112,6 +78,11 @@ def simulated_spec(given: str | None) -> str:
         hint = "name one: --host sim:h200, or export GPUSHARE_HOST=sim:h200; used ones: gpushare sim list"
         raise BadUsage(problem, hint, code="no_sim_host")
     return spec
+
+
+def _changed_result(spec: str, text: str) -> Result:
+    """Return the result of a change of a simulated host: in words, and as data the host as it is now."""
+    return Result(data=describe(spec), text=text)
 
 
 def fault(
@@ -137,23 +108,19 @@ def fault(
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
     if kind is None:
         admin.clear_faults(spec)
-        pids = [process.pid for process in admin.describe(spec).processes if not process.real]
-        ending = f"; processes stay: {first_few(pids)}; to end one: gpushare sim end {pids[0]}" if pids else ""
-        return Result(data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults{ending}")
+        return _changed_result(spec, f"{spec}: no faults")
     # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
     words = " ".join(filter(None, [kind, value]))
-    text = f"{spec}: {words}" if gpu is None else f"{spec}, GPU {gpu}: {words}"
-    return Result(data=SimFaultAnswer(fault=kind, value=value, gpu=gpu), text=text)
+    return _changed_result(spec, f"{spec}: {words}" if gpu is None else f"{spec}, GPU {gpu}: {words}")
 
 
 def cdi() -> Any:
     """Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs."""
     host = open_simulated(simulated_spec(None))
     path = nvidia_ctk.install(host.state_file)
-    file = str(host.state_file.directory / path.lstrip("/"))
-    return Result(data=SimCdiAnswer(path=path, file=file), text=f"{path} is {file}")
+    return _changed_result(host.spec, f"{path} is {host.state_file.directory / path.lstrip('/')}")
 
 
 app = typer.Typer(
@@ -215,13 +182,6 @@ def show(host: str | None = SPEC) -> Any:
     return Result(data=shown, text=_state_text(shown))
 
 
-def _user_text(host: ShownHost) -> str:
-    """Return in words the user that commands run as on a simulated host."""
-    if host.uid == 0:
-        return "root"
-    return f"user {host.uid}, who may do here what root may" if host.root else f"user {host.uid}"
-
-
 # Fields that `sim show` leaves out: what every host has, or is shown by another name.
 _HIDDEN_OF_HOST: Final = frozenset({"spec", "gpus", "fault_uid", "next_pid", "created_at"})
 # The same of a GPU: what every GPU has of its own, and what `mig status` shows.
@@ -230,7 +190,7 @@ _HIDDEN_OF_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "m
 
 def _state_text(host: ShownHost) -> str:
     """Return a simulated host as lines: driver, user, and what differs from a new host."""
-    facts = {"driver": host.driver, "commands run as": _user_text(host)}
+    facts = {"driver": host.driver, "commands run as": "root" if host.root else f"user {host.uid}"}
     for index, gpu in enumerate(host.gpus):
         facts[f"GPU {index}"] = ", ".join([gpu.model, *_changed_fields(gpu, SimulatedGpu("", "", ""), _HIDDEN_OF_GPU)])
     facts |= {
@@ -271,19 +231,16 @@ def reset(
             data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
-    deleted = tuple(map(_reset_host, specs))
+    deleted = []
+    for spec in specs:
+        # The ledger goes with the host; a job that waits has no program on it yet.
+        waiting = tuple(job.claim.pid for job in reservations(open_simulated(spec)) or () if job.waits)
+        done = admin.reset(spec)
+        deleted.append(replace(done, left_alone=(*done.left_alone, *waiting)))
     left_alone = " ".join(str(pid) for each in deleted for pid in each.left_alone)
     notes = (f"real programs and waiting jobs were left running; end them: kill {left_alone}",) if left_alone else ()
     text = f"{', '.join(each.spec for each in deleted)}: reset" if deleted else "no simulated hosts to reset"
-    return Result(data=SimResetAnswer(dry_run=False, hosts=deleted), done=((text, None),), notes=notes)
-
-
-def _reset_host(spec: str) -> ResetResult:
-    """Delete a simulated host; the result names the real programs and waiting jobs that go on."""
-    # The ledger goes with the host; a job that waits has no program on it yet.
-    waiting = tuple(job.claim.pid for job in reservations(open_simulated(spec)) or () if job.waits)
-    done = admin.reset(spec)
-    return replace(done, left_alone=(*done.left_alone, *waiting))
+    return Result(data=SimResetAnswer(dry_run=False, hosts=tuple(deleted)), done=((text, None),), notes=notes)
 
 
 def add(
@@ -373,12 +330,7 @@ def mig(
     names = instances or []
     set_mig(simulated_spec(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
-    answer = SimMigAnswer(gpu=gpu or "0", instances=tuple(names))
-    return Result(data=answer, text=text)
-
-
-# As NVIDIA's vGPU user guide writes them: GRID T4-16Q, NVIDIA A100-1-5CME, NVIDIA RTX6000-Ada-48Q.
-_VGPU_TYPE: Final = re.compile(r"(?:NVIDIA|GRID)(?: \S{1,40}){1,6}-\d{1,3}[ABCQ](?:ME)?", re.ASCII)
+    return _changed_result(simulated_spec(None), text)
 
 
 def vgpu(
@@ -388,12 +340,8 @@ def vgpu(
     vm: str = option("--vm", "NAME", "The virtual machine.", default="vm1"),
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
-    if _VGPU_TYPE.fullmatch(kind) is None:
-        raise BadUsage(
-            f"{quoted(kind)} is not the name of a vGPU type", "give one: 'NVIDIA H200-35C'", code="bad_value"
-        )
-    name = add_vgpu(simulated_spec(None), gpu or "0", kind, vm, parse_memory_limit(memory))
-    return Result(data=SimVgpuAnswer(uuid=name), text=name)
+    spec = simulated_spec(None)
+    return _changed_result(spec, add_vgpu(spec, gpu or "0", kind, vm, parse_memory_limit(memory)))
 
 
 app.command(cls=Command, short_help="Make something fail.")(fault)
