@@ -296,8 +296,8 @@ _gpushare_node() {
       positional='@files'
       ;;
     'capture')
-      options='-g --gpu --by --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu --by --host -o --output'
+      options='-g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu --host -o --output'
       ;;
     'export')
       commands='dra karpenter slurm mig-parted cdi docker compose ecs systemd k8s prometheus'
@@ -428,7 +428,6 @@ _gpushare_values() {
     --ways) printf '%s\n' 'queue timeslice mps mps:100/n mps:200/n mig' ;;
     --compare) printf '%s\n' '@files' ;;
     --plot) printf '%s\n' '@files' ;;
-    --by) printf '%s\n' 'index uuid' ;;
     --mig-strategy) printf '%s\n' 'mixed single' ;;
     --autodetect) printf '%s\n' 'nvml off' ;;
     --program) printf '%s\n' '@files' ;;

@@ -64,7 +64,6 @@ from gpushare.cli.options import (
     ask_line,
     flag,
     gpus_of,
-    note,
     option,
     positive_time,
     refuse,
@@ -78,7 +77,6 @@ from gpushare.hostfile.steps import daemon_step, level_step, stop_step
 from gpushare.inputs import shown_path, text_of
 from gpushare.mig.change import MigChange
 from gpushare.mig.daemons import own_daemons, refuse_used
-from gpushare.mig.driver import may_change
 from gpushare.mig.grant import Naming
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.planner import plan_add, plan_exact
@@ -257,7 +255,9 @@ def advise(
     settings.changes = apply or measure
     host = settings.connect()
     if apply and not settings.dry_run:
-        _recover_mig(host)
+        from gpushare.cli.mig_change import recover_first
+
+        recover_first(host, MigLedger(host))
     state = HostState(host)
     # Few answers name jobs: only these look for those that run.
     facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
@@ -322,17 +322,6 @@ def _parse_count(option: str, text: str | None) -> int | None:
         return workload_of({"processes": text}).processes
     except BadUsage as error:
         raise BadUsage(f"{option}: {error.message}", error.hint, code=error.code) from None
-
-
-def _recover_mig(host: Host) -> None:
-    """Undo an interrupted MIG change, as every change of MIG does first; the advice then looks at what is left."""
-    from gpushare.cli.mig_change import recovered
-
-    ledger = MigLedger(host)
-    if ledger.interrupted() is not None and may_change(host):
-        with recovered(host, ledger) as undone:
-            for undone_text in undone:
-                note(undone_text)
 
 
 def _running_jobs(host: Host) -> Iterator[RunningJob]:

@@ -11,8 +11,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.base.model import FileWay, GpuLease
-from gpushare.base.units import counted, format_duration, parse_seconds
+from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
+from gpushare.cli.mig_change import recover_first, recovered
 from gpushare.cli.options import (
     HOST_FILE_ARGUMENT,
     HOST_FILE_OPTION,
@@ -34,6 +35,7 @@ from gpushare.hostfile.file import Entry, HostFile, Matched, text_of
 from gpushare.hostfile.kept import kept_limits, user_limits_in
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import (
+    applied_path,
     before_path,
     changed_limits,
     entries_of,
@@ -49,15 +51,12 @@ from gpushare.hostfile.load import (
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.leases import leases
 from gpushare.mig.change import transact
-from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.recover import recover
 from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, one_plan, open_losses
 from gpushare.run.jobs import job_names
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
-from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.rules import KEEP_UNIT
 
 # Errors of a file that can never be applied here: such a file changes nothing.
@@ -90,82 +89,53 @@ def apply(
     user_limits_in(wanted)
     host = settings.connect()
     ledger = MigLedger(host)
-    undone = () if settings.dry_run else _undo_interrupted(host, ledger)
-    try:
-        rows, matched = _plan_when_idle(host, ledger, wanted, seconds)
-    except GpushareError:
-        for undone_text in undone:
-            note(undone_text)
-        raise
-    keeping = _keeping(host, wanted, text)
+    if not settings.dry_run:
+        recover_first(host, ledger)
+    rows, matched = _plan_when_idle(host, ledger, wanted, seconds)
+    # Only a file of root puts limits in force.
+    limits = changed_limits(host, wanted) if host.root else []
+    keeping = _keep_plan(host, wanted, text, limits)
     if settings.dry_run:
-        return _apply_result(rows, matched, keeping, dry_run=True, undo=_prepare_undo(host, rows))
+        return _apply_result(rows, matched, keeping, limits, dry_run=True, undo=_prepare_undo(host, rows))
 
     changes_gpus = any(row.steps for row in rows)
     if changes_gpus and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
-    consented(keeping.plan)
+    consented(keeping)
     undo = None
+    notes: tuple[str, ...] = ()
     if changes_gpus:
         rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
-        undone += notes
-
-    kept = _Kept()
     # Only a file that the host matches is kept for the next boot, and only with it limits come into force.
-    if not matched.missing and all(row.error is None for row in rows):
-        if keeping.plan.steps and not any(row.steps for row in rows):
-            undo = _prepare_undo(host, rows)
-        notes_if_kept = (
-            *_dropped_gpus_notes(host, matched),
-            *_rules_notes(host, wanted),
-            *_limit_notes(host, wanted, path),
-        )
-        kept = _keep_for_boot(host, text, keeping, notes_if_kept)
-    matched = replace(matched, notes=(*undone, *matched.notes, *kept.notes))
-    keeping = _NOT_KEPT if kept.path is None else keeping
-    result = _apply_result(rows, matched, keeping, dry_run=False, undo=undo, complete=not kept.errors)
-    return replace(result, data=replace(result.data, kept=kept.path), errors=(*result.errors, *kept.errors))
+    if matched.missing or any(row.error is not None for row in rows):
+        return _apply_result(rows, matched, None, limits, dry_run=False, undo=undo, notes=notes)
+    if keeping.steps and not changes_gpus:
+        undo = _prepare_undo(host, rows)
+    notes_if_kept = (*_dropped_gpus_notes(host, matched), *_other_commands_notes(host, wanted))
+    try:
+        carry_out(keeping, say_step if settings.verbose else None)
+    except GpushareError as error:
+        problem = "the file is not kept: the next boot will not apply it, and limits of users in it are not in force"
+        not_kept = error.restated(message=f"{problem}: {error.message}")
+        result = _apply_result(rows, matched, None, limits, dry_run=False, undo=undo, notes=notes)
+        return replace(result, errors=(*result.errors, not_kept))
+    result = _apply_result(rows, matched, keeping, limits, dry_run=False, undo=undo, notes=(*notes, *notes_if_kept))
+    return replace(result, data=replace(result.data, kept=str(applied_path(host))))
 
 
-class _Keeping(NamedTuple):
-    """How an applied file is kept: the plan, and the limits of users that differ from those in force.
-
-    ``limits_by_root`` are the same limits in words, if root applies the file: only then keeping it puts them in force.
-    """
-
-    plan: Plan
-    changed_limits: Sequence[str] = ()
-    limits_by_root: str = ""
-
-
-_NOT_KEPT: Final = _Keeping(Plan(title="keep the file", steps=()))
-
-
-def _keeping(host: Host, wanted: HostFile, text: str) -> _Keeping:
-    """Return how a file is kept; its plan has no steps if this text is kept already."""
-    changed = changed_limits(host, wanted)
-    limits = "; ".join(changed) if host.root else ""
+def _keep_plan(host: Host, wanted: HostFile, text: str, limits: Sequence[str]) -> Plan:
+    """Return the plan that keeps a file, and puts ``limits`` in force; without steps if this text is kept already."""
     ended = _ended_leases(host, wanted) if limits else {}
     indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)} if ended else {}
     titles = {uuid: f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}" for uuid, lease in ended.items()}
     purpose = "for the next boot" if host.root else "as the one that was applied last"
-    what = f"keep the file {purpose}" + (f", and put in force: {limits}" if limits else "")
-    plan = Plan(
-        title=limits or f"the file is kept {purpose}",
+    what = f"keep the file {purpose}" + (f", and put in force: {'; '.join(limits)}" if limits else "")
+    return Plan(
+        title="; ".join(limits) or f"the file is kept {purpose}",
         steps=() if is_kept(host, text) else (Step(what=what, command=None, do=lambda: keep_applied(host, text)),),
         notes=tuple(f"{title} ends" for title in titles.values()),
         consent=tuple(Loss(action="ends", what=titles[uuid]) for uuid, lease in ended.items() if lease.uid != host.uid),
     )
-    return _Keeping(plan, changed, limits)
-
-
-def _undo_interrupted(host: Host, ledger: MigLedger) -> tuple[str, ...]:
-    """Undo an interrupted MIG change before planning: it may be all that is in the way."""
-    if ledger.interrupted() is None:
-        return ()
-    need_rights(host)
-    with ledger.locked():
-        return recover(host, ledger)
 
 
 @dataclass(frozen=True)
@@ -254,8 +224,8 @@ def _carry_out_rows(host: Host, ledger: MigLedger, wanted: HostFile, rows: list[
     notes: tuple[str, ...] = ()
     while True:
         agreed = consented(_joined_plan(rows), agreed)
-        with ledger.locked():
-            notes += recover(host, ledger)
+        with recovered(host, ledger) as undone:
+            notes += undone
             matched = entries_of(wanted, gpus_of(host))
             # Plan all before the first change: an error found now still changes nothing.
             rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
@@ -334,41 +304,16 @@ def _dropped_gpus_notes(host: Host, matched: Matched) -> list[str]:
     return [f"only this file is applied at boot, and {which}; {fix}"]
 
 
-def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
-    """Return a note on what follows the rules for time-slices: `apply` itself sets no process's slice."""
-    if not wanted.rules:
-        return []
-    record = keep_record(host)
-    if record is not None and record.runs:
-        how = f"gpushare timeslice keep runs (process {record.pid}); to read the file again: kill -HUP {record.pid}, or, as a unit, systemctl reload {KEEP_UNIT}"
-    else:
-        how = "run gpushare timeslice keep; as a unit: gpushare export systemd"
-    return [f"the rules for time-slices are followed by another command: {how}"]
-
-
-def _limit_notes(host: Host, wanted: HostFile, path: str) -> list[str]:
-    """Return notes on the limits of users, which are in force once root has kept the file."""
-    if not host.root:
-        changed = changed_limits(host, wanted)
-        given = {"memory": bool(wanted.memory), "reserve": wanted.longest_lease_seconds is not None}
-        differing = [key for key in given if any(limit.startswith(key) for limit in changed)]
-        notes = []
-        if keys := [key for key in differing if given[key]]:
-            how = f"are in force only when root applies the file: sudo gpushare apply -f {shlex.quote(path)}"
-            notes.append(f"limits of users ({', '.join(keys)}) {how}")
-        if keys := [key for key in differing if not given[key]]:
-            notes.append(f"limits of users ({', '.join(keys)}) that root has set stay in force: this file has none")
-        return notes
-    in_force = kept_limits(host)
-    limits_memory_now = bool(in_force.named) or in_force.others is not None
-    longest = user_limits_in(wanted).longest_lease_seconds
+def _other_commands_notes(host: Host, wanted: HostFile) -> list[str]:
+    """Return notes on what of a file `apply` itself does not do, or not for this user."""
     notes = []
-    if wanted.memory:
-        notes.append(f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory")
-    elif limits_memory_now:
-        notes.append("limits of users (memory) are no longer in force: this file has none")
-    if longest != in_force.longest_lease_seconds:
-        notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
+    if wanted.rules:
+        notes.append(
+            "the rules for time-slices are followed by gpushare timeslice keep, which reads the file at its start and at "
+            f"SIGHUP; as a unit: gpushare export systemd, then systemctl reload {KEEP_UNIT}"
+        )
+    if not host.root and (wanted.memory or wanted.longest_lease_seconds is not None):
+        notes.append("limits of users (memory, reserve) come into force only when root applies the file")
     return notes
 
 
@@ -380,26 +325,6 @@ def _ended_leases(host: Host, wanted: HostFile) -> dict[str, GpuLease]:
         for uuid, lease in leases(host, kept_limits(host)).items()
         if uuid not in allowed or allowed[uuid].uid != lease.uid
     }
-
-
-class _Kept(NamedTuple):
-    """The path of the kept file, and notes that are true now; no path: it was not kept, because of the errors, if any."""
-
-    path: str | None = None
-    notes: tuple[str, ...] = ()
-    errors: tuple[GpushareError, ...] = ()
-
-
-def _keep_for_boot(host: Host, text: str, keeping: _Keeping, notes_if_kept: tuple[str, ...]) -> _Kept:
-    """Keep an applied file for the next boot, which puts its limits of users in force."""
-    try:
-        carry_out(keeping.plan, say_step if settings.verbose else None)
-        return _Kept(str(keep_applied(host, text)), notes_if_kept)
-    except GpushareError as error:
-        applied = "the file was applied, but it"
-        if keeping.limits_by_root:
-            applied = "limits of users are not in force, and the file"
-        return _Kept(errors=(error.restated(message=f"{applied} will not be applied at boot: {error.message}"),))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +344,7 @@ class ApplyAnswer(PlanAnswer):
     gpus: tuple[GpuApplied, ...]
     # The file that is applied at boot.
     kept: str | None = None
-    # Limits of users that change, or would if root applied the file.
+    # Limits of users that change.
     limits: tuple[str, ...] = ()
 
 
@@ -440,30 +365,25 @@ def _in_force_text(row: _GpuRow) -> str:
 def _apply_result(
     rows: Sequence[_GpuRow],
     matched: Matched,
-    keeping: _Keeping,
+    keeping: Plan | None,
+    limits: Sequence[str],
     *,
     dry_run: bool,
     undo: str | None,
-    complete: bool = True,
+    notes: Sequence[str] = (),
 ) -> Result:
     """Return what was applied, or in a dry run would be, as a result; a single error is raised instead.
 
-    With an error, the file is not kept. ``undo`` is the command that takes all of it back. ``complete``: all that the file
-    asks for is in force now.
+    ``keeping`` is the plan that keeps the file; None, or with an error: it is not kept. ``undo`` is the command that takes
+    all of it back.
     """
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
-    plan, changed, limits = _NOT_KEPT if errors else keeping
-    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *plan.notes]
-    empty = {}
-    if errors or not complete:
-        # No steps does not mean that everything is as requested.
-        empty = {"empty": "nothing is changed"}
-    elif changed and not limits:
-        empty = {"empty": "only limits of users would change"}
-        if dry_run:
-            notes += [f"{limit}; apply as root sets it" for limit in changed]
+    # No steps does not mean that everything is as requested.
+    empty = {"empty": "nothing is changed"} if errors or keeping is None else {}
+    plan = Plan(title="", steps=()) if errors or keeping is None else keeping
+    notes = [*notes, *matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *plan.notes]
     whole = Plan(
         title="apply",
         steps=(*(step for row in rows for step in row.steps), *plan.steps),
@@ -481,7 +401,7 @@ def _apply_result(
         GpuApplied(gpu=row.gpu, sharing=row.entry.sharing, state=row.state, steps=tuple(row.steps)) for row in rows
     )
     return replace(
-        with_answer(result, ApplyAnswer, gpus=gpus, limits=tuple(changed)),
+        with_answer(result, ApplyAnswer, gpus=gpus, limits=tuple(limits if plan.steps else ())),
         errors=tuple(errors),
         all_failed=all(row.error is not None for row in rows),
     )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from gpushare.base.errors import BadUsage, no_gpu_error
+from gpushare.base.errors import no_gpu_error
 from gpushare.base.selection import select
-from gpushare.base.units import quoted
-from gpushare.cli.options import GPU_OPTION, Command, option, settings, verb
-from gpushare.hostfile.file import Exactness, document_of, text_of
+from gpushare.cli.options import GPU_OPTION, Command, settings, verb
+from gpushare.hostfile.file import document_of, text_of
 from gpushare.hostfile.kept import roots_file
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
@@ -28,21 +27,17 @@ _AT_BOOT: Final = (
 @verb(Command)
 def capture(
     gpu: str | None = GPU_OPTION,
-    by: str = option("--by", "KEY", "Name GPUs by index or uuid.", default="index"),
 ) -> Any:
     """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
 
     `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot
     express. Needs root for what only root sees: grants, and daemons of other users.
     """
-    keys = {way.title: way for way in (Exactness.INDEX, Exactness.UUID)}
-    if by not in keys:
-        raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")
     state = HostState(settings.connect())
     gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
         raise no_gpu_error()
-    file, notes = captured_file(live_gpus(state, list(gpus.values())), by=keys[by])
+    file, notes = captured_file(live_gpus(state, list(gpus.values())))
     kept = kept_file(state.host)
     # Rules and limits cannot be seen on the host.
     if kept is not None and kept.rules:

@@ -41,7 +41,7 @@ from gpushare.cli.options import (
 from gpushare.host.host import Host
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
-from gpushare.mig.driver import MigReader, need_rights
+from gpushare.mig.driver import MigReader, may_change, need_rights
 from gpushare.mig.grant import (
     Naming,
     as_root,
@@ -167,6 +167,14 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
             for text in notes:
                 note(text)
             raise
+
+
+def recover_first(host: Host, ledger: MigLedger) -> None:
+    """Undo an interrupted change before something else is planned, and print what was done: it may be the only obstacle."""
+    if ledger.interrupted() is not None and may_change(host):
+        with recovered(host, ledger) as undone:
+            for text in undone:
+                note(text)
 
 
 def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:

@@ -36,7 +36,9 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
 
     ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
     """
-    return tuple(_yield_points(live, entry, _names_elsewhere(live, entries or {})))
+    others = {index: other for index, other in (entries or {}).items() if index != live.gpu.index}
+    elsewhere = {mig.name: f"on GPU {index}" for index, other in others.items() for mig in other.mig if mig.name}
+    return tuple(_yield_points(live, entry, elsewhere))
 
 
 def _yield_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
@@ -131,17 +133,6 @@ def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) ->
     for device in present:
         if device not in assigned:
             yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
-
-
-def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
-    """Return the names that the file has on other GPUs, each with its GPU in words."""
-    return {
-        mig.name: f"on GPU {index}"
-        for index, entry in entries.items()
-        if index != live.gpu.index
-        for mig in entry.mig
-        if mig.name is not None
-    }
 
 
 def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:

@@ -252,10 +252,6 @@ def _mps_document(mps: MpsWish) -> dict[str, object]:
     return keys
 
 
-# Words of many product names: alone they name no model.
-_BRAND_WORDS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Matched:
     """The entries by GPU index, errors for GPUs that do not exist, and notes on entries without a GPU."""
@@ -268,18 +264,16 @@ class Matched:
 def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
     """Return the entry of each GPU; a GPU without one is left out.
 
-    ``same_model`` returns whether a model in the file (product name or alias) means a product name. A part of the name,
-    ``a100``, matches every such GPU that no entry names exactly.
+    ``same_model`` returns whether a model in the file (product name or alias) means a product name. Words of the name,
+    ``a100``, match every such GPU.
     """
     chosen: dict[int, Entry] = {}
     missing: list[GpushareError] = []
     notes = []
-    models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
-    named_exactly = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
 
     def is_model(written: str, gpu: Gpu) -> bool:
         name = gpu.name or ""
-        return same_model(written, name) if gpu.index in named_exactly else _is_part(written, name)
+        return same_model(written, name) or _words_of(written) <= _words_of(name)
 
     # The most exact entries come first, and keep their GPUs.
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
@@ -293,13 +287,6 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
     entries = {index: chosen[index] for index in sorted(chosen)}
     _check_names_differ(file, entries)
     return Matched(entries=entries, missing=tuple(missing), notes=tuple(notes))
-
-
-def _is_part(written: str, name: str) -> bool:
-    """Return whether a product name has all words of a model in the file; a brand or size alone does not count."""
-    words = _words_of(written)
-    telling = [word for word in words if word not in _BRAND_WORDS and not re.fullmatch(r"\d+gb?", word)]
-    return bool(telling) and words <= _words_of(name)
 
 
 def _words_of(model: str) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NotFound
+from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id
 from gpushare.host.host import Host, is_trusted_directory
 from gpushare.host.records import read_own
@@ -13,7 +13,6 @@ from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
     from gpushare.hostfile.file import HostFile
-    from gpushare.inputs import Mark
 
 KEPT: Final = "applied.yaml"
 
@@ -21,41 +20,25 @@ KEPT: Final = "applied.yaml"
 def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
     """Return the limits of a file; the first row that matches a user counts.
 
-    With ``skip_unknown`` a row of unknown users is no error, and neither is one that matches nobody.
-
-    Raises:
-        NotFound: there is no such user; the message has line and column.
-        BadUsage: a row matches no user, because of those before it (code ``bad_file``).
+    Raises NotFound with line and column: there is no such user; with ``skip_unknown`` that is no error.
     """
     limits: dict[int, int] = {}
     limit_of_others: int | None = None
     for row in file.memory:
-        uids = []
         for name in row.users:
             try:
-                uids.append(user_id(name))
+                uid = user_id(name)
             except NotFound as error:
                 if not skip_unknown:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
-        # A row for all users, if one came before, matched every user but root.
-        new = [uid for uid in uids if uid not in limits and (limit_of_others is None or uid == 0)]
-        is_first_for_all = not row.users and limit_of_others is None
-        if not (new or is_first_for_all or skip_unknown):
-            raise unmatched_error(file, row.mark)
-        limits.update(dict.fromkeys(new, row.limit_bytes))
-        if is_first_for_all:
+                continue
+            # A row for all users, if one came before, matched every user but root.
+            if limit_of_others is None or uid == 0:
+                limits.setdefault(uid, row.limit_bytes)
+        if not row.users and limit_of_others is None:
             limit_of_others = row.limit_bytes
     longest = file.longest_lease_seconds
     return UserLimits(limits, limit_of_others, MOST_LEASE_SECONDS if longest is None else longest)
-
-
-def unmatched_error(file: HostFile, mark: Mark) -> BadUsage:
-    """Return the error of a row of a file that can match nothing, because of the rows before it."""
-    return BadUsage(
-        f"{file.shown}:{mark}: nothing is left for this entry to match: the first entry that matches wins",
-        "put it before the entry that matches more, or drop it",
-        code="bad_file",
-    )
 
 
 def kept_limits(host: Host) -> UserLimits:

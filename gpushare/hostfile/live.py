@@ -71,19 +71,18 @@ class LiveGpu:
 _NO_GPU_YET: Final = Match(by=Exactness.ALL)
 
 
-def captured_file(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
-    """Return the file for these GPUs as they are, and notes on what it cannot express.
-
-    ``by`` tells whether the file names GPUs by index or UUID. Equal GPUs share an entry.
-    """
+def captured_file(gpus: list[LiveGpu]) -> tuple[HostFile, list[str]]:
+    """Return the file for these GPUs as they are, by index, and notes on what it cannot express. Equal GPUs share an entry."""
     values_by_entry: dict[Entry, list[str]] = {}
     notes: list[str] = []
     for live in gpus:
         entry = _captured_entry(live, notes)
         if entry is not None:
-            value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
-            values_by_entry.setdefault(entry, []).append(value)
-    entries = (replace(entry, match=Match(by=by, values=tuple(values))) for entry, values in values_by_entry.items())
+            values_by_entry.setdefault(entry, []).append(str(live.gpu.index))
+    entries = (
+        replace(entry, match=Match(by=Exactness.INDEX, values=tuple(values)))
+        for entry, values in values_by_entry.items()
+    )
     return HostFile(entries=tuple(entries)), notes
 
 

@@ -21,7 +21,7 @@ from gpushare.host.host import Host, is_trusted_directory, make_private_director
 from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
-from gpushare.hostfile.kept import KEPT, kept_limits, unmatched_error, user_limits_in
+from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
 from gpushare.hostfile.parse import parse, write_hint
 from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
@@ -66,38 +66,24 @@ def load_own(path: str) -> HostFile:
     except PermissionError:
         raise NoPermission(f"{path} cannot be read", "run as root: sudo gpushare ...", code="bad_file") from None
     except (OSError, ValueError) as error:
-        raise _untrusted_error(path, error) from None
+        # A directory above the file may be the reason.
+        refused = getattr(error, "filename", None) or path
+        raise NoPermission(
+            f"the rules of {path} are not followed: {refused}: {getattr(error, 'strerror', None) or error}",
+            f"see who may write it: ls -ld {shlex.quote(str(refused))}; root can follow /etc/gpushare.yaml",
+            code="untrusted_file",
+        ) from None
     return parse(text, path)
-
-
-def _untrusted_error(path: str, error: OSError | ValueError) -> NoPermission:
-    """Return the error about a file that others may write, from the error of `directory_of` or `read_own`."""
-    reason = getattr(error, "strerror", None) or str(error)
-    refused = getattr(error, "filename", None)
-    if isinstance(refused, str) and Path(refused).name != Path(path).name:
-        # "it" is a directory above the file.
-        reason = reason.replace("it is", f"{refused} is", 1)
-    quoted = shlex.quote(path)
-    owner = "root" if os.geteuid() == 0 else "its owner"
-    return NoPermission(
-        f"the rules of {path} are not followed: {reason}",
-        f"make it writable for {owner} only: ls -ld {quoted}; sudo install -m 644 {quoted} /etc/gpushare.yaml",
-        code="untrusted_file",
-    )
 
 
 def names_in(file: HostFile) -> Names:
     """Return the ids of the users and groups that the rules of a file name.
 
-    Raises:
-        NotFound: there is no such user or group; the message has line and column.
-        BadUsage: a rule comes after one for all processes (code ``bad_file``).
+    Raises NotFound with line and column: there is no such user or group.
     """
     users: dict[str, int] = {}
     groups: dict[str, int] = {}
-    for number, rule in enumerate(file.rules):
-        if number and not file.rules[number - 1].match.given():
-            raise unmatched_error(file, rule.mark)
+    for rule in file.rules:
         try:
             users.update({name: user_id(name) for name in rule.match.users if name not in users})
             groups.update({name: group_id(name) for name in rule.match.groups if name not in groups})

@@ -140,14 +140,12 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     assert refused.code == 19
     assert leases(two.host, kept_limits(two.host)) != {}
     applied = cli("apply", "-f", str(file), host=TWO).ok().err
-    assert "users may hold no leases" in applied
     assert ends in applied
     assert leases(two.host, kept_limits(two.host)) == {}
     assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "the limits of users are those of the file"
     two.fault("user", 1000)
     file.write_text("version: 1\nreserve: {longest: 1h}\n")
-    note = f"only when root applies the file: sudo gpushare apply -f {file}\n"
-    assert note in cli("apply", "-f", str(file), host=TWO).err
+    assert "only when root applies the file\n" in cli("apply", "-f", str(file), host=TWO).err
 
 
 def test_a_renewal_counts_from_the_first_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
