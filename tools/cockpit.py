@@ -77,7 +77,6 @@ def _frame(session: Terminal) -> Frame:
         cpu_percent=17.0,
         memory_used=216 * GIB,
         memory_total=1024 * GIB,
-        load=11.3,
     )
 
 

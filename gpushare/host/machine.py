@@ -49,17 +49,12 @@ class Xid(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What the whole machine has done: CPU seconds of all cores since boot, busy and in all; its memory in bytes.
-
-    ``average`` is the number of threads that ran or waited, over the last minute; ``cores`` is how many could run.
-    """
+    """What the whole machine has done: CPU seconds of all cores since boot, busy and in all; its memory in bytes."""
 
     busy_seconds: float
     all_seconds: float
     memory_total: int
     memory_free: int
-    average: float
-    cores: int
 
 
 class _MemoryFiles(NamedTuple):
@@ -141,8 +136,6 @@ class Machine:
             all_seconds=spent,
             memory_total=memory.total,
             memory_free=memory.available,
-            average=os.getloadavg()[0],
-            cores=os.cpu_count() or 1,
         )
 
     def _left_by_cgroups(self, pid: int) -> Iterator[int]:

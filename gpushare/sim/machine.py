@@ -67,7 +67,7 @@ class SimulatedMachine(Machine):
         self._busy_seconds += working * max(0.0, since_start - self._loaded_at)
         self._loaded_at = since_start
         total, free = 2 * state.host_memory_bytes, self.free_memory(os.getpid())
-        return Load(self._busy_seconds, _CORES * since_start, total, free, float(working), _CORES)
+        return Load(self._busy_seconds, _CORES * since_start, total, free)
 
 
 _CORES: Final = 64

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.values import dataclass
@@ -26,7 +27,6 @@ _COLOURS: Final = {
     "row": ("#353c47", "#cfe2fb"),
     "text": ("#d8dce3", "#24292f"),
     "dim": ("#858e9c", "#68707a"),
-    "track": ("#282d36", "#e3e6ea"),
     "util": ("#56c596", "#1f8f63"),
     "memory": ("#5b9df5", "#2a6fd6"),
     "reserved": ("#8fb8f0", "#6f9be0"),
@@ -38,33 +38,26 @@ _COLOURS: Final = {
 }
 
 
-@dataclass(frozen=True)
+# Compared by identity, as `style` keeps its answers.
+@dataclass(frozen=True, eq=False)
 class Theme:
     """The colours of the cockpit by name; empty: none (NO_COLOR), then shapes alone tell things apart."""
 
     name: str
     colours: dict[str, str]
 
+    @functools.cache  # noqa: B019 - there are three themes
     def style(self, colour: str, back: str = "back", *, bold: bool = False) -> Style:
         """Return a style by the names of its colours and of its background; ``row`` is that of the line under the cursor.
 
         A theme without colours has bold text for what is wrong, and the line under the cursor is drawn in reverse.
         """
-        key = (self.name, colour, back, bold)
-        if key not in _STYLES:
-            from rich.style import Style
+        from rich.style import Style
 
-            colours = self.colours
-            if colours:
-                _STYLES[key] = Style(
-                    color=colours.get(colour, colour), bgcolor=colours.get(back, back), bold=bold or None
-                )
-            else:
-                strong = bold or colour in {"bad", "warn"}
-                _STYLES[key] = Style(
-                    bold=strong or None, dim=colour == "dim" or None, reverse=back not in {"back", "head"} or None
-                )
-        return _STYLES[key]
+        if not self.plain:
+            return Style(color=self.colours[colour], bgcolor=self.colours[back], bold=bold or None)
+        strong = bold or colour in {"bad", "warn"}
+        return Style(bold=strong or None, dim=colour == "dim" or None, reverse=back not in {"back", "head"} or None)
 
     @property
     def plain(self) -> bool:
@@ -76,7 +69,6 @@ THEMES: Final = {
     "light": Theme("light", {name: light for name, (_, light) in _COLOURS.items()}),
     "plain": Theme("plain", {}),
 }
-_STYLES: dict[tuple[str, str, str, bool], Style] = {}
 
 
 # A piece of a line: its text, the name of its colour, and that of its background if it is not the line's.
@@ -131,61 +123,27 @@ def _append(pieces: list[Piece], piece: Piece) -> None:
     pieces.append(piece)
 
 
-def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> list[Piece]:
+def bar(width: int, parts: Sequence[tuple[float | None, str]]) -> list[Piece]:
     """Return a bar of ``width`` cells, filled from the left by ``parts``: shares of the bar (0 to 1) with their colours.
 
-    A cell that two parts share has a mixture of their colours. If the first share is None, the bar is a dash: unknown.
+    If the first share is None, the bar is a dash: unknown.
     """
     if width <= 0:
         return []
-    if not parts or parts[0][0] is None:
+    if parts[0][0] is None:
         return [("-".ljust(width), "dim")]
-    # The right edge of each part, in cells.
+    # The right edge of each part, in cells; any share above 0 is visible.
     edges: list[tuple[float, str]] = []
     filled = 0.0
     for share, colour in parts:
         filled = min(1.0, filled + max(0.0, share or 0.0))
-        # Any share above 0 is visible.
-        edges.append((max(width * filled, 0.3) if filled > 0 else 0.0, colour))
-    edges.append((float(width), "track"))
+        edges.append((max(width * filled, 0.6) if filled > 0 else 0.0, colour))
     pieces: list[Piece] = []
     for cell in range(width):
-        colours = _colours_in_cell(cell, edges)
-        first = next(iter(colours))
-        if first == "track":
-            # A dot is thin: the colour of a track would hide it.
-            _append(pieces, (_FREE, "dim"))
-        elif first == "reserved":
-            _append(pieces, (_THIN, first))
-        elif len(colours) > 1 and not theme.plain:
-            _append(pieces, (_CELL, mix_colours(colours, theme)))
-        else:
-            _append(pieces, (_CELL, first))
+        # A cell has the colour of its middle. A dot is thin: the colour of a track would hide it.
+        colour = next((colour for edge, colour in edges if edge > cell + 0.5), "dim")
+        _append(pieces, ({"dim": _FREE, "reserved": _THIN}.get(colour, _CELL), colour))
     return pieces
-
-
-def _colours_in_cell(cell: int, edges: Sequence[tuple[float, str]]) -> dict[str, float]:
-    """Return the colours in one cell of a bar from the left, with their parts of it; ``edges`` are where each ends."""
-    parts: dict[str, float] = {}
-    filled_to = float(cell)
-    for edge, colour in edges:
-        # In eighths: a colour for each value would be a style for each value, kept until the end.
-        part = round(8 * (min(edge, cell + 1) - filled_to)) / 8
-        if part > 0:
-            parts[colour] = part
-            filled_to += part
-    return parts or {"track": 1.0}
-
-
-def mix_colours(parts: Mapping[str, float], theme: Theme) -> str:
-    """Return the mean of colours by their parts, as a name that `Theme.style` takes: ``#5b9df5``."""
-    whole = sum(parts.values())
-    mixed = "#"
-    # Red, green and blue: two hexadecimal digits each.
-    for start in (1, 3, 5):
-        total = sum(part * int(theme.colours[name][start : start + 2], 16) for name, part in parts.items())
-        mixed += f"{min(255, round(total / whole)):02x}"
-    return mixed
 
 
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:

@@ -61,7 +61,6 @@ class Frame:
     cpu_percent: float | None = None
     memory_used: int | None = None
     memory_total: int | None = None
-    load: float | None = None
     # As (number, PCI address), all since the boot; None: this user may not read them.
     xids: tuple[Xid, ...] | None = None
     # By GPU index, as it was recorded; None: it follows from the snapshot.
@@ -156,7 +155,6 @@ class Reader:
             cpu_percent=_cpu_percent(earlier_load, load),
             memory_used=None if load is None else load.memory_total - load.memory_free,
             memory_total=None if load is None else load.memory_total,
-            load=None if load is None else load.average,
             xids=self._xids,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,7 +14,6 @@ from gpushare.top.history import SERIES, History, gpu_values
 from gpushare.top.jobs import size_text
 
 if TYPE_CHECKING:
-    from gpushare.top.draw import Theme
     from gpushare.top.frame import Frame
 
 _HOT_CELSIUS: Final = 85
@@ -75,14 +73,6 @@ def layout_of(width: int, longest_name: int) -> Layout:
     )
 
 
-def name_in(gpu: Gpu, width: int) -> str:
-    """Return as many words of the model of a GPU as fit: ``H100 80GB``, ``A100-SXM4``."""
-    name = short_name(gpu)
-    while len(name) > width and (shorter := re.sub(r"[ -][^ -]*$", "", name)) != name:
-        name = shorter
-    return fit(name, width)
-
-
 def short_name(gpu: Gpu) -> str:
     """Return the model of a GPU without what all of them have."""
     name = (gpu.name or "GPU").removeprefix("NVIDIA ")
@@ -106,16 +96,19 @@ def head_line(layout: Layout) -> list[Piece]:
     return pieces
 
 
-def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Theme) -> list[Piece]:
+def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout) -> list[Piece]:
     """Return the line of a GPU, with the parts of its layout; for one that does not answer, its error."""
-    pieces: list[Piece] = [(f"{gpu.index:>3} ", "text"), (name_in(gpu, layout.name) + " ", "text")]
+    pieces: list[Piece] = [
+        (f"{gpu.index:>3} ", "text"),
+        (fit(short_name(gpu)[: layout.name], layout.name) + " ", "text"),
+    ]
     if gpu.error is not None:
         word = silent_word(gpu.error)
         return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]
     util = gpu.utilization_percent
-    pieces += bar(layout.util, [(None if util is None else util / 100, "util")], theme)
+    pieces += bar(layout.util, [(None if util is None else util / 100, "util")])
     pieces.append(_percent_piece(util))
-    pieces += memory_bar(gpu, layout.memory, theme)
+    pieces += memory_bar(gpu, layout.memory)
     pieces.append((fit(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
     if layout.past:
         # The driver tells no utilization in MIG mode.
@@ -169,14 +162,14 @@ def _is_full(gpu: Gpu) -> bool:
     return bool(gpu.memory_total_bytes) and (gpu.memory_used_bytes or 0) > _FULL * (gpu.memory_total_bytes or 1)
 
 
-def memory_bar(gpu: Gpu | MigInstance, width: int, theme: Theme) -> list[Piece]:
+def memory_bar(gpu: Gpu | MigInstance, width: int) -> list[Piece]:
     """Return what is held, what jobs have reserved above that, and the rest."""
     total, used = gpu.memory_total_bytes, gpu.memory_used_bytes
     if not total or used is None:
-        return bar(width, [(None, "memory")], theme)
+        return bar(width, [(None, "memory")])
     reserved = max(0, (gpu.jobs_reserved_bytes or 0) - used)
     colour = "bad" if isinstance(gpu, Gpu) and _is_full(gpu) else "memory"
-    return bar(width, [(used / total, colour), (reserved / total, "reserved")], theme)
+    return bar(width, [(used / total, colour), (reserved / total, "reserved")])
 
 
 def used_text(gpu: Gpu | MigInstance) -> str:
@@ -202,9 +195,9 @@ def sharing_text(frame: Frame, gpu: Gpu) -> str:
     return "-" if way is None else way.label
 
 
-def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
+def lines_below(frame: Frame, gpu: Gpu, layout: Layout) -> list[list[Piece]]:
     """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
-    rows = [_instance_line(frame, gpu, instance, layout, theme) for instance in gpu.mig_instances]
+    rows = [_instance_line(frame, gpu, instance, layout) for instance in gpu.mig_instances]
     rows += [_daemon_line(gpu, daemon) for daemon in frame.daemons_of(gpu)]
     rows += [
         [(f"reserved for {visible(lease.user)} for {format_duration(lease.seconds_left)}", "warn")]
@@ -215,7 +208,7 @@ def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[li
     return [[("    ", "dim"), (branch, "dim"), *row] for branch, row in zip(branches, rows, strict=True)]
 
 
-def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
+def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout) -> list[Piece]:
     """Return the line of a MIG instance: its load, its memory, its name, and what runs in it."""
     sm = frame.activity(gpu, instance)
     processes = filter(instance.has, gpu.processes or ())
@@ -223,9 +216,9 @@ def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout
     no_names = "-" if gpu.processes is None else "free"
     return [
         ((instance.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
-        *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
+        *bar(layout.util, [(None if sm is None else sm / 100, "sm")]),
         _percent_piece(sm),
-        *memory_bar(instance, layout.memory, theme),
+        *memory_bar(instance, layout.memory),
         (fit(used_text(instance), 11, right=True) + "  ", "text"),
         (f"{visible(instance.name)}  " if instance.name else "", "good"),
         (visible(names) or no_names, "text" if names else "dim"),

@@ -147,8 +147,6 @@ class Events:
         self._slowed_until: dict[tuple[int, str], float] = {}
         # The processes of jobs with a name are no jobs of their own: the end of such a job is told once.
         self._pids_of_named_jobs: set[int | None] = set()
-        # Waiting jobs that were told of, or waited at the first look.
-        self._waiting: set[_JobKey] = set()
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
@@ -156,9 +154,7 @@ class Events:
             return
         before = self._before
         self._before = frame
-        if before is None:
-            self._waiting = {_JobKey.of(job) for job in frame.jobs if job.line is not None}
-        elif frame.at > before.at:
+        if before is not None and frame.at > before.at:
             self.all.extend(self._job_events(before, frame))
             self.all.extend(self._gpu_events(before, frame))
             self.all.extend(self._daemon_events(before, frame))
@@ -181,11 +177,8 @@ class Events:
             # A process on a GPU that answers again has not started.
             if job.line is None and (key in earlier or not _may_be_unseen(job, before)):
                 yield from _job_changes(earlier.get(key), job, frame.at)
-            # Seen twice: a job that has room is in the line for a moment, too.
-            elif job.line is not None and key in earlier and key not in self._waiting:
-                self._waiting.add(key)
+            elif job.line is not None and key not in earlier:
                 yield Event(frame.at, f"{job_title(job)} waits for room, place {job.line.place}", "warn")
-        self._waiting &= present.keys()
         running_names = {job.name for job in present.values()} - {None}
         ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
         new_exit_codes = {

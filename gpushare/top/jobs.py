@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.units import GIB, MIB, format_slice, natural_key, ranges
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.jobs import holders
-from gpushare.show.status import age, container_name
+from gpushare.show.status import age, container_name, way_text
 from gpushare.show.text import visible
 from gpushare.top.history import is_over, program_of
 
@@ -78,20 +77,6 @@ def _state_cell(job: ListedJob) -> Cell:
 _ROLE_CELLS: Final = {"production": ("prod", "good"), "opportunistic": ("opport", "text"), "plain": ("plain", "dim")}
 
 
-def _way_text(job: ListedJob) -> str:
-    """Return how a job shares its GPU, in the words of `status`: ``time-slice``, ``slice``, ``MPS``, ``train+MPS``."""
-    if job.way is None:
-        return "-"
-    parts = []
-    if job.way.startswith("mig"):
-        parts.append(job.mig_name or job.mig_profile or "MIG")
-    if job.way.endswith("mps"):
-        parts.append("MPS")
-    if parts:
-        return "+".join(parts)
-    return "time-slice" if job.slice_us is None else "slice"
-
-
 def _command_cell(row: Row) -> Cell:
     """Return what runs, or what a job waits for."""
     job = row.job
@@ -118,15 +103,6 @@ def waiting_reason(job: ListedJob) -> str:
     if holding:
         parts.append(f"held by {', '.join(holding[:3])}")
     return "; ".join(parts)
-
-
-def _gpus_of(job: ListedJob) -> tuple[int, ...]:
-    """Return the indexes of the GPUs of a job; of one that has ended, only the text of its device tells them."""
-    if job.gpu_indexes or job.device is None:
-        return job.gpu_indexes
-    numbers = re.search(r"\bGPUs (.*)", job.device)
-    indexes = re.findall(r"\d+", numbers[1]) if numbers else re.findall(r"\bGPU (\d+)", job.device)
-    return tuple(sorted({int(index) for index in indexes}))
 
 
 def _name_cell(row: Row) -> Cell:
@@ -184,11 +160,11 @@ COLUMNS: Final = (
     _of_job("state", "STATE", 9, lambda job: _state_cell(job)[0], cell=_state_cell),
     _of_job("user", "USER", 7, lambda job: job.user),
     _of_job("role", "ROLE", 6, lambda job: job.role, cell=lambda job: _ROLE_CELLS.get(job.role or "", ("-", "dim"))),
-    _of_job("gpu", "GPU", 3, lambda job: _gpus_of(job) or None, ranges, right=True),
+    _of_job("gpu", "GPU", 3, lambda job: job.gpu_indexes or None, ranges, right=True),
     _of_job("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
     _of_job("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
     _of_job("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
-    _of_job("way", "WAY", 10, lambda job: job.way, cell=lambda job: (visible(_way_text(job)), "dim" if job.way is None else "text")),
+    _of_job("way", "WAY", 10, lambda job: way_text(job.way, profile=job.mig_profile, name=job.mig_name)),
     Column("cpu", "CPU%", 5, lambda row: row.use and row.use.cpu_percent, _cpu_cell, right=True, falls=True),
     _of_job("age", "AGE", 4, lambda job: job.since_seconds, age, "dim", right=True, falls=True),
     Column("ram", "RAM", 5, lambda row: row.use and row.use.memory_bytes, lambda row: (size_text(None if row.use is None else row.use.memory_bytes), "text"), right=True, falls=True),
@@ -197,7 +173,6 @@ COLUMNS: Final = (
     _of_job("container", "CONTAINER", 12, lambda job: job.container, lambda name: visible(container_name(name)), "dim"),
     Column("command", "COMMAND", 20, lambda row: _command_cell(row)[0], _command_cell),
 )  # fmt: skip
-BY_KEY: Final[Mapping[str, Column]] = {column.key: column for column in COLUMNS}
 
 
 @dataclass
@@ -245,7 +220,7 @@ def _is_shown(job: ListedJob, view: View) -> bool:
         return False
     if view.user is not None and job.user != view.user:
         return False
-    if view.gpu is not None and view.gpu not in _gpus_of(job):
+    if view.gpu is not None and view.gpu not in job.gpu_indexes:
         return False
     words = " ".join(filter(None, [job.name, job.user, job.role, job.command, job.container, job.state, str(job.pid)]))
     return view.text.lower() in words.lower()
@@ -253,7 +228,7 @@ def _is_shown(job: ListedJob, view: View) -> bool:
 
 def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
     """Return rows by the chosen column; unknown values are last either way, and equal ones stay by GPU and PID."""
-    column = BY_KEY[view.sort]
+    column = next(column for column in COLUMNS if column.key == view.sort)
     by_place = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
     valued = [row for row in by_place if column.value(row) is not None]
     unknown = [row for row in by_place if column.value(row) is None]

@@ -17,8 +17,6 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from gpushare.base.errors import GpushareError
-from gpushare.base.model import Way
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
@@ -49,7 +47,6 @@ class Key(NamedTuple):
 
 
 LOGS: Final = Key("L", "logs", "L", "its output, which follows")
-EXPLAIN: Final = Key("e", "explain", "e", "explain: an error code, a log line, a word")
 KEYS: Final = (
     Key("Move"),
     Key("down,j", "move(1)", "↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
@@ -77,7 +74,7 @@ KEYS: Final = (
     *(Key(action.key, f"act({action.key!r})", action.key, action.title) for action in ACTIONS),
     Key("f9,delete", "act('s')", "F9", "the same as s"),
     LOGS,
-    EXPLAIN,
+    Key("e", "explain", "e", "explain: an error code, a log line, a word"),
     Key("Look"),
     Key("E", "events", "E", "what has happened"),
     Key("D", "findings", "D", "findings of gpushare doctor, with remedies"),
@@ -396,11 +393,11 @@ class Cockpit(App[None]):
             return [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
         rows: list[list[Piece]] = []
         owners: list[int] = []
-        below = {gpu.index: gpus.lines_below(frame, gpu, layout, self.colours) for gpu in shown}
+        below = {gpu.index: gpus.lines_below(frame, gpu, layout) for gpu in shown}
         # Whatever the jobs leave: lines that come and go with them would make the screen jump.
         all_fit = len(shown) + sum(map(len, below.values())) <= max(room - 3, self.size.height // 3)
         for gpu in shown:
-            rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
+            rows.append(gpus.gpu_line(frame, gpu, self.past, layout))
             if self.opened is not None and gpu.error is None:
                 rows += gpus.fact_lines(frame, gpu, self.size.width)
             if all_fit or self.opened is not None:
@@ -476,7 +473,7 @@ class Cockpit(App[None]):
         title: Piece = (" gpushare top", "text")
         if self.frame is None:
             return segments([title, ("   reading the host ...", "dim")], width, self.colours, "head")
-        right = self._status_pieces(self.frame, width)
+        right = self._status_pieces(self.frame)
         right_cells = sum(len(piece[0]) for piece in right)
         snapshot = self.frame.snapshot
         hosts = (f"  {snapshot.host}  driver {snapshot.driver_version or '-'} ", f"  {snapshot.host} ", " ")
@@ -484,7 +481,7 @@ class Cockpit(App[None]):
         left = segments([title, (host, "dim")], max(0, width - right_cells), self.colours, "head")
         return [*left, *segments(right, min(width, right_cells), self.colours, "head")]
 
-    def _status_pieces(self, frame: Frame, width: int) -> list[Piece]:
+    def _status_pieces(self, frame: Frame) -> list[Piece]:
         """Return the right half of the title: what the screen shows, the load of the host, findings, and the time."""
         hangs = self.watch_host.hangs_for()
         right: list[Piece] = []
@@ -498,8 +495,6 @@ class Cockpit(App[None]):
             right.append((f"CPU {frame.cpu_percent:.0f}%  ", "dim"))
         if frame.memory_total:
             right.append((f"RAM {jobs.size_text(frame.memory_used)}/{jobs.size_text(frame.memory_total)}  ", "dim"))
-        if frame.load is not None and width >= 100:
-            right.append((f"load {frame.load:.1f}  ", "dim"))
         if self._findings:
             right.append((f"{counted(len(self._findings), 'finding')}: D  ", "warn"))
         reader = self.watch_host.reader
@@ -770,9 +765,9 @@ class Cockpit(App[None]):
         """Show what can be done with a job, and do what is chosen."""
         fitting = [action for action in ACTIONS if action.fits(job)]
         acts: list[Callable[[ListedJob], None]] = [partial(self._begin_action, action) for action in fitting]
-        acts += [self._show_logs, self._explain]
-        keys = [action.key for action in fitting] + [LOGS.shown, EXPLAIN.shown]
-        titles = [action.title for action in fitting] + [LOGS.text, EXPLAIN.text]
+        acts.append(self._show_logs)
+        keys = [*(action.key for action in fitting), LOGS.shown]
+        titles = [*(action.title for action in fitting), LOGS.text]
         texts = [f"{key}  {title}" for key, title in zip(keys, titles, strict=True)]
         above = self._job_facts(job)
         self._choose(job_title(job), texts, lambda number: acts[number](job), keys="".join(keys), above=above)
@@ -875,13 +870,7 @@ class Cockpit(App[None]):
         if action.asks is not None:
             title = f"{job_title(job)}: {action.title}"
             text = await self.push_screen_wait(Prompt(title, action.asks, self.colours, example=action.example))
-        if text is None:
-            return None
-        try:
-            return list(action.words(job, str(text)))
-        except GpushareError as error:
-            await self._show_dialog(action.title, [(error.message, "bad"), (error.hint, "text")])
-            return None
+        return None if text is None else list(action.words(job, str(text)))
 
     async def _show_dialog(self, title: str, lines: Sequence[Line]) -> None:
         """Show lines instead of the message below, until the user closes them."""
@@ -889,22 +878,12 @@ class Cockpit(App[None]):
         await self.push_screen_wait(Dialog(title, lines, self.colours))
 
     def action_explain(self) -> None:
-        row = self.chosen
-        self._explain(None if row is None else row.job)
+        self.run_worker(self._ask_and_explain(), group="explain", exclusive=True)
 
-    def _explain(self, job: ListedJob | None) -> None:
-        self.run_worker(self._ask_and_explain(job), group="explain", exclusive=True)
-
-    async def _ask_and_explain(self, job: ListedJob | None) -> None:
-        """Ask for a word, and show what `gpushare explain` says of it. For a job, its state or its way is proposed."""
-        value = ""
-        if job is not None and job.way is not None and job.swapped_bytes:
-            value = "swap"
-        elif job is not None and job.way is Way.TIMESLICE:
-            value = "time-slicing"
-        text = await self.push_screen_wait(
-            Prompt("Explain", "an error code, a line of a log, or a word", self.colours, example="Xid 79", value=value)
-        )
+    async def _ask_and_explain(self) -> None:
+        """Ask for a word, and show what `gpushare explain` says of it."""
+        question = "an error code, a line of a log, or a word"
+        text = await self.push_screen_wait(Prompt("Explain", question, self.colours, example="Xid 79"))
         if not text:
             return
         document = await self._answer(["explain", "--", *str(text).split()])

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.base.errors import BadUsage, ExitCode
+from gpushare.base.errors import ExitCode
 from gpushare.show.text import to_type
 
 if TYPE_CHECKING:
@@ -58,24 +58,9 @@ def _move_words(job: ListedJob, text: str) -> Sequence[str]:
 
 
 def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
-    """Return `mps set` for limits as they are typed: threads in percent, memory, or both."""
-    words = text.split()
-    threads = [word for word in words if word.endswith("%") or word.replace(".", "", 1).isdigit()]
-    memory = [word for word in words if word not in threads]
-    if len(threads) > 1 or len(memory) > 1 or not words:
-        raise BadUsage(
-            "give threads, memory or both", "for example: 50% 8G; memory none removes the limit", code="usage"
-        )
-    command = ["mps", "set"]
     # An instance has a daemon of its own.
     devices = job.device_uuids if job.mig_profile is not None else job.gpu_indexes
-    if devices:
-        command += ["-g", ",".join(map(str, devices))]
-    if threads:
-        command += ["--threads", threads[0].rstrip("%")]
-    if memory:
-        command += ["--memory", memory[0]]
-    return command
+    return ["mps", "set", *(["-g", ",".join(map(str, devices))] if devices else []), *text.split()]
 
 
 ACTIONS: Final = (
@@ -85,7 +70,7 @@ ACTIONS: Final = (
     Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job_word(job)]),
     Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job_word(job)]),
     Action("n", "set its time-slice or weight", _slice_words, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
-    Action("m", "limits of its MPS daemon", _limit_words, "threads and memory of clients that start from now on", "50% 8G", mps=True),
+    Action("m", "limits of its MPS daemon", _limit_words, "options of mps set, for clients that start from now on", "--threads 50 --memory 8G", mps=True),
     Action("v", "move it to another GPU", _move_words, "to which GPU; empty: any of the same model", "1"),
 )  # fmt: skip
 

@@ -65,7 +65,6 @@ def full_frame(at: float = 0.0) -> Frame:
         cpu_percent=12.4,
         memory_used=100 * GIB,
         memory_total=1000 * GIB,
-        load=3.21,
     )
 
 
