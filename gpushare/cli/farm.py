@@ -239,14 +239,8 @@ def _cap_finder(
 def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
     """Return the result of a farm that has ended, with its errors and notes."""
     errors = _failure_errors(result, restarts=options.restarts)
-    if result.unrecorded:
-        errors.append(
-            OperationFailed(
-                f"{options.logs}/farm.jsonl could not be written for copy {ranges(result.unrecorded)}: --resume would start them again",
-                "free space there, or keep it elsewhere: --logs DIR",
-                code="not_written",
-            )
-        )
+    if result.unrecorded is not None:
+        errors.append(result.unrecorded)
     notes = []
     unproved = [copy.copy for copy in result.copies if copy.attached is False]
     if unproved:

@@ -29,7 +29,6 @@ from gpushare.mig.recover import visible_leftovers
 from gpushare.mps.home import homes_in
 from gpushare.run.listing import listed_jobs
 from gpushare.run.look import with_memory
-from gpushare.run.pause import noted_pauses
 from gpushare.show.prometheus import IDLE_SECONDS, Reading, exposition, families
 from gpushare.show.result import Result
 from gpushare.snapshot import LastWork, Observer
@@ -153,7 +152,6 @@ def _read_host(host: Host, work: LastWork | None) -> Reading:
         mig_interrupted=any(leftover.id == "mig.interrupted" for leftover in visible_leftovers(host)),
         exclusive_wanted=frozenset(filter(None, exclusive_uuids)),
         idle_bytes=_idle_bytes(snapshot, work),
-        pauses=tuple((pause.gpu_uuid, pause.pid, pause.pauses, pause.paused) for pause in noted_pauses(host)),
         jobs=tuple(listed_jobs(host, snapshot, most_ended=0)),
     )
 

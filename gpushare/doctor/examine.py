@@ -64,7 +64,6 @@ from gpushare.mps.home import DAEMONS, home_of, homes_in, own_home
 from gpushare.pause.record import PAUSES, paused_jobs, paused_processes
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS
-from gpushare.run.pause import PROGRAMS
 from gpushare.run.results import BENCHED, TUNED
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.keep import KEEPS, keep_record
@@ -524,7 +523,7 @@ def _records(seen: Examination) -> Iterator[Check]:
     """Check that every record can be read: no command sees what an unreadable one is about."""
     # Not the journal of MIG changes: the check of MIG modes tells what became of it.
     kinds: tuple[RecordStore[Any], ...] = (
-        *(SWAPS, PAUSES, JOBS, MEMBERS, PROGRAMS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
+        *(SWAPS, PAUSES, JOBS, MEMBERS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
         *(NAMES, TUNED, BENCHED, PROFILES),
     )
     all_readable = True

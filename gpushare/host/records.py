@@ -37,7 +37,6 @@ _RUN: Final = (
     "mig",
     "mode",
     "on-demand",
-    "opportunistic",
     "pause",
     "slices",
     "swap",

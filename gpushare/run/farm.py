@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -93,7 +92,7 @@ class FarmResult:
     """How all copies ended, and the signal by which the user ended them (None: it did not).
 
     ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` how that was known: given, known (from
-    an earlier run), measured (from the first copy). ``unrecorded`` are copies whose end is missing in ``farm.jsonl``.
+    an earlier run), measured (from the first copy). ``unrecorded``: the end of a copy is missing in ``farm.jsonl``.
     """
 
     copies: tuple[Copy, ...]
@@ -101,7 +100,7 @@ class FarmResult:
     ended_by: int | None = None
     memory_bytes: int | None = None
     source: str | None = None
-    unrecorded: tuple[int, ...] = ()
+    unrecorded: OperationFailed | None = None
 
     @property
     def failed(self) -> tuple[Copy, ...]:
@@ -395,7 +394,6 @@ class FarmResults:
 
 # -- the farm ----------------------------------------------------------------------------------------------------------
 
-_LOG_OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # How often to look for room while copies wait for it.
@@ -406,17 +404,6 @@ _ALONE_SECONDS: Final = 20.0
 _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
 # How often it may repeat what it waits for.
 _SAY_SECONDS: Final = 10.0
-
-
-def remove_restart_logs(directory: int, copies: int, kept: set[int]) -> None:
-    """Remove the logs of restarts left by an earlier farm, but those of ``kept``; a first log is overwritten anyway."""
-    with contextlib.suppress(OSError):
-        for name in os.listdir(directory):
-            match = _LOG_OF_A_RESTART.fullmatch(name)
-            if match is not None and int(match[1]) < copies and int(match[1]) not in kept:
-                # A log that cannot be removed, or a directory of that name, does no harm.
-                with contextlib.suppress(OSError):
-                    os.unlink(name, dir_fd=directory)
 
 
 class _CopiesOnGpu:
@@ -545,8 +532,8 @@ class Farm:
         self._said_at = -_SAY_SECONDS
         self._said_line = ""
         self._giving_up = False
-        # Copies whose end could not be written to the results file.
-        self._unrecorded: list[int] = []
+        # Why the end of a copy could not be written to the results file.
+        self._unrecorded: OperationFailed | None = None
         self._started = time.monotonic()
         self._signals = Wakeups()
         self._logs: int | None = None
@@ -673,8 +660,8 @@ class Farm:
 
     # -- what an earlier farm has done ---------------------------------------------------------------
 
-    def _skip_done(self, ends: Iterable[CopyEnd]) -> set[int]:
-        """Skip the copies that an earlier farm has done, say so, and return their numbers.
+    def _skip_done(self, ends: Iterable[CopyEnd]) -> None:
+        """Skip the copies that an earlier farm has done, and say so.
 
         Raises:
             BadUsage: it ran another command, and the logs of its copies would be overwritten (code ``logs_used``).
@@ -700,7 +687,6 @@ class Farm:
             copy.state = "done earlier"
         if newly_done:
             self._reporter.say(f"{format_copies(len(newly_done))} done earlier: not started again")
-        return done
 
     def _skip_done_before_run(self) -> None:
         """Skip the copies that an earlier farm has done, as `_skip_done`, but make and lock no file: that is left to `run`."""
@@ -826,7 +812,7 @@ class Farm:
             ended_by=self._signals.first,
             memory_bytes=self._size,
             source=self._size_from,
-            unrecorded=tuple(self._unrecorded),
+            unrecorded=self._unrecorded,
         )
 
     def _close(self) -> None:
@@ -852,7 +838,7 @@ class Farm:
         self._place = None
 
     def _prepare_logs(self) -> None:
-        """Open the directory of logs, wait for what an earlier farm has left running, and clear the logs of what starts.
+        """Open the directory of logs, and wait for what an earlier farm has left running.
 
         With ``--resume``, copies that an earlier farm has done are skipped. A signal during the wait ends this early.
         """
@@ -865,10 +851,8 @@ class Farm:
         if not results.wait_for_left(self._reporter.say, self._signals.asked):
             # Nothing is started; what the earlier farm has left stays.
             return
-        done: set[int] = set()
         if options.resume:
-            done = self._skip_done(results.ends())
-        remove_restart_logs(self._logs, options.copies, done)
+            self._skip_done(results.ends())
 
     def _is_over(self) -> bool:
         """Return whether nothing is left to do, or a signal came during the look: a second one is for `_interrupt`."""
@@ -1337,9 +1321,6 @@ class Farm:
         # One that ended between two looks, or while the daemon was asked.
         copy.attached = copy.attached or running.gpu.has_accepted(program.pid)
         copy.failure = failure
-        if program.no_space:
-            where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
-            copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
         self._note_memory_end(running)
         if stuck is not None:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
@@ -1352,9 +1333,7 @@ class Farm:
                 self._results.add(copy)
             except OperationFailed as error:
                 # A failed write must not end the copies.
-                if not self._unrecorded:
-                    self._reporter.say(f"{error.message}; the farm goes on")
-                self._unrecorded.append(copy.copy)
+                self._unrecorded = error
         if self._options.fail_fast and copy.state == "failed" and self._signals.first is None:
             self._giving_up = True
         self._reporter.ended(copy, again=again)

@@ -109,7 +109,7 @@ _SAFE: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 @dataclass
 class Progress:
-    """Reads the new numbers of a log, across its rotation and truncation.
+    """Reads the new numbers of a log from its present end on; a log that was renamed is read on, as production writes on.
 
     ``owners`` are the users whose file it may be. The numbers are speeds: with ``higher_is_better`` False the program
     prints times per unit of work.
@@ -123,8 +123,6 @@ class Progress:
     # Where the next look reads on, and the beginning of a line that was not complete.
     _at: int = 0
     _rest: bytes = field(default=b"", repr=False)
-    # The first log begins at its end: what was in it before is not about now.
-    _first: bool = True
 
     def read_speeds(self) -> list[float]:
         """Return the speeds printed since the last look.
@@ -133,24 +131,18 @@ class Progress:
             NotFound, NoPermission, OperationFailed: it is not there, or cannot be read (code ``log_unreadable``).
             TimedOut: the pattern takes too long.
         """
-        speeds: list[float] = []
-        if self._file is not None and not self._is_current(self._file):
-            # The log was rotated: first the end of the old file.
-            speeds = self._new_speeds()
-            self.close()
         if self._file is None:
             self._open()
-        return speeds + self._new_speeds()
+        return self._new_speeds()
 
     def close(self) -> None:
-        """Close the file; the next look opens it again."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
         self._file = None
-        self._rest = b""
 
     def _open(self) -> None:
-        """Open the log: at its end the first time, else, if it was replaced, at its beginning."""
+        """Open the log at its end: what was in it before is not about now."""
         hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --metric REGEX -- CMD"
         try:
             file = os.open(self.path, _SAFE)
@@ -171,15 +163,7 @@ class Progress:
             os.close(file)
             raise NoPermission(f"production's log {self.path} {reason}", hint, code="log_unreadable")
         self._file = file
-        self._at = status.st_size if self._first else 0
-        self._first = False
-
-    def _is_current(self, file: int) -> bool:
-        """Return whether the open ``file`` is still the one at the path."""
-        with contextlib.suppress(OSError):
-            return os.path.samestat(os.lstat(self.path), os.fstat(file))
-        # Moved away and not created again yet: production still writes to the open file.
-        return True
+        self._at = status.st_size
 
     def _new_lines(self) -> list[bytes]:
         """Return the lines appended since the last call, without one that is not complete yet."""

@@ -12,18 +12,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final
 
 from gpushare.base.errors import GpushareError, NotFound, NotSupported
-from gpushare.base.typed import Count, Pid
-from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of, uptime
 from gpushare.host.process import signal_all, starts_of
 from gpushare.host.slice_lock import probed_channels
-from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, processes_paused_by_root, write
 from gpushare.run.jobs import job_names
@@ -303,62 +299,3 @@ def resume_all(host: Host, pids: Sequence[int]) -> None:
     """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
     signal_all(host.processes, starts_of(host.processes, members), signal.SIGCONT)
-
-
-@dataclass
-class Pacer:
-    """Says when an opportunistic job may run: not from production's first sign of work until ``quiet_seconds`` after the last.
-
-    Shorter gaps between two requests of production are not idleness.
-
-    No share of the time controlled by production's loss did as well. On an H200 (driver 580; a training loop of small
-    kernels, or a service with a request every 10 ms, next to large matrix multiplications; relative to each alone):
-
-    ===============================================  ===============  =============  ==================
-    what the opportunistic job gets                  production rate  its p99        opportunistic rate
-    ===============================================  ===============  =============  ==================
-    outside MPS: runs 20 ms, is locked for 20 ms     .70              5.5x           .45
-    outside MPS: runs 20 ms, is locked for 80 ms     .85              5.6x           .20
-    under MPS: runs 20 ms, is stopped for 20 ms      .47              8.9x           .68
-    outside MPS: full pause (this class)             .97              1.1x           0 while it works
-    under MPS: all of the time, cap 60, low priority 1.03             0.98x          .71
-    ===============================================  ===============  =============  ==================
-    """
-
-    quiet_seconds: float = 0.3
-    _last_active: float | None = None
-
-    def may_run(self, at: float, *, active: bool) -> bool:
-        """Return whether the opportunistic job may run now: ``at`` (seconds of a clock that only rises).
-
-        ``active``: production works now.
-        """
-        if active:
-            self._last_active = at
-        return self._last_active is None or at - self._last_active >= self.quiet_seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pauses(Kept):
-    """An opportunistic program, how often it was paused since its start, and whether it is now."""
-
-    pid: Pid
-    started: Count
-    gpu_uuid: str
-    pauses: Count = 0
-    paused: bool = False
-
-
-PROGRAMS: Final = RecordStore(Pauses, "opportunistic", "the record of an opportunistic program")
-
-
-def note_pauses(host: Host, program: Pauses) -> None:
-    """Write how often a program was paused, for the metrics; a failure does not matter."""
-    with contextlib.suppress(GpushareError):
-        PROGRAMS.write(replace(program, path=PROGRAMS.path(host, program.pid)))
-
-
-def noted_pauses(host: Host) -> tuple[Pauses, ...]:
-    """Return the living programs of this user and root, by PID."""
-    living = [program for program in PROGRAMS.all(host, users=False) if any_lives(host, program)]
-    return tuple(sorted(living, key=lambda program: program.pid))

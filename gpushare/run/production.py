@@ -15,6 +15,7 @@ from gpushare.host.process import CpuTime, cpu_time
 from gpushare.run.jobs import find_record, is_running
 
 _FAMILY_SECONDS: Final = 1.0
+_ALIVE_SECONDS: Final = 1.0
 _NVML_SECONDS: Final = 0.2
 # This share of CPU time in a window counts as work. In ticks of 10 ms, a single tick may be a timer.
 _BUSY_SHARE: Final = 0.25
@@ -162,10 +163,16 @@ class ProductionJob:
         self.pid = pid
         self.started = started
         self._activity = Activity(self._host, self._device, pid)
+        self._alive, self._alive_due = True, 0.0
 
-    def active(self) -> bool:
-        """Return whether it works now; see `Activity`."""
-        return self._activity.active()
+    def works(self) -> bool:
+        """Return whether it works now, by `Activity`."""
+        at = time.monotonic()
+        if at >= self._alive_due:
+            # Its PID may have been reused by a busy process, or the job may have been started again under its name.
+            self._alive = self.lives()
+            self._alive_due = at + _ALIVE_SECONDS
+        return self._alive and self._activity.active()
 
     def lives(self) -> bool:
         """Return whether it runs. If it was started again under its name, follow the new process."""

@@ -151,9 +151,8 @@ class RunOptions:
 
     limits: Limits = field(default_factory=Limits)
     parts: tuple[Part, ...] = ()
-    # A descriptor that replaces its stderr, and what waits until all that was written there is passed on.
+    # A descriptor that replaces its stderr.
     stderr: int | None = None
-    pass_on_rest: Callable[[], None] | None = None
     # Where the program prints how fast it is: it appends its output to that file itself.
     rate: PrintedRate | None = None
     strict: bool = False
@@ -457,8 +456,6 @@ class Session:
     def _settle(self, status: int) -> None:
         """Finish after the end of the program: copy its last words, settle its parts, and report what was seen of it."""
         if self._relay is not None:
-            if self._options.pass_on_rest is not None:
-                self._options.pass_on_rest()
             self._relay.close()
         for part in reversed(self._running):
             part.settle()

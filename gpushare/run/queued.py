@@ -50,8 +50,6 @@ _OF_ANOTHER: Final = re.compile(
 # The host's memory is short, not the GPU's.
 _KILLED: Final = 128 + signal.SIGKILL
 _TAIL_BYTES: Final = 64 << 10
-_PASS_ON_SECONDS: Final = 5.0
-_PASS_ON_POLL_SECONDS: Final = 0.005
 # One that its user ended before may not have reached its peak.
 _LONG_SECONDS: Final = 60.0
 
@@ -92,35 +90,20 @@ class ErrorTail:
         self._read, self.descriptor = os.pipe()
         os.set_inheritable(self.descriptor, True)
         self._tail = b""
-        # The thread has taken a text out of the pipe, and not passed it on yet.
-        self._passing = False
         self._thread = threading.Thread(target=self._relay, daemon=True)
         self._thread.start()
 
     def _relay(self) -> None:
         """Pass on what the program writes until it closes its stderr, in a thread."""
         with contextlib.suppress(OSError):
-            while True:
-                select.select([self._read], [], [])
-                # Set before the pipe is emptied: `pass_on_rest` looks at both.
-                self._passing = True
-                text = os.read(self._read, 1 << 16)
-                if not text:
-                    break
+            while text := os.read(self._read, 1 << 16):
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
                     _write_all(self._to, text)
-                self._passing = False
         os.close(self._read)
         if self._to != 2:
             os.close(self._to)
-
-    def pass_on_rest(self) -> None:
-        """Wait until all that the program has written is passed on, at most five seconds: nobody may read our stderr."""
-        deadline = time.monotonic() + _PASS_ON_SECONDS
-        while time.monotonic() < deadline and (select.select([self._read], [], [], 0)[0] or self._passing):
-            time.sleep(_PASS_ON_POLL_SECONDS)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -373,7 +356,7 @@ class Queued:
             options = replace(self.options, limits=self._mps_limits(limit), parts=parts)
             if self.queue.requeue:
                 tail = ErrorTail(self.options.log)
-                options = replace(options, stderr=tail.descriptor, pass_on_rest=tail.pass_on_rest)
+                options = replace(options, stderr=tail.descriptor)
             code = self.start(devices, options)
         except OperationFailed as error:
             if error.code != "memory_limit":

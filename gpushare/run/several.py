@@ -33,20 +33,6 @@ from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import Held
 from gpushare.signals import Wakeups
 
-
-def is_disk_full(descriptor: int) -> bool:
-    """Return whether the file system of an open file has no block left for this user; False where that is unknown.
-
-    Blocks reserved for root (ext4) count as free for root only.
-    """
-    try:
-        blocks = os.fstatvfs(descriptor)
-    except OSError:
-        return False
-    free = blocks.f_bfree if os.geteuid() == 0 else blocks.f_bavail
-    return blocks.f_blocks > 0 and free == 0
-
-
 # A temporary file is truncated beyond this; it was read already.
 _MOST_OUTPUT_BYTES: Final = 32 * 1024 * 1024
 # A line without an end must not fill memory.
@@ -58,7 +44,7 @@ class Program:
     """One of several programs. ``listen`` gets each line that it prints, and when it was seen (monotonic seconds).
 
     ``redrawn``: each state of a progress bar too, which ends in a carriage return. ``heard`` is when it last printed
-    anything. ``no_space``: it failed, and the file system of its output was full.
+    anything.
     """
 
     title: str
@@ -70,7 +56,6 @@ class Program:
     ended: float | None = None
     status: int | None = None
     last_line: str = ""
-    no_space: bool = False
     redrawn: bool = False
     heard: float = field(default_factory=time.monotonic)
     _offset: int = 0
@@ -90,9 +75,6 @@ class Program:
         """Return how it failed, with its last line; None while it runs and after a success."""
         if self.status is None or self.status == 0:
             return None
-        if self.no_space:
-            # Its last line is only what still fitted.
-            return f"{exit_text(self.status)}, with no space left for what it prints"
         return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
 
     def read_output(self) -> bool:
@@ -109,8 +91,6 @@ class Program:
             if self._rest:
                 self._take_line(self._rest, at)
             self._rest = b""
-            # Before closing a temporary file frees its blocks.
-            self.no_space = status != 0 and is_disk_full(self.file.fileno())
             self.file.close()
         return status is not None
 

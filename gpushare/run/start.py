@@ -945,7 +945,6 @@ class CpuBinding(Part):
 
 
 _TICK_SECONDS: Final = 0.01
-_ALIVE_SECONDS: Final = 1.0
 # So long production must be quiet; twice as long after each run that was ended early, because a start costs time too.
 _FIRST_QUIET_SECONDS: Final = 2.0
 _MOST_QUIET_SECONDS: Final = 60.0
@@ -957,8 +956,7 @@ class YieldToProduction(Part):
 
     def __init__(self, production: ProductionJob, clock: Callable[[], float] = time.monotonic) -> None:
         self._production, self._clock = production, clock
-        self._due = self._alive_due = 0.0
-        self._alive = True
+        self._due = 0.0
         self.yielded = False
 
     @property
@@ -966,18 +964,9 @@ class YieldToProduction(Part):
         """Return how long until the next poll."""
         return self._due - self._clock()
 
-    def works(self) -> bool:
-        """Return whether production works now."""
-        at = self._clock()
-        self._due = at + _TICK_SECONDS
-        if at >= self._alive_due:
-            # Asked less often. Its PID may have been reused, or the job may have been started again under its name.
-            self._alive = self._production.lives()
-            self._alive_due = at + _ALIVE_SECONDS
-        return self._alive and self._production.active()
-
     def poll(self) -> bool:
-        self.yielded = self.yielded or self.works()
+        self._due = self._clock() + _TICK_SECONDS
+        self.yielded = self.yielded or self._production.works()
         return self.yielded
 
 
@@ -1019,10 +1008,9 @@ class Yielding:
 
     def _wait(self, quiet_seconds: float, *, is_reported: bool) -> None:
         """Wait until production has been quiet for some seconds; say so once, unless that ``is_reported``."""
-        part = YieldToProduction(self.production, self.clock)
         quiet_since = self.clock()
         while self.clock() - quiet_since < quiet_seconds:
-            if part.works():
+            if self.production.works():
                 quiet_since = self.clock()
                 if not is_reported:
                     is_reported = True

@@ -42,8 +42,6 @@ class Reading:
     mig_interrupted: bool | None = None
     # UUIDs of the GPUs that the last applied gpushare.yaml gives to one program.
     exclusive_wanted: frozenset[str] = frozenset()
-    # Programs of `gpushare run --opportunistic`: GPU UUID, PID, how often paused, whether now.
-    pauses: tuple[tuple[str, int, int, bool], ...] = ()
     # By GPU index: memory of processes that have done nothing for `IDLE_SECONDS`, as far as it was seen.
     idle_bytes: Mapping[int, int] = field(default_factory=dict)
     # As `gpushare jobs` lists them, without those that have ended.
@@ -96,8 +94,6 @@ _HELP = {
     "gpushare_mps_client_priority": "Priority of future clients: 0 normal, 1 low.",
     "gpushare_mps_leases": "Number of gpushare run commands that use the daemon.",
     "gpushare_mps_outside_processes": "CUDA processes on a GPU with MPS that are not its clients.",
-    "gpushare_opportunistic_pauses": "Number of pauses of an opportunistic program since its start.",
-    "gpushare_opportunistic_paused": "Whether an opportunistic program is paused now for the production job.",
     "gpushare_mig_enabled": "Whether MIG is on, for a GPU that has it.",
     "gpushare_mig_mode_pending": "Whether a change of the MIG mode is pending a reset.",
     "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted.",
@@ -162,12 +158,6 @@ def _values(reading: Reading) -> Iterator[Value]:
             yield "gpushare_gpu_exclusive_wanted", _gpu_labels(gpu), 1
         if gpu.index in reading.layouts:
             yield from _mig_values(gpu, reading.layouts[gpu.index], reading)
-    gpus = {gpu.uuid: gpu for gpu in snapshot.gpus}
-    for uuid, pid, pauses, paused in reading.pauses:
-        if uuid in gpus:
-            labels = {**_gpu_labels(gpus[uuid]), "pid": str(pid)}
-            yield "gpushare_opportunistic_pauses", labels, pauses
-            yield "gpushare_opportunistic_paused", labels, paused
     yield from _line_values(snapshot)
     yield from _job_values(snapshot, reading.jobs)
     for daemon in snapshot.daemons:

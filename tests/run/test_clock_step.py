@@ -12,7 +12,6 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.run.group import MEMBERS, Member, members
 from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, write_record
-from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from tests.cli.drive import record_of
 from tests.clock import step_the_clock
 
@@ -36,12 +35,3 @@ def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: py
     MEMBERS.write(replace(member, path=MEMBERS.path(host, OWN)))
     step_the_clock(monkeypatch, -60.0)
     assert members(host, device) == (member,)
-
-
-def test_a_pause_is_still_told(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = Pauses(
-        pid=OWN, started=start_of(host.processes.identity(OWN)), gpu_uuid=device.uuid, pauses=2, paused=True
-    )
-    note_pauses(host, pauses)
-    step_the_clock(monkeypatch, 60.0)
-    assert noted_pauses(host) == (pauses,)

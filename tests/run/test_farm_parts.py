@@ -36,7 +36,6 @@ class Running:
     started: float = 0.0
     ended: float | None = None
     heard: float = 100.0
-    no_space: bool = False
 
 
 @dataclass

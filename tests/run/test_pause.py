@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gpushare.base.selection import Device
 from gpushare.host.channels import DISABLE_CHANNELS
@@ -21,7 +19,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.pause.record import paused_jobs, write
 from gpushare.run import production as module
-from gpushare.run.pause import ChannelPauser, Pacer, Pauser, Pauses, note_pauses, noted_pauses
+from gpushare.run.pause import ChannelPauser, Pauser
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
@@ -89,12 +87,9 @@ class Scripted:
     """A production job that does as it is told."""
 
     def __init__(self) -> None:
-        self.now, self.alive = False, True
+        self.now = False
 
-    def lives(self) -> bool:
-        return self.alive
-
-    def active(self) -> bool:
+    def works(self) -> bool:
         return self.now
 
 
@@ -110,37 +105,8 @@ def test_it_stands_still_while_production_works_and_goes_on_when_that_has_ended(
     activity.now = True
     watch.poll()
     assert watch.pauser.paused
-    # Production is gone: nobody is to be spared any more.
-    activity.now, activity.alive = False, False
-    watch.poll()
-    assert not watch.pauser.paused
-    assert watch.pauses == 1
-
-
-def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid = start(_IDLE)
-    watch: Any = PauseForProduction(host, Scripted())  # type: ignore[arg-type]
-    watch.started(PlainShare(host, device).watch(pid))
-    for now, expected in ((False, (0, False)), (True, (1, True)), (True, (1, True))):
-        watch.production.now = now
-        watch.poll()
-        (noted,) = noted_pauses(host)
-        # With its start: a PID that another program has got would count as paused.
-        assert (noted.pid, noted.started, noted.gpu_uuid) == (*host.processes.identity(pid), device.gpu.uuid)
-        assert (noted.pauses, noted.paused) == expected
-    watch.release()
-    watch.poll()
-    assert not noted_pauses(host)[0].paused
-    watch.settle()
-    assert noted_pauses(host) == ()
-
-
-def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> None:
-    directory = host.run_directory / "opportunistic"
-    note_pauses(host, Pauses(pid=(1 << 22) + 99, started=None, gpu_uuid="GPU-x"))
-    for number, text in enumerate(("", "[]", '{"pid": "x"}', '{"pid": 1, "more": 2}')):
-        (directory / f"{number}.json").write_text(text, encoding="utf-8")
-    assert noted_pauses(host) == ()
+    activity.now = False
+    until(lambda: not watch.poll() and not watch.pauser.paused, "it goes on")
 
 
 def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_it_has_ended(
@@ -207,29 +173,3 @@ def test_what_the_driver_does_not_put_back_is_told_and_can_be_resumed_later() ->
     world.run("resume", str(pid)).ok()
     assert world.process(pid).channels_off == []
     assert not paused_jobs(world.host)
-
-
-def test_it_stands_still_from_the_first_sign_of_work_until_it_was_quiet_for_a_while() -> None:
-    pacer = Pacer(quiet_seconds=0.3)
-    assert pacer.may_run(0.0, active=False)
-    assert not pacer.may_run(1.0, active=True)
-    assert not pacer.may_run(1.29, active=False)
-    assert pacer.may_run(1.31, active=False)
-    assert not pacer.may_run(1.32, active=True)
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=200))
-def test_it_never_runs_while_production_is_seen_to_work(seen: list[bool]) -> None:
-    pacer = Pacer(quiet_seconds=0.05)
-    for number, active in enumerate(seen):
-        ran = pacer.may_run(number * 0.02, active=active)
-        assert not (active and ran)
-        # 0.05 s are three looks.
-        assert ran == (not any(seen[max(0, number - 2) : number + 1]))
-
-
-def test_the_while_is_three_tenths_of_a_second_and_its_end_belongs_to_the_quiet() -> None:
-    assert Pacer().quiet_seconds == 0.3
-    pacer = Pacer(quiet_seconds=0.5)
-    assert not pacer.may_run(1.0, active=True)
-    assert pacer.may_run(1.5, active=False)

@@ -89,15 +89,22 @@ def test_its_work_is_that_of_the_one_that_runs(
     def activity(_host: Any, _device: Any, pid: int) -> Any:
         return SimpleNamespace(active=lambda: watched.append(pid) or True)
 
+    at = 100.0
     monkeypatch.setattr(module, "Activity", activity)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: at))
     first = start()
     job = ProductionJob(host, device, first.pid, first.started, "web")
-    assert job.active()
+    assert job.works()
     end(first)
+    at += 0.9
+    # Whether it lives is asked once a second.
+    assert job.works()
+    at += 0.2
+    assert not job.works()
     second = start()
-    assert job.lives()
-    assert job.active()
-    assert watched == [first.pid, second.pid]
+    at += 1.1
+    assert job.works()
+    assert watched == [first.pid, first.pid, second.pid]
 
 
 def test_production_is_asked_for_by_its_pid_and_its_start() -> None:

@@ -50,18 +50,6 @@ def test_a_time_per_unit_is_a_speed(log: Path) -> None:
     assert progress.read_speeds() == [2, 0.25]
 
 
-def test_a_rotated_log_is_read_to_its_end(log: Path) -> None:
-    progress = reader(log)
-    progress.read_speeds()
-    append(log, "rate=2\n")
-    log.rename(log.with_suffix(".1"))
-    append(log.with_suffix(".1"), "rate=3\n")
-    assert progress.read_speeds() == [2, 3]
-    log.write_text("rate=4\n")
-    append(log.with_suffix(".1"), "rate=3.5\n")
-    assert progress.read_speeds() == [3.5, 4]
-
-
 def test_a_truncated_log_is_read_from_its_start(log: Path) -> None:
     progress = reader(log)
     append(log, "rate=2\n" * 100)

@@ -21,14 +21,11 @@ class Production:
 
     title = "'web'"
 
-    def __init__(self, clock: Clock, *busy: tuple[float, float], ends: float = 1e9) -> None:
-        self._clock, self._busy, self._ends = clock, busy, ends
+    def __init__(self, clock: Clock, *busy: tuple[float, float]) -> None:
+        self._clock, self._busy = clock, busy
 
-    def active(self) -> bool:
+    def works(self) -> bool:
         return any(begin <= self._clock() < end for begin, end in self._busy)
-
-    def lives(self) -> bool:
-        return self._clock() < self._ends
 
 
 def yielding(
@@ -106,7 +103,7 @@ def test_one_that_is_ended_early_again_and_again_waits_longer() -> None:
 
 def test_without_production_it_simply_runs() -> None:
     clock, messages, runs = Clock(), [], []
-    assert yielding(clock, Production(clock, (0, 100), ends=0), 30, messages, runs).run() == 0
+    assert yielding(clock, Production(clock), 30, messages, runs).run() == 0
     assert (runs, messages) == ([(2.0, 32.0)], [])
 
 

@@ -26,7 +26,6 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, take_claim
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, names_changed
-from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until, until_it_runs
@@ -70,17 +69,6 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
     assert value(found, "gpu_sharing", way="timeslice") == 1
     assert value(found, "gpu_time_slice_level") == value(found, "gpu_processes") == value(found, "mig_enabled") == 0
     assert not [name for name, _ in found if name.startswith(("gpushare_mps", "gpushare_mig_instance"))]
-
-
-def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
-    pid = int(cli("sim", "add").ok().out)
-    assert value(samples(cli), "opportunistic_pauses") is None
-    identity = world.host.processes.identity(pid)
-    assert identity is not None
-    note_pauses(world.host, Pauses(**identity._asdict(), gpu_uuid=world.uuid(), pauses=7, paused=True))
-    found = samples(cli)
-    assert value(found, "opportunistic_pauses", UUID=world.uuid(), pid=str(pid)) == 7
-    assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
 
 
 def runs(real: Real, world: World, *share: str) -> tuple[Started, dict[str, str]]:

@@ -77,5 +77,4 @@ def test_a_farm_goes_on_when_its_results_cannot_be_written(
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["done", "done"]
     (error,) = answer.json["errors"]
     assert error["code"] == "not_written"
-    assert "farm.jsonl could not be written for copy 0-1: --resume would start them again" in error["message"]
-    assert answer.err.count("No space left on device; the farm goes on") == 1
+    assert error["message"].endswith("farm.jsonl: No space left on device")

@@ -674,15 +674,6 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
     assert len(capfd.readouterr().err) == 200_020
 
 
-def test_what_was_written_is_passed_on_before_the_output_ends(tmp_path: Path) -> None:
-    tail = ErrorTail(tmp_path / "output" / "job.log")
-    for number in range(1, 200):
-        os.write(tail.descriptor, b"x" * 5000)
-        tail.pass_on_rest()
-        assert (tmp_path / "output" / "job.log").stat().st_size == number * 5000
-    assert not tail.ran_out_of_memory()
-
-
 @pytest.mark.parametrize(
     ("last_words", "short"),
     [
