@@ -15,7 +15,7 @@ from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.claims import EXCLUSIVE, Claim, HeldClaim, claim_directory, take_claim, why_unreadable
 from gpushare.memory.ledger import PATIENCE_SECONDS, Place, Request, Reservation, jobs_before, reservations
-from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
+from gpushare.memory.room import POLL_SECONDS
 from gpushare.mig.holders import claim_holder, claimed_instances
 from gpushare.mig.places import (
     InstancePlace,
@@ -206,63 +206,13 @@ class InstanceWish:
             self._check_or_release(taken)
         return taken
 
-    def outlook(self, *, waits: bool) -> tuple[InstancePlace, RoomAnswer]:
-        """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
-
-        Nothing is written. Raises as `take`, if the job does not wait.
-        """
-        host = self.host
+    def planned(self, *, waits: bool) -> InstancePlace:
+        """Return the instance that a job would take now, or the first of those that it would wait for. Raises as `take`."""
         places = self._checked_places()
-        free, held = _free_and_held(host, places)
+        free, held = _free_and_held(self.host, places)
         if not free and not waits:
-            raise _in_use_error(host, held)
-        ledger = reservations(host) or []
-        # A job that does not wait passes those in the line.
-        ahead = [job for job in ledger if job.waits and not job.stopped] if waits else []
-        left_by_others = free[_count_takers(ahead, free) :]
-        if left_by_others:
-            chosen = left_by_others[0]
-            words = f"now it would start at once, in {chosen.title}"
-            return chosen, self._answer(places, held, words, chosen=chosen)
-        uuids = {place.mig.uuid for place in places}
-        behind = [job for job in ledger if job.waits and not uuids.isdisjoint(job.keys)]
-        reason = in_use_text(held) if held else "others are first"
-        line = f"; {counted(len(behind), 'job')} before it" if behind else ""
-        words = f"now it would wait for an instance ({quoted(self.text)}): {reason}{line}"
-        return places[0], self._answer(places, held, words, behind=behind)
-
-    def _answer(
-        self,
-        places: Sequence[InstancePlace],
-        held: HeldPlaces,
-        words: str,
-        *,
-        chosen: InstancePlace | None = None,
-        behind: Sequence[Reservation] = (),
-    ) -> RoomAnswer:
-        """Return the JSON answer: the job starts in the ``chosen`` instance, or waits ``behind`` others; ``words`` say so."""
-        holders_of = {place.mig.uuid: holders for place, holders in held}
-        devices = [
-            RoomOnDevice(
-                gpu=place.gpu.index,
-                device_uuid=place.mig.uuid,
-                free_bytes=_free_bytes(place.mig),
-                held_by=tuple(
-                    RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
-                    for holder in holders_of.get(place.mig.uuid) or ()
-                ),
-            )
-            for place in places
-        ]
-        return RoomAnswer(
-            starts_now=chosen is not None,
-            gpus=() if chosen is None else (chosen.gpu.index,),
-            device_uuids=() if chosen is None else (chosen.mig.uuid,),
-            why=words,
-            memory_bytes=None,
-            behind=tuple(room_job(self.host, job) for job in behind),
-            devices=tuple(devices),
-        )
+            raise _in_use_error(self.host, held)
+        return (free or places)[0]
 
 
 def _free_and_held(host: Host, places: Sequence[InstancePlace]) -> tuple[list[InstancePlace], HeldPlaces]:
@@ -345,13 +295,6 @@ def waiting_text(text: str, seconds: float | None) -> str:
     """Return what waiting is called in a plan."""
     most = "" if seconds is None else f", for {format_duration(seconds)} at most"
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
-
-
-def _free_bytes(mig: MigInstance) -> int | None:
-    """Return the memory of an instance that is not used; None: unknown."""
-    if mig.memory_total_bytes is None or mig.memory_used_bytes is None:
-        return None
-    return max(0, mig.memory_total_bytes - mig.memory_used_bytes)
 
 
 def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:

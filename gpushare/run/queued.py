@@ -22,7 +22,6 @@ from gpushare.host.claims import claims_are_shared
 from gpushare.host.host import Host
 from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.cost import host_bytes, swap_times
 from gpushare.memory.ledger import Line, Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
@@ -30,7 +29,7 @@ from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit
 from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
-from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
+from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns
 from gpushare.show.waiting import waiting_line
 
 # A program that ran out of memory gets a fifth more.
@@ -141,8 +140,6 @@ class Queued:
     # What users may reserve together on a GPU, by uid.
     limits: UserLimits = field(default_factory=UserLimits)
     quiet: bool = False
-    # The production job that a job which leaves for production was told to spare, for people.
-    spared: str | None = None
 
     @property
     def job_bytes(self) -> int | None:
@@ -169,7 +166,6 @@ class Queued:
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
         size = self._size_to_reserve()
-        self._warn_before_start(size)
         while True:
             last = self._run_once(size)
             if last.again and size is not None:
@@ -214,7 +210,6 @@ class Queued:
             BadUsage, NoPermission: as `run`.
         """
         size = self._size_to_reserve()
-        self._warn_before_start(size)
         ranked = self._ranked_devices(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, candidates)
@@ -224,18 +219,15 @@ class Queued:
         if self.queue.wait:
             reasons = {device.uuid: text for device, text in ranked}
             room = outlook(self.host, candidates, request, self.limits, reasons)
-        devices = self._planned_devices(candidates, room)
+        uuids = () if room is None else room.device_uuids
+        by_uuid = {device.uuid: device for device in candidates}
+        # Those that a job that waits would take now.
+        devices = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.request.count]
         if room is None:
             planned = [line for line in lines if line.device in devices]
             check_limit_now(planned, request, self._own_limit_bytes)
             self._say_short_of_room(planned, size)
         return self.start(devices, self._shown_options(request, candidates)), room
-
-    def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
-        """Return the devices that a job that waits would take now, else the first candidates."""
-        uuids = () if room is None else room.device_uuids
-        by_uuid = {device.uuid: device for device in candidates}
-        return [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.request.count]
 
     def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
         """Return the options with the steps that a dry run shows before the program and while it runs."""
@@ -287,8 +279,7 @@ class Queued:
             turn = "nine times the measured switch" if swap.turn_seconds is None else format_duration(swap.turn_seconds)
             yield f"swap it out after its turn ({turn}) if others wait, and back in when it is its turn again"
         if queue.for_production:
-            job = "a production job" if self.spared is None else f"{self.spared} or another production job"
-            yield f"swap it out when {job} needs room, and back in when there is room again"
+            yield "swap it out when a production job needs room, and back in when there is room again"
         if queue.run_seconds is not None:
             yield f"end it after {format_duration(queue.run_seconds)}"
         next_size = self._more_that_fits(size) if queue.requeue and size is not None else None
@@ -318,24 +309,6 @@ class Queued:
         self.say(f"it reserves {format_bytes(size)}, {reason}")
         return size
 
-    def _warn_before_start(self, size: int | None) -> None:
-        """Say before the start of a job that may be swapped if the host's memory is too small for that, or its turns too short."""
-        if not self.queue.swappable or not size:
-            return
-        free = self.host.machine.free_memory(os.getpid())
-        if free is not None and host_bytes(size) > free:
-            self.say(
-                f"it needs {format_bytes(host_bytes(size))} of host memory to leave the GPU, and {format_bytes(free)} are "
-                f"available: it may have to stay"
-            )
-        swap = self.queue.swap
-        if swap is not None and swap.turns and swap.turn_seconds is not None:
-            expected = swap_times(size)
-            switch = expected.out_seconds + expected.in_seconds
-            text = short_turns(swap.turn_seconds, switch)
-            if text is not None:
-                self.say(f"{text} (for {format_bytes(size)} as on an H200; gpushare measures it)")
-
     def _run_once(self, size: int | None) -> _Run:
         """Run it once, with ``size`` bytes reserved on each device (None: all of it), and keep its peak."""
         devices, place = self._take_devices(size)
@@ -346,7 +319,7 @@ class Queued:
             JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
         ]
-        swapping = None if place is None else self._swapping(devices[0], memory, place)
+        swapping = self._swapping(devices[0], memory, place)
         parts = (*self.options.parts, memory, *(() if swapping is None else (swapping,)), *others)
         tail: ErrorTail | None = None
         code: int | None = None
@@ -405,20 +378,12 @@ class Queued:
             return IdleInTurns(idle, turns)
         return turns or idle or Policy()
 
-    def _take_devices(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
-        """Enter the ledger, wait for room if that was asked for, and return the devices and the place there.
-
-        The place is None if the ledger cannot be written and the job needs none: it only had the choice of several devices.
-        """
+    def _take_devices(self, size: int | None) -> tuple[Sequence[Device], Place]:
+        """Enter the ledger, wait for room if that was asked for, and return the devices and the place there."""
         ranked = self._ranked_devices(size)
         devices = [device for device, _ in ranked] or list(self.devices)
         first_devices = devices[: self.request.count]
-        try:
-            place = Place(self.host, self._request(size, devices))
-        except GpushareError:
-            if self.budget is not None or self.queue.takes_place:
-                raise
-            return first_devices, None
+        place = Place(self.host, self._request(size, devices))
         if not self.queue.wait:
             self._take_now(place, first_devices, size)
             return first_devices, place
@@ -482,9 +447,8 @@ class Queued:
         self, devices: Sequence[Device], size: int | None, place: Place | None = None
     ) -> list[tuple[Device, str]]:
         """Return those of these devices that the job would take, best first, with the reasons."""
-        return best_first(
-            self.host, devices, self._productions, self.limits, self.command, place, self.request.count, size
-        )
 
-    def _productions(self, device: Device) -> list[str]:
-        return [job.name for job in living_productions(self.host, device)]
+        def productions(device: Device) -> list[str]:
+            return [job.name for job in living_productions(self.host, device)]
+
+        return best_first(self.host, devices, productions, self.limits, self.command, place, self.request.count, size)

@@ -38,17 +38,6 @@ SAFE_THREADS_PERCENT: Final = 60.0
 _MARGIN_BYTES: Final = 1024 * MIB
 
 
-def daemon_cap(host: Host, device: Device) -> float | None:
-    """Return the active thread percentage that the daemon of a device gives to every client; None: no cap, or no daemon."""
-    try:
-        home, _ = own_daemon(host, device)
-    except NotFound:
-        return None
-    record = home.read()
-    threads = None if record is None else record.limits.threads_percent
-    return None if threads is None or threads >= 100 else threads
-
-
 def spared_process(host: Host, device: Device, target: str | None, say: Callable[[str], None]) -> ProductionJob | None:
     """Return the running job of this name or PID that is to be spared, or the only production job on the device, or None.
 

@@ -25,14 +25,13 @@ from gpushare.base.errors import (
     NotSupported,
     OperationFailed,
     error_of,
-    gpu_not_named_error,
 )
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, devices_for_any, is_any, select_for_change, select_one, titles
-from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, pid_of, ranges
+from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.users import has_claims, has_records
+from gpushare.host.users import has_claims
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
 from gpushare.memory.ledger import Request
@@ -58,7 +57,6 @@ from gpushare.run.jobs import (
     living_productions,
     new_record,
     records,
-    running_records,
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
@@ -68,7 +66,6 @@ from gpushare.run.results import find_tuned
 from gpushare.run.roles import (
     NOT_PROTECTED,
     PauseForProduction,
-    daemon_cap,
     device_of_job,
     devices_beside,
     limits_beside,
@@ -114,12 +111,6 @@ class Role:
     rate: PrintedRate | None = None
 
 
-def _unknown_target_error(error: NotFound, target: str) -> GpushareError:
-    """Return the error about an unknown job of ``--for``, for a job that leaves the GPU: it needs no ``--for``."""
-    start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
-    return error.restated(hint=f"start it: {start}; or drop --for: the job leaves for every production job")
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunPlanAnswer(PlanAnswer):
     """The answer of `run --dry-run` for a job that has a place in the line."""
@@ -157,7 +148,7 @@ class JobStart:
             # Without -g the instance may be on any GPU.
             return self._run_in_instance(mig, None if is_any(gpu) else gpu, options)
         if gpu is None and self.role.target is not None:
-            gpu = self._device_of_target(self.role.target)
+            gpu = device_of_job(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
@@ -192,20 +183,11 @@ class JobStart:
         if len(share.devices) > 1:
             report.title = titles(share.devices)
         if isinstance(share, MpsShare):
-            self._check_no_fault(share)
+            share.check_no_fault()
         run = Run(self.host, share, all_parts, command, self.command, options, report, container=container)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
-
-    def _check_no_fault(self, share: MpsShare) -> None:
-        """Raise OperationFailed if its server takes no new client; in the dry run of a job that may wait, say so."""
-        error = error_of(share.check_no_fault)
-        if error is None:
-            return
-        if not (self.dry_run and self.queue.wait):
-            raise error
-        self.say(error.message)
 
     def _recorded_job(self, share: Share, options: RunOptions, slice_us: int | None = None) -> RecordedJob:
         """Return the part of the job that writes its record, with what that says before the job runs."""
@@ -253,7 +235,7 @@ class JobStart:
 
     def _lease_error(self, device: Device) -> InUse | None:
         """Return the error if another user has reserved the GPU."""
-        # A dozen files are read only where there is a lease.
+        # Only with a lease is gpushare.yaml read.
         if not has_claims(self.host, PREFIX):
             return None
         lease = lease_of_others(self.host, device.gpu.uuid, kept_limits(self.host))
@@ -294,10 +276,7 @@ class JobStart:
             self._say_dropped()
             return self._carry_out(self._plain_share(devices), options)
 
-        group: Sequence[Any] = ()
-        # A dozen files are read only where such a job has run.
-        if has_records(self.host, "group"):
-            group = members(self.host, device)
+        group = members(self.host, device)
         if group:
             self.say(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
@@ -316,7 +295,9 @@ class JobStart:
             check_host(self.host)
         devices = self._usable_devices(gpu)
         check_program(options.container or self.command[0])
-        spared = self._title_of_spared(devices) if queue.for_production else None
+        if queue.for_production:
+            # Raises if there is no such job: this one leaves for any production job.
+            self._spared_process(devices)
         if self.count == 1:
             devices = self._large_enough(devices)
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
@@ -335,7 +316,7 @@ class JobStart:
             run_seconds=queue.run_seconds,
         )
         start = self._run_swappable if queue.swappable else self._run_on
-        return self._run_in_ledger(devices, request, replace(options, rate=self.role.rate), queue, start, spared)
+        return self._run_in_ledger(devices, request, replace(options, rate=self.role.rate), queue, start)
 
     def _run_swappable(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program that may be swapped: outside MPS, as a checkpoint copies no client of MPS."""
@@ -353,7 +334,7 @@ class JobStart:
             # A job that waits may have those when the lease is over.
             devices = self._without_leased(devices)
         check_not_mig(devices, whole=needs_whole_gpus)
-        check_enough(devices, self.count, "" if is_any(gpu) else self._more_gpus_hint(devices))
+        check_enough(devices, self.count)
         return devices
 
     def _candidates(self, gpu: str | None, *, whole: bool) -> Sequence[Device]:
@@ -366,18 +347,6 @@ class JobStart:
             return devices_beside(self.host, devices, self.role.target)
         return devices
 
-    def _more_gpus_hint(self, devices: Sequence[Device]) -> str:
-        """Return the hint that gives the job more GPUs than these; empty: the host has too few."""
-        more = {gpu.index for gpu in self.gpus if gpu.error is None and not gpu.mig_enabled}
-        indexes = [device.gpu.index for device in devices]
-        indexes += sorted(more.difference(indexes))
-        if len(indexes) < self.count:
-            return ""
-        if self.role.target is None:
-            return "or let it use any GPUs: -g any"
-        # Any GPUs need not be those of the job that it yields to.
-        return f"or name more: -g {','.join(map(str, sorted(indexes[: self.count])))}"
-
     def _run_in_ledger(
         self,
         devices: Sequence[Device],
@@ -385,7 +354,6 @@ class JobStart:
         options: RunOptions,
         queue: QueueOptions,
         start: Callable[[Sequence[Device], RunOptions], Any],
-        spared: str | None = None,
     ) -> Any:
         """Run a job with a place in the ledger of memory, on some of these devices; in a dry run, return its plan."""
         queued = Queued(
@@ -400,12 +368,13 @@ class JobStart:
             say=self.say,
             limits=kept_limits(self.host),
             quiet=self.quiet,
-            spared=spared,
         )
         if not self.dry_run:
             return queued.run()
         planned, room = queued.plan()
-        return planned if room is None else _with_room(planned, room)
+        if room is None:
+            return planned
+        return replace(with_answer(planned, RunPlanAnswer, room=room), notes=(*planned.notes, room.why))
 
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that can have the memory of the job. Raises BadUsage: none can (``limit_above_gpu``)."""
@@ -424,51 +393,6 @@ class JobStart:
     def _bytes_on(self, *devices: Device) -> int | None:
         """Return the memory that was given for the job on each of these devices; None: none was."""
         return None if self.budget is None else self.budget.on(devices)
-
-    def _device_of_target(self, target: str) -> str | None:
-        """Return where the job of ``--for`` runs, as `device_of_job`."""
-        try:
-            return device_of_job(self.host, self.gpus, target)
-        except NotFound as error:
-            if not self.queue.for_production:
-                raise
-            # A job that leaves the GPU for another one may start before that one.
-            if error.code == "no_production":
-                raise _unknown_target_error(error, target) from error
-            if error.code != "waits_in_line":
-                raise
-            question = f"'{target}' waits in line: say where this job is to run"
-            raise gpu_not_named_error(len(self.gpus), question, "name one: -g 0; or any: -g any") from error
-
-    def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
-        """Return the production job that ``--for`` names, for people, and say that this job leaves for it; None: none was named.
-
-        Raises:
-            NotFound: no such job is known.
-            BadUsage: it runs on another device than the only one that was chosen.
-        """
-        target = self.role.target
-        if target is None:
-            return None
-        process = None
-        try:
-            process = spared_process(self.host, devices[0], target, self.say)
-        except BadUsage as error:
-            # It may run on another of the devices that this job may have.
-            if error.code != "other_device" or len(devices) == 1:
-                raise
-        except NotFound as error:
-            if error.code == "no_production":
-                raise _unknown_target_error(error, target) from error
-            # It may wait in the line, too.
-            if error.code != "waits_in_line":
-                raise
-        spared = f"'{target}'" if pid_of(target) is None else f"process {target}"
-        if process is not None:
-            spared = process.title
-        if not self.dry_run:
-            self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
-        return spared
 
     def _run_in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
         """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
@@ -505,8 +429,8 @@ class JobStart:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
         wish = InstanceWish(host=self.host, text=text, gpu=gpu, check=check, creator=creator)
-        place, claim, room = self._place_for(wish, options)
-        if room is not None:
+        place, claim = self._place_for(wish, options)
+        if self.dry_run and self.queue.wait:
             options = replace(options, before=(step_of_run(waiting_text(text, self.queue.seconds)),))
         share: MpsShare | PlainShare
         if mps:
@@ -514,11 +438,10 @@ class JobStart:
         else:
             share = PlainShare(self.host, place.device, claim, place.title)
         try:
-            result = self._run_in_share(share, options)
+            return self._run_in_share(share, options)
         except BaseException:
             share.close()
             raise
-        return result if room is None else _with_room(result, room)
 
     def _run_in_share(self, share: MpsShare | PlainShare, options: RunOptions) -> Any:
         """Run a program in the instance of a share; with a memory limit as a job of the ledger, which does not wait."""
@@ -549,19 +472,14 @@ class JobStart:
         if dropped:
             self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
 
-    def _place_for(
-        self, wish: InstanceWish, options: RunOptions
-    ) -> tuple[InstancePlace, HeldClaim | None, RoomAnswer | None]:
-        """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
+    def _place_for(self, wish: InstanceWish, options: RunOptions) -> tuple[InstancePlace, HeldClaim | None]:
+        """Return the instance of a program and its claim; in a dry run, which one it may be."""
         queue = self.queue
         if self.dry_run:
-            place, room = wish.outlook(waits=queue.wait)
-            return place, None, room if queue.wait else None
+            return wish.planned(waits=queue.wait), None
         if queue.wait:
-            place, claim = wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet)
-        else:
-            place, claim = wish.take()
-        return place, claim, None
+            return wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet)
+        return wish.take()
 
     def _run_production(self, devices: Sequence[Device], options: RunOptions, name: str) -> Any:
         """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""
@@ -583,11 +501,6 @@ class JobStart:
                 f"start it outside MPS: gpushare run --production {name} -- CMD",
                 gpu=device.gpu.index,
                 code="production_under_mps",
-            )
-        cap = daemon_cap(self.host, device)
-        if cap is not None:
-            self.say(
-                f"the MPS daemon of {device.title} caps every client at {cap:g} %, including this job; to lift it: gpushare mps stop, then run the job again"
             )
         return self._carry_out(MpsShare(self.host, device, options.limits, own_limits=False), options)
 
@@ -719,24 +632,12 @@ class JobStart:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
         shared_slice = f"a time-slice of {format_slice(slice_us)}"
         if process is None:
-            reason = _not_one_production_error(self.host, [device]).message
-            if self.role.target is not None:
-                reason = f"'{self.role.target}' does not run"
-            role_text = f"opportunistic, and {reason} now"
+            role_text = "opportunistic, and no production job to be spared is known now"
         else:
             role_text = f"opportunistic next to {process.title}"
             if self.role.keep is not None:
                 shared_slice = f"a time-slice by which {process.title} keeps {100 * self.role.keep:g} % of its speed"
         self.say(f"{role_text}: all opportunistic jobs of {device.title} share {shared_slice}; {_limits_text(limits)}")
-        plain = [
-            f"'{job.name}'"
-            for job in running_records(self.host)
-            if job.keeper_uid is None and job.mps and job.role != OPPORTUNISTIC and device.uuid in job.devices
-        ]
-        if plain:
-            self.say(
-                f"in the same MPS daemon: {', '.join(plain)}; the time-slice holds there, too, while this job runs"
-            )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
 
     def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
@@ -797,11 +698,6 @@ class JobStart:
         return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
 
 
-def _with_room(planned: Any, room: RoomAnswer) -> Any:
-    """Return the result of a dry run with whether the job would start now."""
-    return replace(with_answer(planned, RunPlanAnswer, room=room), notes=(*planned.notes, room.why))
-
-
 def _asks_for_mps(options: RunOptions) -> bool:
     """Return whether options are given that only MPS has."""
     return options.limits.threads_percent is not None or options.limits.priority is not None
@@ -816,12 +712,12 @@ def _without_refused(devices: Sequence[Device], errors: Sequence[GpushareError |
     return usable_devices
 
 
-def check_enough(devices: Sequence[Device], count: int, more: str = "") -> None:
-    """Raise if a job of ``count`` GPUs may have fewer; ``more``: the hint that gives it more."""
+def check_enough(devices: Sequence[Device], count: int) -> None:
+    """Raise if a job of ``count`` GPUs may have fewer."""
     if len(devices) < count:
         raise BadUsage(
             f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only",
-            "; ".join(filter(None, (f"give it fewer: --gpus {len(devices)}", more))),
+            f"give it fewer: --gpus {len(devices)}; or name more: -g",
             code="too_few_gpus",
         )
 

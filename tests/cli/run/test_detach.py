@@ -150,8 +150,6 @@ def test_it_waits_in_line(cli: Cli, refused: Refused, world: World) -> None:
         text = refused(*verb, "second", *(() if verb in on_gpu else ("--", "true")), code="waits_in_line", exit_code=6)
         assert "job 'second' waits in line and has not started yet" in text
         assert "gpushare jobs" in text
-    # One that leaves the GPU for it needs it only by name.
-    cli(*["run", "--opportunistic", "--yield", "swap", "--memory", "1G", "--for", "second", "-n", "--", "true"]).ok()
     cli("stop", first).ok()
     until(lambda: find_record(world.host, "second") is not None, "it runs")
     os.kill(data["pid"], signal.SIGTERM)

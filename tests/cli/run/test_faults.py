@@ -74,9 +74,6 @@ def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
         assert (error["code"], error["gpu"]) == ("server_fault", "0"), words
         assert f"MPS server {server.pid} of GPU 0 is in state FAULT" in error["message"]
         assert "gpushare mps stop -g 0 --force" in error["hint"]
-    # A job that waits may find it well: its plan says what is so now.
-    waiting = cli("run", "-n", "--wait", "--threads", "20", "--memory", "20G", "--", "true").ok()
-    assert f"MPS server {server.pid} of GPU 0 is in state FAULT" in waiting.err
     # A share of the server is checked whether it may be used at all: who waits or is started again may find it well.
     device = select_one("0", world.host.nvml.sweep())
     MpsShare(world.host, device, Limits()).check("true")

@@ -58,14 +58,6 @@ def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in planned.out
 
 
-def test_a_plain_job_in_the_daemon_that_gets_the_slice_too_is_named(real: Real, cli: Cli, running: int) -> None:
-    job = real("run", "--threads", "50", "--name", "batch", "--", *JOB)
-    job.says("is attached to MPS server")
-    planned = cli("run", "--opportunistic", "--for", str(running), "-n", "--", "true").ok()
-    assert "in the same MPS daemon: 'batch'; the time-slice holds there, too, while this job runs" in planned.err
-    job.end(signal.SIGTERM)
-
-
 def test_production_under_mps_that_was_tuned_for_slices_is_told(
     cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.errors import InUse, OperationFailed
+from gpushare.base.errors import InUse
 from gpushare.base.model import ComputeMode
 from gpushare.base.selection import select
 from gpushare.base.units import GIB
@@ -80,15 +80,6 @@ def test_the_limit_of_a_user_holds_without_waiting_too(real: Real, cli: Cli, wor
     cli("run", "-g", "0", "--memory", "10G", "--slice", "2ms", "--", "true").ok()
     job.end()
     cli(*asked, "--", "true").ok()
-
-
-def test_only_a_choice_of_gpus_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
-
-    monkeypatch.setattr("gpushare.run.queued.Place", refuse)
-    assert cli("run", "-g", "any", "--", "true").code == 0
-    assert cli("run", "--memory", "10G", "--", "true").lines("error") == ["error: the ledger is read-only"]
 
 
 def test_the_largest_size_that_an_error_names_is_taken(cli: Cli) -> None:
@@ -422,7 +413,6 @@ def test_production_takes_the_memory_of_an_opportunistic_job(cli: Cli, real: Rea
     other.process.send_signal(signal.SIGINT)
     _, err = other.process.communicate(timeout=60)
     assert "out of the GPU" in err
-    assert ("it leaves the GPU when 'llm' or another production job needs room" in err) is bool(named)
     assert reservations(world.host) == []
 
 
@@ -451,14 +441,13 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
 ) -> None:
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
     for host in (H200, "sim:2xh200"):
-        text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6, host=host)
-        assert "or drop --for: the job leaves for every production job" in text
+        refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6, host=host)
     refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
     pid = admin.add_process(H200, name="serve")
     world.record("web", pid, PRODUCTION)
-    step = "swap it out when 'web' or another production job needs room"
-    assert step in cli(*words, "--for", "web", "--", "true").ok().out
-    assert f"swap it out when process {pid} or another" in cli(*words, "--for", str(pid), "--", "true").ok().out
+    step = "swap it out when a production job needs room"
+    for target in ("web", str(pid)):
+        assert step in cli(*words, "--for", target, "--", "true").ok().out
     # One that does not run now may run later.
     admin.end_process(H200, pid)
     assert step in cli(*words, "--for", "web", "--", "true").ok().out
@@ -470,7 +459,7 @@ def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Refused
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G", "--for", "web")
     assert "run true on GPU 1" in cli(*words, "--", "true", host=world.spec).ok().out
     refused(*words, "-g", "0", "--", "true", code="other_device", exit_code=2, host=world.spec)
-    assert "'web' or another" in cli(*words, "-g", "any", "--", "true", host=world.spec).ok().out
+    cli(*words, "-g", "any", "--", "true", host=world.spec).ok()
 
 
 def test_a_process_to_yield_to_is_looked_for_on_the_gpus(cli: Cli, refused: Refused) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from gpushare.base.model import Way
 from gpushare.base.units import GIB
-from gpushare.memory.ledger import Place, Request
 from gpushare.run.jobs import PRODUCTION
 from gpushare.run.results import Tuned, keep_tuned
 from tests.cli.drive import Cli, Refused, World
@@ -77,16 +76,3 @@ def test_the_job_to_spare_is_looked_for_before_its_gpu(target: str, code: str, t
     )
     answer = world.run("run", "--opportunistic", "--for", target, "--", "true")
     assert (answer.error["code"], answer.error["message"]) == (code, text)
-
-
-def test_a_job_that_leaves_for_one_in_the_line_is_asked_for_its_gpu() -> None:
-    world = World.new("sim:2xh100")
-    request = Request(memory_bytes=GIB, keys=(world.uuid(),), client=False, name="web", production=True)
-    waiting = Place(world.host, request)
-    words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G", "--for", "web")
-    error = world.run(*words, "--", "true").error
-    assert (error["code"], error["hint"]) == ("gpu_not_named", "name one: -g 0; or any: -g any")
-    world.run(*words, "-g", "any", "--", "true").ok()
-    # One that runs next to it needs it there.
-    assert world.run("run", "--opportunistic", "--for", "web", "--", "true").error["code"] == "waits_in_line"
-    waiting.leave()

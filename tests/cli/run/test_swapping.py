@@ -546,13 +546,3 @@ def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(start: Real
     assert swaps(world.host) == []
     other.leave()
     finish(job)
-
-
-def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli: Cli, world: World) -> None:
-    words = ("run", "-n", "--memory", "8G")
-    assert "lose about 38 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
-    assert "lose" not in cli(*words, "--swap", "turns=60s", "--", "true", host=A30).ok().err
-    world.set(host_memory_bytes=8 * GIB)
-    for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request")):
-        err = cli(*words, *option, "--", "true", host=A30).ok().err
-        assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
