@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from gpushare.advice.case import flags_like
 from gpushare.advice.limits import limits_sum
@@ -261,14 +261,13 @@ class MemoryAnswer(Budget):
 class MeasuredAnswer:
     """How the measurement changed the answer of the rules."""
 
-    effect: str
+    effect: Literal["confirmed", "changed", "kept", "open"]
     sentence: str
     copies: int
     way: str | None
     threads_percent: float | None
     against: str | None
     ratio: float | None
-    certain: bool
 
 
 @dataclass(frozen=True, kw_only=True)

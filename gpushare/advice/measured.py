@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from gpushare.advice.advise import (
     Advice,
@@ -23,7 +21,7 @@ from gpushare.advice.advise import (
 from gpushare.advice.limits import threads_together
 from gpushare.advice.questions import other_answers
 from gpushare.advice.rules import Kind, Reason, WayVerdict, verdicts
-from gpushare.base.benchmark import LEAST_DIFFERENCE, NEAR, BenchAnswer, Summary
+from gpushare.base.benchmark import NEAR, BenchAnswer, BenchCell, Metric
 from gpushare.base.model import Way
 
 if TYPE_CHECKING:
@@ -39,85 +37,6 @@ BENCH_WAYS: Final[Mapping[Way, tuple[str, ...]]] = {
     Way.STREAMS: ("streams",),
 }
 _WAY_OF: Final = {name: way for way, names in BENCH_WAYS.items() for name in names}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The measurement of one way. A larger speed is faster; ``figures`` are of what was printed or counted."""
-
-    name: str
-    way: Way
-    # Active thread percentage of each copy; None means no cap.
-    cap: float | None
-    speed: float
-    figures: Summary
-
-    @property
-    def title(self) -> str:
-        """Return its name in a sentence: ``MPS with 25 % each``."""
-        return _way_title(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
-
-
-def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
-    """Return the ways that were measured with a number of copies without a failure, as speeds."""
-    cells = []
-    for cell in bench.cells:
-        figures = cell.throughput
-        if cell.copies != copies or figures is None or cell.failures or cell.way not in _WAY_OF:
-            continue
-        if figures.mean > 0 and math.isfinite(figures.mean):
-            speed = bench.metric.speed(figures.mean)
-            cells.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, speed, figures))
-    return cells
-
-
-def differ(cell: Cell, other: Cell) -> bool | None:
-    """Return whether two ways differ: their intervals do not overlap. None if single runs cannot tell."""
-    if abs(cell.speed / other.speed - 1) < LEAST_DIFFERENCE:
-        return False
-    return cell.figures.differs_from(other.figures)
-
-
-def alike(cell: Cell, other: Cell) -> bool:
-    """Return whether two ways do not differ; of single runs, which cannot tell, whether they are close."""
-    different = differ(cell, other)
-    if different is not None:
-        return not different
-    slower, faster = sorted((cell.speed, other.speed))
-    return slower >= (1 - NEAR) * faster
-
-
-def _certain_of(cells: Sequence[Cell]) -> bool:
-    """Return whether the runs can tell for every way if it differs from the fastest."""
-    fastest = max(cells, key=lambda cell: cell.speed)
-    return all(differ(cell, fastest) is not None for cell in cells)
-
-
-def _failure_of(bench: BenchAnswer, way: Way, copies: int) -> str | None:
-    """Return why the copies of a way failed; None: they did not."""
-    cells = [cell for cell in bench.cells if cell.copies == copies and _WAY_OF.get(cell.way) is way]
-    return next((text for cell in cells for text in cell.failures), None)
-
-
-def left_out_text(bench: BenchAnswer, copies: int, way: Way | None = None) -> str:
-    """Return why a way, or any way, was not measured, as the end of a sentence; empty if unknown."""
-    for cell in bench.left_out:
-        if (way is None or _WAY_OF.get(cell.way) is way) and cell.copies in {None, copies}:
-            return f" ({cell.reason})"
-    if way is not None and way not in BENCH_WAYS:
-        return " (gpushare bench does not measure it)"
-    return " (it ended too early)" if bench.reason != "finished" else ""
-
-
-def _way_title(way: Way) -> str:
-    return "a queue" if way is Way.WHOLE else way.label
-
-
-def ratio_text(cell: Cell, other: Cell) -> str:
-    """Return how many times as fast one way is as another: ``1.25 x``."""
-    return f"{cell.speed / other.speed:.2f} x"
-
-
 # Rules about the fastest way, which a measurement replaces. It does not overrule the other rules: throughput says
 # nothing about latency, bursts, isolation or priority.
 ANSWERED: Final = frozenset(
@@ -142,38 +61,13 @@ ANSWERED: Final = frozenset(
 _CAP_OF_ALL: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
 
 
-class Effect(str, Enum):
-    """The effect of the measurement on the rules' answer."""
-
-    CONFIRMED = "confirmed"
-    NO_DIFFERENCE = "no-difference"
-    OTHER_CAP = "other-cap"
-    CHANGED = "changed"
-    SETTLED = "settled"
-    KEPT = "kept"
-    OPEN = "open"
-
-
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAdvice:
-    """The rules' answer, the final answer, and the effect of the measurement.
-
-    ``ratio`` is the speed of ``chosen`` over that of ``against``. ``certain`` is False if single runs cannot tell the
-    difference from noise.
-    """
+    """The rules' answer, the final answer, and the effect of the measurement."""
 
     rules: Advice
     final: Advice
-    effect: Effect
-    sentence: str
-    copies: int
-    chosen: Cell | None = None
-    against: Cell | None = None
-    certain: bool = True
-
-    @property
-    def ratio(self) -> float | None:
-        return None if self.chosen is None or self.against is None else self.chosen.speed / self.against.speed
+    measured: MeasuredAnswer
 
 
 def bench_ways(advice: Advice) -> tuple[str, ...]:
@@ -182,151 +76,185 @@ def bench_ways(advice: Advice) -> tuple[str, ...]:
 
 
 class _Finding(NamedTuple):
-    """What the figures say: the effect on the rules' answer, as a sentence too, and the two ways that are compared."""
+    """What the figures say: the effect on the rules' answer, as a sentence too, and the two cells that are compared."""
 
-    effect: Effect
+    effect: Literal["confirmed", "changed", "kept", "open"]
     sentence: str
-    chosen: Cell | None = None
-    against: Cell | None = None
+    chosen: BenchCell | None = None
+    against: BenchCell | None = None
 
 
 def _open_finding(why: str) -> _Finding:
     """Return the finding that the measurement says nothing, with the reason: then the rules' answer stands."""
-    return _Finding(Effect.OPEN, f"{why}; the rules' answer stands")
+    return _Finding("open", f"{why}; the rules' answer stands")
 
 
 def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     """Return the rules' answer as the final one, with the reason why nothing was measured."""
-    return MeasuredAdvice(rules=advice, final=advice, copies=copies, **_open_finding(why)._asdict())
+    return _advice_after(advice, advice, _open_finding(why), copies, None)
+
+
+def _advice_after(
+    rules: Advice, final: Advice, finding: _Finding, copies: int, metric: Metric | None
+) -> MeasuredAdvice:
+    """Return both answers with what was found; ``metric`` None: nothing was measured."""
+    chosen, against = finding.chosen, finding.against
+    ratio = None
+    if chosen is not None and against is not None and metric is not None:
+        ratio = float(f"{chosen.speed(metric) / against.speed(metric):.6g}")
+    answer = MeasuredAnswer(
+        effect=finding.effect,
+        sentence=finding.sentence,
+        copies=copies,
+        way=None if chosen is None else chosen.way,
+        threads_percent=None if chosen is None else chosen.threads_percent,
+        against=None if against is None else against.way,
+        ratio=ratio,
+    )
+    return MeasuredAdvice(rules=rules, final=final, measured=answer)
 
 
 def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     """Return the answer after a measurement with a number of copies: the fastest of what fits, or the rules' answer.
 
-    The rules' answer stays if nothing differs from it, if it could not be measured, or if it was chosen for a reason
-    that throughput does not show.
+    The rules' answer, which has a way, stays if nothing is faster, if it could not be measured, or if it was chosen for a
+    reason that throughput does not show.
     """
-    cells = [cell for cell in _measured_cells(bench, copies) if not advice.of(cell.way).refused]
-    finding = _finding_of(advice, bench, cells, copies)
-    if finding.effect is Effect.OPEN:
-        return MeasuredAdvice(rules=advice, final=advice, copies=copies, **finding._asdict())
+    finding = _finding_of(advice, bench, copies)
     final = advice
-    certain = _certain_of(cells)
-    # With the other effects, the way and the cap of the rules stay.
-    if finding.chosen is not None and finding.effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
-        final = with_way(advice, finding.chosen.way, cap=_cap_of_each(advice.situation, finding.chosen.name))
-    if finding.effect is not Effect.KEPT:
+    if finding.effect == "changed" and finding.chosen is not None:
+        cap = _cap_of_each(advice.situation, finding.chosen.way)
+        final = with_way(advice, _WAY_OF[finding.chosen.way], cap=cap)
+    if finding.effect in {"changed", "confirmed"}:
         # What the recipe suggests to measure has been measured.
         recipe = None if final.recipe is None else replace(final.recipe, measure=())
         final = replace(final, recipe=recipe, changes=_changes_after(final))
-    level, why = _confidence(advice, final, finding.effect, certain=certain)
-    final = replace(final, confidence=level, confidence_why=why)
-    return MeasuredAdvice(rules=advice, final=final, copies=copies, certain=certain, **finding._asdict())
+    if finding.effect != "open":
+        level, why = _confidence(advice, final, finding, bench.metric)
+        final = replace(final, confidence=level, confidence_why=why)
+    return _advice_after(advice, final, finding, copies, bench.metric)
 
 
-def _finding_of(advice: Advice, bench: BenchAnswer, cells: Sequence[Cell], copies: int) -> _Finding:
-    """Return what ``cells``, the ways that were measured and fit, say about the rules' answer.
+def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
+    """Return what the figures say about the rules' answer.
 
-    It stays open if nothing fits, nothing was measured, or the rules' way was not. If the copies of the rules' way failed,
-    the answer changes to the preferred one of the others.
+    It stays open if nothing was measured, or the rules' way was not. If the copies of the rules' way failed, the answer
+    changes to the preferred one of the others.
     """
-    if advice.best is None:
-        return _open_finding("nothing fits")
-    way = advice.best.way
+    metric = bench.metric
+    of_copies = [cell for cell in bench.cells if cell.copies == copies and cell.way in _WAY_OF]
+    cells = [
+        cell
+        for cell in of_copies
+        if not cell.failures and cell.speed(metric) > 0 and not advice.of(_WAY_OF[cell.way]).refused
+    ]
     if not cells:
-        return _open_finding(f"nothing was measured{left_out_text(bench, copies)}")
-    if way is Way.MEASURE:
-        return _finding_without_rules(advice, cells)
-    rules_cells = [cell for cell in cells if cell.way is way]
-    if rules_cells:
-        return _finding_against_rules(advice, cells, _rules_cell(advice.situation, rules_cells))
-    failure = _failure_of(bench, way, copies)
-    if failure is not None:
-        choice = _preferred_cell(advice, cells)
-        sentence = f"the rules said {_way_title(way)}, and its copies failed ({failure}), so {choice.title}"
-        return _Finding(Effect.CHANGED, sentence, choice)
+        return _open_finding(f"nothing was measured{_left_out_text(bench, copies)}")
+    fastest = max(cells, key=lambda cell: cell.speed(metric))
+    choice = _preferred_cell(advice, cells, fastest, metric)
+    way = None if advice.best is None else advice.best.way
+    if way is None or way is Way.MEASURE:
+        return _compared(cells, choice, metric, "changed", "the rules left it to a measurement: ", so=_title(choice))
+    of_rules = _rules_cell(advice.situation, [cell for cell in cells if _WAY_OF[cell.way] is way], metric)
+    if of_rules is not None and _alike(of_rules, fastest, metric):
+        return _compared(cells, of_rules, metric, "confirmed", "", so="the rules' answer stands")
+    if of_rules is not None:
+        return _faster_than_rules(advice, choice, of_rules, metric)
+    failures = [text for cell in of_copies if _WAY_OF[cell.way] is way for text in cell.failures]
+    if failures:
+        why = f"the rules said {_way_title(way)}, and its copies failed ({failures[0]})"
+        return _Finding("changed", f"{why}, so {_title(choice)}", choice)
     # Only mentioned: nothing is known of the rules' way to compare it with.
-    fastest = max(cells, key=lambda cell: cell.speed)
-    return _open_finding(
-        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {fastest.title} was the fastest of the others"
-    )
+    reason = _left_out_text(bench, copies, way)
+    return _open_finding(f"{_way_title(way)} was not measured{reason}; {_title(fastest)} was the fastest of the others")
 
 
-def _finding_without_rules(advice: Advice, cells: Sequence[Cell]) -> _Finding:
-    """Return the finding if the rules left the choice to the measurement."""
-    choice = _preferred_cell(advice, cells)
-    others = [cell for cell in cells if cell.way is not choice.way]
+def _compared(
+    cells: Sequence[BenchCell],
+    cell: BenchCell,
+    metric: Metric,
+    effect: Literal["confirmed", "changed"],
+    start: str,
+    *,
+    so: str,
+) -> _Finding:
+    """Return the finding for a cell, compared with the fastest of the other ways; it is open if there is none."""
+    others = [other for other in cells if _WAY_OF[other.way] is not _WAY_OF[cell.way]]
     if not others:
-        return _open_finding(f"only {choice.title} was measured")
-    next_best = max(others, key=lambda cell: cell.speed)
-    start = "the rules left it to a measurement: "
-    if differ(choice, next_best) is False:
-        sentence = f"{start}no difference from {next_best.title}, and the rules prefer {choice.title}"
-    else:
-        sentence = f"{start}{choice.title} is {ratio_text(choice, next_best)} {next_best.title}, so {choice.title}"
-    return _Finding(Effect.SETTLED, sentence, choice, next_best)
+        return _open_finding(f"only {_title(cell)} was measured")
+    next_best = max(others, key=lambda other: other.speed(metric))
+    difference = ", no difference" if _alike(cell, next_best, metric) else ""
+    sentence = f"{start}{_ratio_text(cell, next_best, metric)}, the next best{difference}: {so}"
+    return _Finding(effect, sentence, cell, next_best)
 
 
-def _finding_against_rules(advice: Advice, cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
-    """Return the finding if the rules' way was measured, as ``rules_cell``: it stands, or another is faster."""
-    fastest = max(cells, key=lambda cell: cell.speed)
-    if alike(rules_cell, fastest):
-        return _finding_for_rules(cells, rules_cell)
-    choice = _preferred_cell(advice, cells)
-    ratio = ratio_text(choice, rules_cell)
-    if choice.way is rules_cell.way:
-        than = "without a cap" if choice.cap is None else f"{choice.cap:g} % each"
-        sentence = f"the rules said {rules_cell.title}; measured: {than} is {ratio} it, so {than}"
-        return _Finding(Effect.OTHER_CAP, sentence, choice, rules_cell)
-    reasons = _reasons_not_measured(advice.of(rules_cell.way), advice.of(choice.way))
-    if reasons:
-        sentence = (
-            f"{choice.title} is {ratio} {rules_cell.title}, but the rules' answer stands, for a reason that "
-            f"throughput does not show: {reasons[0].text}"
-        )
-        return _Finding(Effect.KEPT, sentence, rules_cell, choice)
-    sentence = f"the rules said {rules_cell.title}; measured: {choice.title} is {ratio} it, so {choice.title}"
-    return _Finding(Effect.CHANGED, sentence, choice, rules_cell)
+def _faster_than_rules(advice: Advice, choice: BenchCell, of_rules: BenchCell, metric: Metric) -> _Finding:
+    """Return the finding that another way or cap is faster; the rules' stands for a reason that throughput does not show."""
+    way, way_of_rules = _WAY_OF[choice.way], _WAY_OF[of_rules.way]
+    comparison = _ratio_text(choice, of_rules, metric)
+    reasons = _reasons_not_measured(advice.of(way_of_rules), advice.of(way))
+    if way is not way_of_rules and reasons:
+        why = f"for a reason that throughput does not show: {reasons[0].text}"
+        return _Finding("kept", f"{comparison}, but the rules' answer stands, {why}", of_rules, choice)
+    return _Finding("changed", f"the rules said {_title(of_rules)}; measured: {comparison}", choice, of_rules)
 
 
-def _finding_for_rules(cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
-    """Return the finding that nothing measured is faster than the rules' answer."""
-    others = sorted((cell for cell in cells if cell.way is not rules_cell.way), key=lambda cell: -cell.speed)
-    if not others:
-        return _open_finding(f"only {_way_title(rules_cell.way)} was measured")
-    next_best = others[0]
-    if alike(next_best, rules_cell):
-        names = ", ".join(dict.fromkeys(_way_title(cell.way) for cell in others if alike(cell, rules_cell)))
-        return _Finding(
-            Effect.NO_DIFFERENCE, f"no difference from {names}: the rules' answer stands", rules_cell, next_best
-        )
-    sentence = (
-        f"{rules_cell.title} is {ratio_text(rules_cell, next_best)} {next_best.title}, the next best: as the rules said"
-    )
-    return _Finding(Effect.CONFIRMED, sentence, rules_cell, next_best)
+def _alike(cell: BenchCell, other: BenchCell, metric: Metric) -> bool:
+    """Return whether two cells do not differ; of single runs, which cannot tell, whether they are close."""
+    different = cell.differs_from(other, metric)
+    if different is not None:
+        return not different
+    slower, faster = sorted((cell.speed(metric), other.speed(metric)))
+    return slower >= (1 - NEAR) * faster
 
 
-def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
+def _left_out_text(bench: BenchAnswer, copies: int, way: Way | None = None) -> str:
+    """Return why a way, or any way, was not measured, as the end of a sentence; empty if unknown."""
+    for cell in bench.left_out:
+        if (way is None or _WAY_OF.get(cell.way) is way) and cell.copies in {None, copies}:
+            return f" ({cell.reason})"
+    if way is not None and way not in BENCH_WAYS:
+        return " (gpushare bench does not measure it)"
+    return " (it ended too early)" if bench.reason != "finished" else ""
+
+
+def _way_title(way: Way) -> str:
+    return "a queue" if way is Way.WHOLE else way.label
+
+
+def _title(cell: BenchCell) -> str:
+    """Return a cell in a sentence: ``MPS with 25 % each``."""
+    cap = "" if cell.threads_percent is None else f" with {cell.threads_percent:g} % each"
+    return _way_title(_WAY_OF[cell.way]) + cap
+
+
+def _ratio_text(cell: BenchCell, other: BenchCell, metric: Metric) -> str:
+    """Return how many times as fast one cell is as another: ``MPS is 1.25 x time-slicing``."""
+    return f"{_title(cell)} is {cell.speed(metric) / other.speed(metric):.2f} x {_title(other)}"
+
+
+def _preferred_cell(advice: Advice, cells: Sequence[BenchCell], fastest: BenchCell, metric: Metric) -> BenchCell:
     """Return the cell to use: of those as good as the fastest and close to it, the rules' first choice."""
-    fastest = max(cells, key=lambda cell: cell.speed)
-    near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
+    least_speed = (1 - NEAR) * fastest.speed(metric)
+    near = [cell for cell in cells if _alike(cell, fastest, metric) and cell.speed(metric) >= least_speed]
     order = [verdict.way for verdict in advice.verdicts]
     rules_cap = _name_of_rules_cap(advice.situation)
 
-    def rank(cell: Cell) -> tuple[int, bool, bool, float]:
+    def rank(cell: BenchCell) -> tuple[int, bool, bool, float]:
         """Return the sort key: the rules' order of the ways; of MPS the rules' cap, else no cap."""
-        return order.index(cell.way), cell.name != rules_cap, cell.cap is not None, -cell.speed
+        has_cap = cell.threads_percent is not None
+        return order.index(_WAY_OF[cell.way]), cell.way != rules_cap, has_cap, -cell.speed(metric)
 
     return min(near, key=rank)
 
 
-def _rules_cell(situation: Situation, cells: Sequence[Cell]) -> Cell:
+def _rules_cell(situation: Situation, cells: Sequence[BenchCell], metric: Metric) -> BenchCell | None:
     """Return the cell of the way that the rules recommend; ``cells`` are all of that way: MPS with several caps.
 
     The cell with the rules' cap counts, or the fastest if that cap was not measured.
     """
-    with_cap = [cell for cell in cells if cell.name == _name_of_rules_cap(situation)]
-    return max(with_cap or cells, key=lambda cell: cell.speed)
+    with_cap = [cell for cell in cells if cell.way == _name_of_rules_cap(situation)]
+    return max(with_cap or cells, key=lambda cell: cell.speed(metric), default=None)
 
 
 def _name_of_rules_cap(situation: Situation) -> str:
@@ -361,46 +289,35 @@ def _changes_after(final: Advice) -> tuple[OtherAnswer, ...]:
 
     With them, the way is refused, or another is better for a reason that throughput does not show.
     """
-    if final.best is None:
-        return ()
-    way = final.best.way
     changes = []
     for question, answer, is_open, part in other_answers(final.situation):
-        if part.way is way:
+        if final.best is None or part.way is final.best.way:
             continue
-        judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
+        judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is final.best.way)
         if part.best is None or judged.refused or _reasons_not_measured(part.best, judged):
             changes.append(OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open))
     return tuple(changes)
 
 
-def _confidence(advice: Advice, final: Advice, effect: Effect, *, certain: bool) -> tuple[Confidence, str]:
-    """Return the confidence in the final answer: higher if the rules and the measurement agree, lower if they do not."""
-    level, why = _LEVELS[effect]
-    # Where the rules' answer stands, their confidence counts; that nothing is faster makes a low one medium.
-    if effect is Effect.NO_DIFFERENCE:
-        level = Confidence.MEDIUM if advice.confidence is Confidence.LOW else advice.confidence
-    if effect is Effect.KEPT and advice.confidence is Confidence.LOW:
-        level = Confidence.LOW
-    if not certain:
-        agrees_with_rules = effect in {Effect.CONFIRMED, Effect.NO_DIFFERENCE}
-        level = advice.confidence if agrees_with_rules else Confidence.LOW
-        why = f"{why}, but from single runs: a difference may be noise"
+def _confidence(advice: Advice, final: Advice, finding: _Finding, metric: Metric) -> tuple[Confidence, str]:
+    """Return the confidence in the final answer: high only where what was measured differs by more than its scatter."""
+    if finding.effect == "kept":
+        level = Confidence.LOW if advice.confidence is Confidence.LOW else Confidence.MEDIUM
+        return level, "another way has the higher throughput"
+    chosen, against = finding.chosen, finding.against
+    level, why = Confidence.HIGH, "measured here"
+    if chosen is not None and against is not None:
+        differs = chosen.differs_from(against, metric)
+        if differs is None:
+            level = advice.confidence if finding.effect == "confirmed" else Confidence.LOW
+            why = f"{why}, but from single runs: a difference may be noise"
+        elif not differs:
+            level, why = Confidence.MEDIUM, f"{why}: none of the others is faster"
     titles = open_titles(final.changes)
-    if titles and effect is not Effect.KEPT:
+    if titles:
         level = Confidence.MEDIUM if level is Confidence.HIGH else level
         why = f"{why}; {open_text(titles)}"
     return level, why
-
-
-_LEVELS: Final = {
-    Effect.CONFIRMED: (Confidence.HIGH, "measured here, and the rules agree"),
-    Effect.NO_DIFFERENCE: (Confidence.MEDIUM, "measured here: none of the others is faster"),
-    Effect.OTHER_CAP: (Confidence.HIGH, "measured here; the rules differ only in the cap"),
-    Effect.CHANGED: (Confidence.MEDIUM, "measured here, but the rules expected something else"),
-    Effect.SETTLED: (Confidence.HIGH, "measured here"),
-    Effect.KEPT: (Confidence.MEDIUM, "another way has the higher throughput"),
-}
 
 
 def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> AdviceAnswer:
@@ -412,20 +329,6 @@ def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> Advice
     if best is not None and best.way.value != rules.winner:
         # It won by the measurement; the rules have their own reasons for it, or none.
         why = [*(reason.text for reason in best.of(Kind.FOR)), *(f"condition: {text}" for text in answer.conditions)]
-    chosen, against = result.chosen, result.against
     return replace(
-        answer,
-        why=why,
-        rules=replace(rules, verdicts=(), notes=[]),
-        measured=MeasuredAnswer(
-            effect=result.effect.value,
-            sentence=result.sentence,
-            copies=result.copies,
-            way=None if chosen is None else chosen.name,
-            threads_percent=None if chosen is None else chosen.cap,
-            against=None if against is None else against.name,
-            ratio=None if result.ratio is None else float(f"{result.ratio:.6g}"),
-            certain=result.certain,
-        ),
-        measurement=bench,
+        answer, why=why, rules=replace(rules, verdicts=(), notes=[]), measured=result.measured, measurement=bench
     )

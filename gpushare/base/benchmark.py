@@ -243,6 +243,22 @@ class BenchCell:
         """Return the cell whose runs measure this one: itself, unless `same_as` names another."""
         return self.same_as or CellName(self.way, self.copies)
 
+    def speed(self, metric: Metric) -> float:
+        """Return a number that is larger when all copies together are faster; 0: they made no progress."""
+        return metric.speed(self.throughput.mean) if self.throughput is not None and self.throughput.mean else 0.0
+
+    def differs_from(self, other: BenchCell, metric: Metric) -> bool | None:
+        """Return whether the figures of two cells differ; None: one of them has too few runs to tell."""
+        if self.measured_as == other.measured_as:
+            # The same runs stand for both.
+            return False
+        if self.throughput is None or other.throughput is None:
+            return None
+        # A product, not a quotient: the speed of a way that made no progress is 0.
+        if abs(self.speed(metric) - other.speed(metric)) < LEAST_DIFFERENCE * other.speed(metric):
+            return False
+        return self.throughput.differs_from(other.throughput)
+
     @property
     def is_shown(self) -> bool:
         """Return whether it was measured, or failed; an interrupted benchmark has others, too."""

@@ -948,7 +948,7 @@ def _set_up_or_show(
     if bench is not None:
         all_notes += bench_notes(bench)
     if apply:
-        return carry_out_setup(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
+        return carry_out_setup(measured_advice.final, [f"measured: {measured_advice.measured.sentence}", *all_notes])
     tables = bench_result(_with_chosen_way(bench, measured_advice)).tables if bench is not None and bench.cells else ()
     if error is None:
         return _advice_result(data, all_notes, tables)
@@ -957,8 +957,8 @@ def _set_up_or_show(
 
 def _with_chosen_way(bench: BenchAnswer, measured_advice: MeasuredAdvice) -> BenchAnswer:
     """Return the measurement with the cells of the final answer marked as chosen, instead of those with the best figures."""
-    copies = measured_advice.copies
-    name = None if measured_advice.chosen is None else measured_advice.chosen.name
+    copies = measured_advice.measured.copies
+    name = measured_advice.measured.way
     # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
     measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (name, copies)]
     shown_name = next((cell.way for cell in measured_as if cell.copies == copies), name)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, Literal
 
 from gpushare.base.benchmark import (
-    LEAST_DIFFERENCE,
     NEAR,
     AloneCell,
     BenchAnswer,
@@ -188,10 +187,10 @@ def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) 
     """
     metric = measurement.settings.metric
     simplicity = {way.name: way.order for way, _ in measurement.settings.cells}
-    fastest, *others = sorted(cells, key=lambda cell: (-_speed(cell, metric), simplicity[cell.way]))
-    differences = [_differ(metric, fastest, other) for other in others]
+    fastest, *others = sorted(cells, key=lambda cell: (-cell.speed(metric), simplicity[cell.way]))
+    differences = [fastest.differs_from(other, metric) for other in others]
     same = [other for other, different in zip(others, differences, strict=True) if different is False]
-    as_good = [cell for cell in same if _speed(cell, metric) >= (1 - NEAR) * _speed(fastest, metric)]
+    as_good = [cell for cell in same if cell.speed(metric) >= (1 - NEAR) * fastest.speed(metric)]
     chosen = min([fastest, *as_good], key=lambda cell: simplicity[cell.way])
     # What the gain is over.
     base = next((cell for name in ("timeslice", "queue") for cell in cells if cell.way == name), None)
@@ -209,23 +208,6 @@ def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) 
     )
 
 
-def _speed(cell: BenchCell, metric: Metric) -> float:
-    return 0.0 if cell.throughput is None else metric.speed(cell.throughput.mean)
-
-
-def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
-    """Return whether the figures of two cells differ; None: one of them has too few runs to tell."""
-    if cell.measured_as == other.measured_as:
-        # The same runs stand for both.
-        return False
-    if cell.throughput is None or other.throughput is None:
-        return None
-    # A product, not a quotient: the speed of a way that made no progress is 0.
-    if abs(_speed(cell, metric) - _speed(other, metric)) < LEAST_DIFFERENCE * _speed(other, metric):
-        return False
-    return cell.throughput.differs_from(other.throughput)
-
-
 def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
     """Return the speeds of the runs that measure a cell."""
     runs = [run for run in measurement.runs if CellName(run.way, run.copies) == cell.measured_as]
@@ -233,7 +215,7 @@ def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
 
 
 def best_pick(metric: Metric, cells: Sequence[BenchCell], answers: Sequence[Pick]) -> Pick | None:
-    speed = {(cell.way, cell.copies): _speed(cell, metric) for cell in cells}
+    speed = {(cell.way, cell.copies): cell.speed(metric) for cell in cells}
     return max(answers, key=lambda pick: speed[pick.way, pick.copies], default=None)
 
 
@@ -433,7 +415,7 @@ def best_caps(benchmark: Benchmark) -> list[BenchedCap]:
             capped.setdefault(cell.copies, []).append(cell)
     caps = []
     for copies, cells in capped.items():
-        best = max(cells, key=lambda cell: (cell.way == picks.get(cell.copies), _speed(cell, benchmark.metric)))
+        best = max(cells, key=lambda cell: (cell.way == picks.get(cell.copies), cell.speed(benchmark.metric)))
         caps.append(
             BenchedCap(
                 copies=copies,

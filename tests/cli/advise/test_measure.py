@@ -67,13 +67,13 @@ def test_the_rules_are_wrong_about_a_job_that_mps_slows_down(cli: Cli) -> None:
     assert lines["rules"].startswith("MPS (medium confidence")
     assert lines["measured"].startswith("the rules said MPS; measured: ")
     assert " is 1.6" in lines["measured"]
-    assert "medium: measured here, but the rules expected something else" in answer.out
+    assert "high: measured here" in answer.out
     assert "mps start" not in answer.out
 
 
 def test_a_job_that_fills_the_gpu_makes_no_difference(cli: Cli) -> None:
     data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(100))
-    assert data["measured"]["effect"] == "no-difference"
+    assert data["measured"]["effect"] == "confirmed"
     assert (data["winner"], data["rules"]["winner"]) == ("mps", "mps")
     assert "the rules' answer stands" in data["measured"]["sentence"]
 
@@ -81,7 +81,7 @@ def test_a_job_that_fills_the_gpu_makes_no_difference(cli: Cli) -> None:
 def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
     """Two that want 80 percent each and disturb each other: with 50 percent each they do not."""
     data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(80, "--contention", "20"))
-    assert data["measured"]["effect"] == "other-cap"
+    assert data["measured"]["effect"] == "changed"
     assert data["measured"]["way"] == "mps:100/n"
     assert data["rules"]["commands"][0]["command"].startswith("gpushare mps start -g 0 --memory ")
     assert commands(data)[0].startswith("gpushare mps start -g 0 --threads 50 ")
@@ -155,7 +155,7 @@ def test_apply_sets_the_final_answer_up(cli: Cli, world: World) -> None:
     answer = cli("advise", "--measure", *SURE, "--repeat", "2", "--apply", *WINDOW, *job(80, "--contention", "20")).ok()
     (daemon,) = world.state.daemons
     assert daemon.threads == 50
-    assert "note: measured: the rules said MPS; measured: 50 % each is 1.2" in answer.err
+    assert "note: measured: the rules said MPS; measured: MPS with 50 % each is 1.2" in answer.err
     cli("mps", "stop").ok()
 
 
