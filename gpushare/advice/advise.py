@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Literal
 
 from gpushare.advice.case import flags_like
 from gpushare.advice.limits import limits_sum
-from gpushare.advice.place import place
+from gpushare.advice.place import Part, place
 from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, WayVerdict, verdicts
@@ -21,7 +21,6 @@ from gpushare.base.units import GIB, format_bytes, ranges
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case
-    from gpushare.advice.place import Part
     from gpushare.base.benchmark import BenchAnswer
 
 
@@ -109,8 +108,15 @@ def advise(situation: Situation) -> Advice:
 
 def with_way(advice: Advice, way: Way, *, cap: float | None) -> Advice:
     """Return the advice with another winner and, if measured, the thread cap of its MPS clients in percent."""
-    situation = advice.situation.variant(cap=cap)
-    return replace(advice, situation=situation, best=advice.of(way), recipe=recipe(situation, way), changes=())
+    part = Part(situation=advice.situation.variant(cap=cap), best=advice.of(way))
+    return replace(
+        advice,
+        situation=part.situation,
+        best=part.best,
+        parts=(part,),
+        recipe=recipe(part.situation, way),
+        changes=(),
+    )
 
 
 # -- how certain it is -------------------------------------------------------------------------------
@@ -175,16 +181,17 @@ def open_text(titles: Sequence[str]) -> str:
 def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
     """Return why what was measured may not be true here."""
     name = situation.gpu.name or ""
-    if way is Way.SLICES and not any(model in name for model in ("H200", "H100")):
-        return "slices were measured on an H200 and an H100; this GPU may differ"
-    if way is Way.MPS_PRIORITY and "H200" not in name:
-        return "its cap was measured on an H200; this GPU may need a different one"
     cost = situation.leaving_cost(way) if way in LEAVING else None
     if cost is not None and cost.estimated:
         return "its cost is estimated from smaller jobs on an H200"
-    if cost is not None and "H200" not in name:
-        return "its cost was measured on an H200; another machine may copy at another speed"
-    return None
+    # Only slices were measured on an H100, too.
+    measured_here = "H200" in name or (way is Way.SLICES and "H100" in name)
+    relies_on_figures = cost is not None or way in {Way.SLICES, Way.MPS_PRIORITY}
+    return (
+        "its figures were measured on an H200; this host may differ"
+        if relies_on_figures and not measured_here
+        else None
+    )
 
 
 def _missing_numbers(situation: Situation) -> list[str]:
@@ -342,7 +349,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
 
 
 def _title_of(advice: Advice) -> str:
-    """Return the way in words, by GPU where the ways differ; where it is the whole GPU, how many jobs run at a time."""
+    """Return the way in words, by GPU where the ways differ."""
     if advice.best is None:
         return "nothing fits"
     if len({(part.way, part.situation.gpus_each) for part in advice.parts}) > 1:
@@ -350,52 +357,37 @@ def _title_of(advice: Advice) -> str:
         return "; ".join(
             f"GPU{'' if len(answer.gpus) == 1 else 's'} {ranges(answer.gpus)}: {answer.way_title}" for answer in answers
         )
-    if advice.best.way is not Way.WHOLE:
-        return advice.best.way.label
-    processes = sum(part.situation.placed_processes for part in advice.parts)
-    at_once = sum(part.situation.gpu_sets for part in advice.parts)
-    gpus = advice.situation.gpus_each
-    if advice.situation.together:
+    return _way_text(advice.parts)
+
+
+def _way_text(parts: Sequence[Part]) -> str:
+    """Return the way of parts that have the same one, in words; if it is the whole GPU, how many jobs run at a time."""
+    situation, way = parts[0].situation, parts[0].way
+    if way is not Way.WHOLE:
+        return "nothing fits" if way is None else way.label
+    if situation.together:
         return "one process per GPU"
+    processes = sum(part.situation.placed_processes for part in parts)
+    at_once = sum(part.situation.gpu_sets for part in parts)
+    gpus = situation.gpus_each
     if processes == 1:
         return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
     if processes <= at_once:
         return "a GPU for each" if gpus == 1 else f"{gpus} GPUs for each"
-    return _queue_text(advice.situation, at_once)
-
-
-def _queue_text(situation: Situation, gpu_sets: int) -> str:
-    """Return in words how many jobs run at a time where there are fewer sets of GPUs than jobs."""
-    gpus = situation.gpus_each
-    most = situation.plain.most
-    if situation.memory_decides and most != 1:
-        if len(situation.case.workloads) > 1 or gpu_sets != len(situation.spread):
-            return "as many at a time as fit"
-        return f"as many at a time as fit: {most}" + (" on each GPU" if gpu_sets > 1 else "")
+    if situation.memory_decides and situation.plain.most != 1:
+        return "as many at a time as fit"
     if may_pause(situation):
         return "the whole GPU for production, the other job paused meanwhile"
-    count = "one" if gpus == 1 or gpu_sets == 1 else str(gpu_sets)
+    count = "one" if at_once == 1 else str(at_once)
     return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
 def _place_answer(part: Part) -> PlacedProcesses:
     """Return what is on the GPUs of a part, and in which way, for people."""
     case = part.situation.whole or part.situation.case
-    title = "nothing fits" if part.way is None else part.way.label
-    if part.way is Way.WHOLE and case.processes is not None:
-        gpus_each = part.situation.gpus_each
-        gpu_sets = part.situation.gpu_sets
-        if case.processes <= gpu_sets:
-            title = "the whole GPU" if gpus_each == 1 else f"{gpus_each} whole GPUs"
-        elif len({work.gpus or 1 for work in case.workloads}) > 1:
-            # The jobs need different numbers of GPUs.
-            title = "one at a time"
-        else:
-            title = _queue_text(part.situation, gpu_sets)
     gpus = sorted(gpu.index for gpu in part.situation.spread)
-    return PlacedProcesses(
-        gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes
-    )
+    way = None if part.way is None else part.way.value
+    return PlacedProcesses(gpus=gpus, way=way, way_title=_way_text([part]), processes=case.processes)
 
 
 # Conditions that say that something which was asked for is not kept.
@@ -408,74 +400,51 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     if best is None:
         return _why_nothing(advice)
     unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
-    reasons = [reason.text for reason in best.of(Kind.FOR)] or [_why_without_reason(advice, best)]
     return [
         *(f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept),
         *_placement_sentences(advice),
-        *reasons,
-        *_why_not_together(advice, best),
+        *_why_this_way(advice, best),
         *(f"condition: {text}" for text in conditions if text not in unkept),
     ]
 
 
+def _why_this_way(advice: Advice, best: WayVerdict) -> list[str]:
+    """Return what speaks for a way, and what rules the others out where none of them can share the GPU."""
+    reasons = [reason.text for reason in best.of(Kind.FOR)]
+    # A vGPU needs another host.
+    ruled_out = all(advice.of(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
+    why_not = "; ".join(_vetoes_of_nearest(advice)[: 1 if reasons else None]) if ruled_out else ""
+    some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
+    if best.way not in CONCURRENT and why_not and (some_wait or not reasons):
+        reasons.append(f"not possible here: several at the same time ({why_not})")
+    elif why_not and not reasons:
+        reasons.append(f"every other way of sharing is ruled out; {why_not}")
+    return reasons or ["no answer favours another way, and this one needs the least"]
+
+
 def _placement_sentences(advice: Advice) -> list[str]:
     """Return how many processes are on each GPU, and in which way where that differs."""
-    if len(advice.gpus) < _SEVERAL or advice.situation.together:
+    if len(advice.gpus) == 1 or advice.situation.together:
         return []
     if len(advice.parts) == 1 and advice.situation.gpus_each > 1:
         return []
     one_way = len({part.way for part in advice.parts}) == 1
-    texts = []
-    for part in advice.parts:
-        texts += _texts_of_part(part, "" if one_way else f" ({_place_answer(part).way_title})")
+    texts = [_part_text(part, "" if one_way else f" ({_place_answer(part).way_title})") for part in advice.parts]
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
 
 
-def _texts_of_part(part: Part, way_text: str) -> list[str]:
-    """Return how many processes of one part are on each of its GPUs: a text per GPU, or one for all if there are many."""
+def _part_text(part: Part, way_text: str) -> str:
+    """Return how many processes of one part are on each of its GPUs."""
     situation = part.situation
     gpus = sorted(gpu.index for gpu in situation.spread)
     if situation.gpus_each > 1:
-        return [f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"]
-    # A part is judged on the GPU with the most processes.
-    most_per_gpu = situation.case.processes
+        return f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"
     total = (situation.whole or situation.case).processes
-    if most_per_gpu is not None and total is not None and len(gpus) <= _MOST_LISTED:
-        # An uneven rest is on the first GPUs.
-        counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
-        return [f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True)]
-    if len(gpus) == 1:
-        return [f"{most_per_gpu or 'all'} on GPU {gpus[0]}{way_text}"]
-    uneven = total is not None and most_per_gpu is not None and most_per_gpu * len(gpus) != total
-    return [f"{'at most ' if uneven else ''}{most_per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
-
-
-# Up to this many GPUs are listed one by one.
-_MOST_LISTED: Final = 4
-_SEVERAL: Final = 2
-
-
-def _others_ruled_out(advice: Advice, best: WayVerdict) -> bool:
-    """Return whether every other way of sharing at the same time is refused; a vGPU needs another host."""
-    return all(advice.of(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
-
-
-def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
-    """Return why several do not run at the same time, where jobs wait in a queue and no way of sharing is possible."""
-    some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
-    if best.way is not Way.WHOLE or not some_wait or not best.of(Kind.FOR) or not _others_ruled_out(advice, best):
-        return []
-    return [f"not possible here: several at the same time ({text})" for text in _vetoes_of_nearest(advice)[:1]]
-
-
-def _why_without_reason(advice: Advice, best: WayVerdict) -> str:
-    """Return why a way wins that no rule prefers: the others are ruled out, or need more."""
-    if not _others_ruled_out(advice, best):
-        return "no answer favours another way, and this one needs the least"
-    reasons = _vetoes_of_nearest(advice)
-    if best.way in CONCURRENT:
-        return "; ".join(["every other way of sharing is ruled out", *reasons])
-    return f"not possible here: several at the same time ({'; '.join(reasons)}); nearest: {_title_of(advice)}"
+    if total is None:
+        return f"all on GPU {ranges(gpus)}{way_text}"
+    # An uneven rest is on the first GPUs.
+    counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
+    return ", ".join(f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True))
 
 
 def _vetoes_of_nearest(advice: Advice, already_named: Sequence[str] = ()) -> list[str]:
