@@ -951,7 +951,7 @@ complete -c gpushare -n '__gpushare_at savings' -l hours -x -d 'Number of hours;
 complete -c gpushare -n '__gpushare_at savings' -l target-load -x -d 'Highest load that a GPU should have.'
 complete -c gpushare -n '__gpushare_at savings' -l memory -x -d 'Peak memory of the work of one GPU.'
 complete -c gpushare -n '__gpushare_at savings' -l gpu-memory -x -d 'Memory of one GPU, like 15G or 141G.'
-complete -c gpushare -n '__gpushare_at savings' -l instance -x -d 'Cloud instance type; gpushare knows a price of g4dn.2xlarge only, so give --price for others.'
+complete -c gpushare -n '__gpushare_at savings' -l instance -x -d 'Cloud instance type, for the text.'
 complete -c gpushare -n '__gpushare_at savings' -l from -r -F -d 'Take loads and memory from a recording of gpushare observe.'
 complete -c gpushare -n '__gpushare_at savings' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'With --from: only these GPUs.'
 complete -c gpushare -n '__gpushare_at savings' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.advice.facts import HOPPER, has_static_partitions, mps_clients
+from gpushare.advice.facts import HOPPER, mps_clients
 from gpushare.advice.table import Cell, Table, dated_values, driver_branch, options_of
 from gpushare.base.model import ComputeMode, Way
-from gpushare.base.units import counted, format_bytes
+from gpushare.base.units import counted
 from gpushare.gpu_models import named_model
 from gpushare.mps.limits import VOLTA
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gpushare.advice.facts import GpuFacts, HostFacts
-    from gpushare.mig.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +25,6 @@ class Availability:
 
     usable: bool | None
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _HostGpu:
-    """One GPU of a host, with the table."""
-
-    table: Table
-    host: HostFacts
-    gpu: GpuFacts
 
 
 def availability(way: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
@@ -49,7 +39,7 @@ def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) 
     if availability(way, host, gpu).usable is False or gpu.error is not None:
         return None
     computed = _COMPUTED.get((way, row))
-    text = computed(_HostGpu(table=table, host=host, gpu=gpu)) if computed else None
+    text = computed(table, host, gpu) if computed else None
     return text or table.cell(way, row, host.driver).today
 
 
@@ -116,99 +106,43 @@ _AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
 # -- cells that the host decides -------------------------------------------------------------------
 
 
-def _mps_max_text(here: _HostGpu) -> str | None:
+def _mps_max_text(table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return how many clients a server takes; None: the table's text holds."""
-    clients = mps_clients(here.table, here.host, here.gpu)
+    clients = mps_clients(table, host, gpu)
     if clients is None:
         return None
-    version = "" if here.host.mps_version is None else f" (MPS {here.host.mps_version})"
-    if here.gpu.compute_capability is not None and here.gpu.compute_capability < VOLTA:
+    version = "" if host.mps_version is None else f" (MPS {host.mps_version})"
+    if gpu.compute_capability is not None and gpu.compute_capability < VOLTA:
         version = " (before Volta)"
-    return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if here.gpu.mig_enabled else "")
+    return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if gpu.mig_enabled else "")
 
 
-def _mps_sm_text(here: _HostGpu) -> str | None:
-    """Return how MPS divides the SMs here: by percentage, or also by partitions."""
-    sms = here.gpu.multiprocessors
-    of_total = "" if sms is None else f" of {sms} SMs"
-    if has_static_partitions(here.host, here.gpu):
-        return f"By percentage{of_total} (a cap, nothing reserved), or exclusive static partitions"
-    return f"By percentage{of_total}, a cap at process launch; no static partitions"
-
-
-def _mps_errors_text(here: _HostGpu) -> str | None:
-    """Return which programs an error of a client ends where MPS has no partitions; None: the table's text holds."""
-    if has_static_partitions(here.host, here.gpu):
-        return None
-    # The text for the oldest drivers says nothing of partitions.
-    return here.table.cell(Way.MPS, "error_isolation", "0").today
-
-
-def _mps_memory_text(here: _HostGpu) -> str | None:
-    """Return that clients have one address space before Volta; None: the table's text holds."""
-    if here.gpu.compute_capability is not None and here.gpu.compute_capability < VOLTA:
-        return "No: one address space before Volta"
-    return None
-
-
-def _timeslice_max_text(here: _HostGpu) -> str | None:
-    """Return how much memory is free, which alone limits the number of programs; None: unknown."""
-    total, used = here.gpu.memory_total_bytes, here.gpu.memory_used_bytes
-    if total is None or used is None:
-        return None
-    return f"No fixed number; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
-
-
-def _timeslice_change_text(here: _HostGpu) -> str | None:
+def _timeslice_change_text(table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return who may change the level of the GPU, and whether a process can have a slice; None: unknown."""
-    if here.gpu.time_slice_settable is None:
+    if gpu.time_slice_settable is None:
         return None
-    if not here.gpu.time_slice_settable:
+    if not gpu.time_slice_settable:
         return "No: this GPU has no time-slice levels"
-    rights = "you are root" if here.host.root else "needs root"
+    rights = "you are root" if host.root else "needs root"
     levels = f"Live, {rights}: default, short, medium, long for the GPU"
-    per_process = here.table.cell(Way.TIMESLICE, "reconfigure", here.host.driver or "0").options
+    per_process = table.cell(Way.TIMESLICE, "reconfigure", host.driver or "0").options
     return f"{levels}; a slice per process" if per_process else levels
 
 
-def _plain_profiles(here: _HostGpu) -> tuple[Profile, ...]:
-    """Return the ordinary profiles, the smallest first."""
-    layout = here.gpu.layout
-    profiles = [] if layout is None else [profile for profile in layout.profiles if profile.plain]
-    return tuple(sorted(profiles, key=lambda profile: (profile.slices, profile.memory_bytes or 0)))
-
-
-def _mig_max_text(here: _HostGpu) -> str | None:
+def _mig_max_text(_table: Table, _host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return how many instances fit, with the profile that fits that often; None: the table's text holds."""
-    most = here.gpu.largest_instance_count
-    profiles = _plain_profiles(here)
-    if most is None or not profiles:
+    most = gpu.largest_instance_count
+    plain = [] if gpu.layout is None else [profile for profile in gpu.layout.profiles if profile.plain]
+    if most is None or not plain:
         # Nothing is listed. With MIG on, no reason is known.
-        return None if here.gpu.mig_enabled else "Up to 7; this driver does not list the profiles while MIG is off"
-    smallest = next((profile.name for profile in profiles if profile.instances == most), None)
+        return None if gpu.mig_enabled else "Up to 7; this driver does not list the profiles while MIG is off"
+    smallest = next((profile.name for profile in plain if profile.instances == most), None)
     return str(most) if smallest is None else f"{most} of {smallest}"
 
 
-def _mig_sm_text(here: _HostGpu) -> str | None:
-    """Return how many SMs an instance has, at least and at most; None: the driver lists no profiles."""
-    counts = (profile.multiprocessors for profile in _plain_profiles(here))
-    sizes = [count for count in counts if count is not None]
-    if not sizes:
-        return None
-    whole = here.gpu.multiprocessors
-    of_total = "" if whole is None or whole == max(sizes) else f" ({max(sizes)} of the GPU's {whole} in MIG mode)"
-    return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of_total}"
-
-
-def _mig_memory_text(here: _HostGpu) -> str | None:
-    sizes = [profile.memory_bytes for profile in _plain_profiles(here) if profile.memory_bytes is not None]
-    return f"Yes: {format_bytes(min(sizes))} to {format_bytes(max(sizes))} of its own" if sizes else None
-
-
-def _mig_change_text(here: _HostGpu) -> str | None:
+def _mig_change_text(_table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return when MIG can be changed here, and by whom; None: the table's text holds."""
-    gpu = here.gpu
-    rights = "you are root" if here.host.root else "needs root"
+    rights = "you are root" if host.root else "needs root"
     if gpu.mig_enabled:
         return f"Idle instances at any time, {rights}"
     if gpu.compute_capability is None:
@@ -220,16 +154,10 @@ def _mig_change_text(here: _HostGpu) -> str | None:
     return f"When idle, {rights}; {how}; {present}"
 
 
-_COMPUTED: Final[dict[tuple[Way, str], Callable[[_HostGpu], str | None]]] = {
+_COMPUTED: Final[dict[tuple[Way, str], Callable[[Table, HostFacts, GpuFacts], str | None]]] = {
     (Way.MPS, "max_partitions"): _mps_max_text,
-    (Way.MPS, "sm_isolation"): _mps_sm_text,
-    (Way.MPS, "error_isolation"): _mps_errors_text,
-    (Way.MPS, "memory_protection"): _mps_memory_text,
-    (Way.TIMESLICE, "max_partitions"): _timeslice_max_text,
     (Way.TIMESLICE, "reconfigure"): _timeslice_change_text,
     (Way.MIG, "max_partitions"): _mig_max_text,
-    (Way.MIG, "sm_isolation"): _mig_sm_text,
-    (Way.MIG, "memory_protection"): _mig_memory_text,
     (Way.MIG, "reconfigure"): _mig_change_text,
 }
 

@@ -20,25 +20,6 @@ _CENT: Final = Decimal("0.01")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownPrice:
-    """A published price per hour of one instance with one GPU."""
-
-    instance: str
-    per_hour: Decimal
-    source: str
-
-
-# Only prices with a source. Users give all others: prices change, and differ by region and contract.
-KNOWN_PRICES: Final = (
-    KnownPrice(
-        instance="g4dn.2xlarge",
-        per_hour=Decimal("0.752"),
-        source="on demand in us-east-1, as in Karpenter's price list of August 2026",
-    ),
-)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Work:
     """The work on one GPU now: mean load, 95th percentile and peak memory; None where unknown."""
 
@@ -50,11 +31,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """Price of one GPU per hour, the number of hours, and the source of the price."""
+    """Price of one GPU per hour, and the number of hours."""
 
     per_hour: Decimal
     hours: Decimal
-    source: str
 
     def cost(self, gpus: int) -> Decimal:
         return (gpus * self.per_hour * self.hours).quantize(_CENT, ROUND_HALF_UP)
@@ -150,11 +130,6 @@ def savings(
         options=tuple(options),
         warnings=tuple(warnings),
     )
-
-
-def known_price(instance: str) -> KnownPrice | None:
-    """Return the published price of an instance type; None: there is none with a source."""
-    return next((price for price in KNOWN_PRICES if price.instance == instance.strip().lower()), None)
 
 
 def _check_numbers(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | None) -> None:

@@ -24,7 +24,7 @@ from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
-    from gpushare.advice.facts import GpuFacts, RunningJob
+    from gpushare.advice.facts import GpuFacts
     from gpushare.advice.table import Table
 
 
@@ -450,12 +450,6 @@ class Situation:
         """Return all GPUs that this answer is for."""
         return (self.gpu, *self.more)
 
-    @property
-    def jobs(self) -> dict[str, RunningJob]:
-        """Return the jobs that run on the GPUs that it is spread over, by name."""
-        uuids = {gpu.uuid for gpu in self.spread}
-        return {job.name: job for job in self.host.jobs if not uuids.isdisjoint(job.devices)}
-
     @cached_property
     def gpus_each(self) -> int:
         """Return how many GPUs one process has at the same time, at most.
@@ -877,7 +871,7 @@ class Situation:
             return not self.case.any("running")
         if way is Way.SLICES:
             # Jobs that yield to production share its daemon.
-            return not (self.pair and any(job.mps for job in self.jobs.values()))
+            return not self.pair
         return way in ALL_MIG
 
     @cached_property

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gpushare.advice.ways import close_name_text, keys_named, way_of
+from gpushare.advice.ways import close_name_text, keys_named
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
 from gpushare.base.package import package_text
-from gpushare.base.units import plain_name, quoted
+from gpushare.base.units import quoted
 
 COLUMNS: Final = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
 
@@ -199,23 +199,6 @@ _ROWS: Final = {
     "telemetry": ("metrics",),
     "target_use": ("use", "usecases", "targetusecases"),
 }
-
-
-def named_way(text: str) -> Way:
-    """Return the way that a user names: ``MPS``, ``time-slicing``, ``ts``.
-
-    Raises:
-        BadUsage: the table has none of that name.
-    """
-    name = plain_name(text)
-    if name in {Way.TURNS.value, Way.SWAP.value}:
-        # Jobs take the GPU one after another with these: nothing that the rows ask is shared.
-        raise BadUsage(
-            f"{name} is not in the table: it is for jobs that do not fit at the same time",
-            f"see: gpushare explain {name}, and gpushare advise --way {name}",
-            code="bad_way",
-        )
-    return way_of(text, COLUMNS)
 
 
 def row_named(table: Table, text: str) -> Row:

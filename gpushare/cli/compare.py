@@ -21,7 +21,8 @@ from gpushare.advice.compare import (
     today_text,
 )
 from gpushare.advice.facts import HostFacts, host_facts
-from gpushare.advice.table import COLUMNS, Table, driver_branch, load_table, named_way, row_named
+from gpushare.advice.table import COLUMNS, Table, driver_branch, load_table, row_named
+from gpushare.advice.ways import way_of
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
@@ -87,7 +88,7 @@ def compare(
     _check_view(driver, asked_view, gpu)
     if why is not None:
         return _explain_cell(table, why, driver, gpu)
-    chosen = list(dict.fromkeys(named_way(text) for text in ways or ())) or list(COLUMNS)
+    chosen = list(dict.fromkeys(way_of(text, COLUMNS) for text in ways or ())) or list(COLUMNS)
     return _table_result(table, chosen, asked_view, driver, gpu)
 
 
@@ -268,7 +269,7 @@ def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu:
     """Explain the cell of --why, whose ``words`` name its row and its way; with --driver not for this host."""
     row_word, way_word = words
     row = row_named(table, row_word)
-    way = named_way(way_word)
+    way = way_of(way_word, COLUMNS)
     driver, facts, why_not_host = _basis(None, driver, gpu)
     entries = explanation(table, way, row.key, driver, facts, why_not_host)
     cell = host_cell(table, way, row.key, driver, facts)

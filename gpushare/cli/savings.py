@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-from gpushare.advice.savings import KNOWN_PRICES, MOST_GPUS, Consolidation, Price, Savings, Work, known_price
+from gpushare.advice.savings import MOST_GPUS, Consolidation, Price, Savings, Work
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu
@@ -22,7 +22,6 @@ from gpushare.show.result import Column, Result, Table, plain_value
 # Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
 _MOST_PRICE: Final = Decimal(1_000_000)
-_KNOWN_NAMES: Final = ", ".join(price.instance for price in KNOWN_PRICES)
 
 _REFUSED: Final = (
     Refused("--from", "--gpus --load --memory", "they are in the recording", "--from week.jsonl"),
@@ -39,24 +38,20 @@ def savings(
     target_load: str = option("--target-load", "PCT", "Highest load that a GPU should have.", default="80"),
     memory: str | None = option("--memory", "SIZE", "Peak memory of the work of one GPU."),
     gpu_memory: str | None = option("--gpu-memory", "SIZE", "Memory of one GPU, like 15G or 141G."),
-    instance: str | None = option(
-        "--instance",
-        "NAME",
-        f"Cloud instance type; gpushare knows a price of {_KNOWN_NAMES} only, so give --price for others.",
-    ),
+    instance: str | None = option("--instance", "NAME", "Cloud instance type, for the text."),
     read: str | None = option("--from", "FILE", "Take loads and memory from a recording of gpushare observe."),
     gpu: str | None = option("-g --gpu", "GPU", "With --from: only these GPUs."),
 ) -> Any:
     """Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise.
 
     Loads and memory add up, and the fewer GPUs must have room for all of the memory. The overhead of sharing is not
-    included, and the mean load hides peaks: measure before you give machines back. The price is the one you give,
-    or the published one of the instance type, where gpushare knows it.
+    included, and the mean load hides peaks: measure before you give machines back. The price is the one you give.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
     refuse(_REFUSED)
     target = _parse_number("--target-load", target_load, Decimal(100))
-    cost = _price_of_hour(price, instance, _parse_number("--hours", hours, _MOST_HOURS))
+    hour_count = _parse_number("--hours", hours, _MOST_HOURS)
+    cost = None if price is None else Price(per_hour=_parse_number("--price", price, _MOST_PRICE), hours=hour_count)
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
     notes: list[str] = []
     if read is None:
@@ -92,20 +87,6 @@ def _parse_number(option: str, text: str, most: Decimal, *, zero: bool = False) 
             f"{option} {text} is not a number {low}{most}", f"give {option} {_EXAMPLES[option]}", code="bad_number"
         )
     return value
-
-
-def _price_of_hour(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
-    """Return what a GPU costs per hour: --price, or a published price of the instance; None: unknown."""
-    if price is not None:
-        return Price(per_hour=_parse_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
-    published = None if instance is None else known_price(instance)
-    if published is None:
-        return None
-    return Price(
-        per_hour=published.per_hour,
-        hours=hours,
-        source=f"{published.source}; check your own price and give it with --price",
-    )
 
 
 def _typed_work(gpus: int | None, load: str | None, memory: str | None) -> list[Work]:
@@ -200,7 +181,7 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     lines = [_line_of_today(data), *(_option_line(option, data) for option in data.options)]
     lines += _headroom_lines(data)
     lines += [f"warning: {warning}" for warning in data.warnings]
-    lines.append(_price_line(data.price, data.instance))
+    lines.append(_price_line(data.price))
     columns = (
         Column("gpus", "GPUs", right=True),
         Column("cost", "cost", right=True, format=money),
@@ -266,9 +247,9 @@ def _headroom_lines(data: SavingsAnswer) -> list[str]:
     return [f"headroom costs {more} GPU{'s' * (more > 1)} more{cost}: {loads}"]
 
 
-def _price_line(price: Price | None, instance: str | None) -> str:
-    """Return the line on the price: where it comes from, or how to give one."""
+def _price_line(price: Price | None) -> str:
+    """Return the line on the price: what was given, or how to give one."""
     if price is None:
-        reason = "none given" if instance is None else f"none given, and none of {instance} is known"
-        return f"price: {reason}, so no amounts; give the price of one GPU per hour: --price 2"
-    return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"
+        return "price: none given, so no amounts; give the price of one GPU per hour: --price 2"
+    per_hour, hours = plain_value(price.per_hour), plain_value(price.hours)
+    return f"price: ${per_hour} per GPU per hour, {hours} hours; source: given with --price"

@@ -17,7 +17,8 @@ from gpushare.advice.compare import (
     text_here,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts, mps_clients
-from gpushare.advice.table import COLUMNS, load_table, named_way, row_named
+from gpushare.advice.table import COLUMNS, load_table, row_named
+from gpushare.advice.ways import way_of
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.units import GIB
@@ -102,29 +103,8 @@ def test_clients_in_a_mig_instance_are_a_share():
     )
 
 
-def test_static_partitions_need_a_new_program_and_ampere():
-    assert "static partitions" in said(Way.MPS, "sm_isolation", NEW).replace("no static partitions", "")
-    assert "no static partitions" in said(Way.MPS, "sm_isolation")
-    assert "no static partitions" in said(Way.MPS, "sm_isolation", NEW, T4)
-    assert "partial with static partitions" in said(Way.MPS, "error_isolation", NEW)
-    assert said(Way.MPS, "error_isolation", NEW, T4) == "No: a fatal fault ends all clients of the GPU"
-    assert "of 132 SMs" in said(Way.MPS, "sm_isolation")
-    assert "SMs" not in said(Way.MPS, "sm_isolation", HOST, replace(H200, multiprocessors=None))
-
-
-def test_mps_before_volta_has_one_address_space():
-    assert said(Way.MPS, "memory_protection", HOST, replace(T4, compute_capability=(6, 0))).startswith("No")
-    assert said(Way.MPS, "memory_protection", HOST, T4).startswith("Yes")
-
-
 def test_mig_cells_come_from_the_live_profiles():
     assert said(Way.MIG, "max_partitions") == "7 of 1g.18gb"
-    assert said(Way.MIG, "sm_isolation") == "Yes: 16 to 132 SMs of its own"
-    assert said(Way.MIG, "memory_protection") == "Yes: 16.0 GiB to 140.0 GiB of its own"
-
-
-def test_the_sms_that_mig_mode_costs_are_told():
-    assert "132 of the GPU's 144 in MIG mode" in said(Way.MIG, "sm_isolation", HOST, replace(H200, multiprocessors=144))
 
 
 def test_profiles_that_the_driver_does_not_list_are_unknown():
@@ -132,7 +112,6 @@ def test_profiles_that_the_driver_does_not_list_are_unknown():
     assert "does not list the profiles" in said(Way.MIG, "max_partitions", HOST, blind)
     on = replace(blind, mig_enabled=True)
     assert said(Way.MIG, "max_partitions", HOST, on) == TABLE.cell(Way.MIG, "max_partitions").today
-    assert said(Way.MIG, "sm_isolation", HOST, blind) == TABLE.cell(Way.MIG, "sm_isolation").today
     assert blind.largest_instance_count is None
 
 
@@ -179,12 +158,6 @@ def test_time_slice_levels(root, settable, words):
         replace(H200, ask_levels={True: lambda: {0: None}, False: dict, None: lambda: None}[settable]),
     )
     assert text.startswith(words)
-
-
-def test_time_slicing_is_bounded_by_free_memory():
-    assert "120.0 GiB of 140.0 GiB free" in said(Way.TIMESLICE, "max_partitions")
-    unknown = replace(H200, memory_used_bytes=None)
-    assert said(Way.TIMESLICE, "max_partitions", HOST, unknown) == "No fixed number; memory is the limit"
 
 
 @pytest.mark.parametrize(
@@ -263,7 +236,7 @@ def test_today_is_told_by_driver():
     ],
 )  # fmt: skip
 def test_a_way_by_its_names(text, way):
-    assert named_way(text) is way
+    assert way_of(text, COLUMNS) is way
 
 
 @pytest.mark.parametrize(
@@ -285,7 +258,7 @@ def test_a_row_by_its_names(text, row):
 )  # fmt: skip
 def test_an_unknown_way_is_refused(text, hint):
     with pytest.raises(BadUsage) as caught:
-        named_way(text)
+        way_of(text, COLUMNS)
     assert (caught.value.code, hint in caught.value.hint) == ("bad_way", True)
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.savings import MOST_GPUS, Price, Savings, Work, known_price, plain, savings
+from gpushare.advice.savings import MOST_GPUS, Price, Savings, Work, plain, savings
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import GIB
 from tests.errors import fails
 
-G4DN = Price(per_hour=Decimal("0.752"), hours=Decimal(720), source="the example")
+G4DN = Price(per_hour=Decimal("0.752"), hours=Decimal(720))
 
 
 def alike(gpus: int, load: str, memory: int | None = None) -> list[Work]:
@@ -39,15 +39,8 @@ def test_the_published_example_comes_out_exactly() -> None:
     assert found.recommended == two
 
 
-def test_the_price_of_the_example_is_known_and_others_are_not() -> None:
-    known = known_price(" G4dn.2xlarge")
-    assert known.per_hour == Decimal("0.752")
-    assert "2026" in known.source
-    assert known_price("p5.48xlarge") is None
-
-
 def test_hours_of_a_month_are_what_they_are_said_to_be() -> None:
-    price = Price(per_hour=Decimal("0.752"), hours=Decimal(730), source="x")
+    price = Price(per_hour=Decimal("0.752"), hours=Decimal(730))
     found = savings(alike(4, "25"), price=price)
     assert found.options[0].saving == Decimal("1646.88")
 
@@ -161,7 +154,7 @@ TARGETS = st.decimals(min_value=1, max_value=100, places=0)
 
 
 def found_for(work: list[Work], price: Decimal, target: Decimal) -> Savings:
-    cost = Price(per_hour=price, hours=Decimal(720), source="x")
+    cost = Price(per_hour=price, hours=Decimal(720))
     return savings(work, price=cost, target_load=target, gpu_memory_bytes=16 * GIB)
 
 
