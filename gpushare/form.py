@@ -43,7 +43,7 @@ class Value:
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
         if not isinstance(self.raw, Mapping):
-            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})", self._mapping_hint())
+            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})")
         located = self.raw if isinstance(self.raw, Located) else Located()
         for key in self.raw:
             if key not in known:
@@ -58,29 +58,9 @@ class Value:
             for key, value in self.raw.items()
         }
 
-    def _mapping_hint(self) -> str:
-        """Return how to write the value as a mapping; empty: there is no better hint than that of the file."""
-        if self.raw is None and self.key == "mps":
-            return "for a daemon without limits write: mps: {}"
-        if self.key != "match" or isinstance(self.raw, bool | None):
-            return ""
-        if isinstance(self.raw, list):
-            return "for some GPUs write: match: {index: [0, 1]}; for all: match: all"
-        return f"for one GPU write: match: {{index: {self.raw}}}; for all: match: all"
-
-    def _list_hint(self) -> str:
-        """Return how to write the value as a list; empty: there is no better hint than that of the file."""
-        if isinstance(self.raw, dict) and self.key == "mig" and self.raw:
-            # mig-parted has a mapping there.
-            words = ", ".join(f"{key}*{count}" for key, count in self.raw.items())[:80]
-            return f"write it as a list: mig: [{words}]"
-        is_scalar = isinstance(self.raw, str | int) and not isinstance(self.raw, bool)
-        is_value_of_key = self.what.startswith("'")
-        return f"write it as a list: {self.key}: [{self.raw}]" if is_scalar and is_value_of_key else ""
-
     def items(self) -> list[Value]:
         if not isinstance(self.raw, list):
-            raise self.wrong(f"is {self.short}, not a list", self._list_hint())
+            raise self.is_not("a list")
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
         return [
             Value(

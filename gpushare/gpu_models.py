@@ -108,9 +108,7 @@ def _catalogue() -> dict[str, dict[str, Any]]:
 
 def find_model(name: str) -> GpuModel:
     """Return a model by key, alias or product name; case and punctuation do not matter."""
-    # The usual case, an alias: no need to normalize every name of the catalogue.
-    keys_of_alias = (key for key, entry in _catalogue().items() if name in entry["aliases"])
-    key = next(keys_of_alias, None) or _keys_by_name().get(plain_name(name))
+    key = _keys_by_name().get(plain_name(name))
     if key is not None:
         return model_of(key)
     import difflib

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from typing import Any, Final
 
 from gpushare.base.model import Priority
 from gpushare.base.units import MIB, size_option
@@ -20,12 +21,13 @@ class JobCommand:
 
     # Words, or the text of a shell: ``python3 train.py > log``.
     program: Sequence[str] | str = "CMD"
+    # The options, in the order in which they are printed.
+    mig: str | None = None
     # A selector, or a variable of the shell: ``$CUDA_VISIBLE_DEVICES``.
     gpu: str | None = None
     gpus: int | None = None
     copies: int | None = None
     parallel: int | None = None
-    mig: str | None = None
     production: str | None = None
     metric: str | None = None
     lower_is_better: bool = False
@@ -58,46 +60,38 @@ class JobCommand:
     def options(self) -> list[str]:
         """Return the options, quoted for a shell; a value that begins with $ is a variable of the shell."""
         words: list[str] = []
-        memory = self.memory
-        if isinstance(memory, int):
-            memory = size_option(math.ceil(memory / MIB) * MIB)
-        for option, value in (
-            ("--mig", self.mig),
-            ("-g", self.gpu),
-            ("--gpus", self.gpus),
-            ("--copies", self.copies),
-            ("--parallel", self.parallel),
-            ("--production", self.production),
-            ("--metric", self.metric),
-            ("--lower-is-better", self.lower_is_better),
-            ("--opportunistic", self.opportunistic),
-            ("--for", self.target),
-            ("--yield", self.yields),
-            ("--keep", None if self.keep_percent is None else f"{self.keep_percent:g}%"),
-            ("--slice", self.slice),
-            ("--weight", None if self.weight is None else f"{self.weight:.3g}"),
-            ("--wait", self.wait),
-            ("--time", self.time),
-            ("--requeue", self.requeue),
-            ("--restart-on", self.restart_on),
-            ("--swap", self.swap),
-            ("--movable", self.movable),
-            ("--threads", None if self.threads_percent is None else f"{self.threads_percent:g}"),
-            ("--memory", memory),
-            ("--over", self.over),
-            ("--priority", None if self.priority is None else self.priority.title),
-            ("--container", self.container),
-            ("--name", self.name),
-            ("-d", self.detach),
-        ):
-            if value is True:
-                words.append(option)
-            elif value is not None and value is not False:
-                text = str(value)
-                words += [option, f'"{text}"' if text.startswith("$") else shlex.quote(text)]
+        for field, value in vars(self).items():
+            if value is None or value is False or field in {"program", "root"}:
+                continue
+            words.append(_OPTIONS.get(field, f"--{field.replace('_', '-')}"))
+            if value is not True:
+                text = _value_text(field, value)
+                words.append(f'"{text}"' if text.startswith("$") else shlex.quote(text))
         return words
 
     def __str__(self) -> str:
         program = self.program if isinstance(self.program, str) else shlex.join(self.program)
         verb = "run" if self.copies is None else "farm"
         return " ".join([*(["sudo"] if self.root else []), "gpushare", verb, *self.options(), "--", program])
+
+
+# Those that are not named as their field.
+_OPTIONS: Final = {
+    "gpu": "-g",
+    "target": "--for",
+    "yields": "--yield",
+    "keep_percent": "--keep",
+    "threads_percent": "--threads",
+    "detach": "-d",
+}
+
+
+def _value_text(field: str, value: Any) -> str:
+    """Return the value of an option as it is typed."""
+    if field == "memory" and isinstance(value, int):
+        return size_option(math.ceil(value / MIB) * MIB)
+    if isinstance(value, Priority):
+        return value.title
+    if isinstance(value, float):
+        return f"{value:.3g}" if field == "weight" else f"{value:g}{'%' if field == 'keep_percent' else ''}"
+    return str(value)

@@ -228,7 +228,7 @@ def _find_device(word: str, gpus: Sequence[Gpu]) -> Device:
         matches = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances if mig.name == word]
     if not matches:
         raise NotFound(
-            f"there is no GPU {quoted(word)} on this host", _devices_hint(word, gpus), code="unknown_gpu", gpu=word[:60]
+            f"there is no GPU {quoted(word)} on this host", _devices_hint(gpus), code="unknown_gpu", gpu=word[:60]
         )
     if len(matches) > 1:
         names = ", ".join(device.uuid for device in matches)
@@ -258,14 +258,11 @@ def _pci_key(text: str) -> tuple[int, int, int, int] | None:
     return int(domain or "0", 16), int(bus, 16), int(device, 16), int(function or "0")
 
 
-def _devices_hint(word: str, gpus: Sequence[Gpu]) -> str:
+def _devices_hint(gpus: Sequence[Gpu]) -> str:
     """Return the hint of an error that names no device: which ones there are."""
     if not gpus:
         return "this host has no GPU; see: gpushare doctor"
-    if word == "any":
-        return f"name one: -g {gpus[0].index}; or all: -g all"
     title = f"GPU{'s' if len(gpus) > 1 else ''} {first_few((gpu.index for gpu in gpus), 16)}"
-    if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
-        # Names, ids and placements are for other options, not for -g.
+    if any(gpu.mig_instances for gpu in gpus):
         return f"this host has {title}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"
     return f"this host has {title}; see: gpushare status"

@@ -67,52 +67,43 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
         BadUsage: not a size, no unit, below 1 MiB, or absurdly large.
     """
     hint = f"give a size with its unit, for example {option} 4G or {option} 1500M"
-    # A limit of MPS also comes from files and other options: messages do not name this one.
-    is_mps_limit = option == "--memory"
-    named = quoted(text) if is_mps_limit else f"{option} {quoted(text)}"
-    size_named = f"the memory size {quoted(text)}" if is_mps_limit else named
+
+    def wrong(problem: str) -> BadUsage:
+        return BadUsage(f"{quoted(text)} {problem}", hint, code="bad_size")
+
     match = re.match(_SIZE, text, re.IGNORECASE | re.ASCII)
     if match is None:
-        raise BadUsage(f"{named} is not a memory size", hint, code="bad_size")
+        raise wrong("is not a memory size")
     number, prefix = match.groups()
     if not prefix and float(number):
-        raise BadUsage(f"{size_named} has no unit", hint, code="bad_size")
+        raise wrong("has no unit")
     from decimal import ROUND_FLOOR, Decimal, localcontext
 
     with localcontext() as context:
         context.prec, context.rounding = 60, ROUND_FLOOR
         exact = Decimal(number) * _FACTORS.get(prefix.lower(), 1)
     if exact > _MAX_SIZE:
-        raise BadUsage(f"{size_named} is larger than any GPU", hint, code="bad_size")
+        raise wrong("is larger than any GPU")
     size = int(exact) // MIB * MIB
     if size == 0:
-        reason = ", which MPS would take as no limit" if is_mps_limit else ""
-        raise BadUsage(f"{size_named} is below 1 MiB{reason}", hint, code="bad_size")
+        # MPS would take 0 as no limit.
+        raise wrong("is below 1 MiB")
     return size
 
 
 def parse_thread_percentage(text: str) -> float:
-    """Return an active thread percentage in (0, 100].
+    """Return an active thread percentage from 0.1 to 100, with the one decimal that the daemon keeps.
 
     Given a value out of range, MPS keeps the old one and exits 0; so it is refused here.
 
     Raises:
-        BadUsage: not a number, or outside (0, 100].
+        BadUsage: not a number, or out of range.
     """
-    hint = "give a percentage above 0 and up to 100, for example --threads 25"
     match = re.match(_PERCENT, text, re.ASCII)
-    if match is None:
-        raise BadUsage(f"{quoted(text)} is not a percentage", hint, code="bad_percentage")
-    value = float(match.group(1))
-    if not 0.0 < value <= 100.0:
-        raise BadUsage(
-            f"the thread percentage {cut(text.strip(), 60)} is outside (0, 100]", hint, code="bad_percentage"
-        )
-    # The daemon keeps one decimal, and would round this to 0.0.
-    if round(value, 1) == 0.0:
-        raise BadUsage(
-            f"the thread percentage {cut(text.strip(), 60)} rounds to 0.0 in MPS", hint, code="bad_percentage"
-        )
+    value = 0.0 if match is None else float(match.group(1))
+    if value > 100.0 or round(value, 1) == 0.0:
+        problem = f"{quoted(text.strip())} is not a percentage from 0.1 to 100"
+        raise BadUsage(problem, "give a percentage, for example --threads 25", code="bad_percentage")
     return round(value, 1)
 
 

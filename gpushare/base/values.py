@@ -19,7 +19,6 @@ T = TypeVar("T")
 NOT_STORED: Final = {"stored": False}
 # A class of which there are more has an `__init__` of its own compiled, which is five times as fast.
 _MANY: Final = 16
-_MISSING: Final = object()
 
 
 class _Layout(NamedTuple):
@@ -39,7 +38,7 @@ def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
     """Set the fields of an instance: the ``__init__`` of all classes, until there are many instances of one."""
     layout: _Layout = self.__layout__
     if next(layout.numbers) == _MANY:
-        _compile(next(cls for cls in type(self).__mro__ if "__layout__" in vars(cls)), layout)
+        _compile(next(cls for cls in type(self).__mro__ if "__layout__" in vars(cls)))
     values = {**layout.defaults, **named}
     if arguments:
         given = dict(zip(layout.positional, arguments, strict=False))
@@ -56,26 +55,14 @@ def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
     vars(self).update({name: values[name] for name in layout.names})
 
 
-def _compile(cls: type[Any], layout: _Layout) -> None:
+def _compile(cls: type[Any]) -> None:
     """Give a class the ``__init__`` that `dataclasses` would have compiled at once."""
-    factories = dict(layout.factories)
-    namespace: dict[str, Any] = {"_put": object.__setattr__, "_missing": _MISSING}
-    words, lines = ["self"], []
-    for name in sorted(layout.names, key=lambda name: name not in layout.positional):
-        if name not in layout.positional and "*" not in words:
-            words.append("*")
-        if name in layout.defaults:
-            namespace[f"_default_{name}"] = layout.defaults[name]
-            words.append(f"{name}=_default_{name}")
-        elif name in factories:
-            namespace[f"_make_{name}"] = factories[name]
-            words.append(f"{name}=_missing")
-            lines.append(f" if {name} is _missing: {name} = _make_{name}()")
-        else:
-            words.append(name)
-    lines.append(f" _put(self, '__dict__', {{{', '.join(f'{name!r}: {name}' for name in layout.names)}}})")
-    exec(f"def __init__({', '.join(words)}):\n" + "\n".join(lines), namespace)  # noqa: S102 - names of fields only
-    cls.__init__ = namespace["__init__"]
+    copies: list[Any] = []
+    for field in dataclasses.fields(cls):
+        options = {name: getattr(field, name) for name in ("default", "default_factory", "kw_only")}
+        copies.append((field.name, Any, dataclasses.field(**options)))
+    compiled: Any = dataclasses.make_dataclass(cls.__name__, copies, repr=False, eq=False, frozen=True)
+    cls.__init__ = compiled.__init__
 
 
 def _eq(self: Any, other: Any) -> bool:

@@ -320,12 +320,6 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("version: 1\ngpus:\n- match: 0\n  mig: []\n", "for one GPU write: match: {index: 0}; for all: match: all"),
-        ("version: 1\ngpus:\n- match: [0, 1]\n  mig: []\n", "match: {index: [0, 1]}"),
-        (ONE + "mps:\n", "mps: {}"),
-        (ONE + "mps: {users: root}\n", "users: [root]"),
-        (ONE + "mig: 1g.10gb\n", "mig: [1g.10gb]"),
-        (ONE + "mig: {1g.10gb: 7, 2g.20gb: 1}\n", "mig: [1g.10gb*7, 2g.20gb*1]"),
         ("", "gpushare capture > gpushare.yaml"),
         # A file that is there is corrected, not written over.
         (ONE + "mps: {threads: 300}\n", "its keys and values: gpushare schema gpushare.yaml"),
