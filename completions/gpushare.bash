@@ -265,8 +265,8 @@ _gpushare_node() {
       valued='-g --gpu --for --host -o --output'
       ;;
     'advise')
-      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --way --apply --no-input --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout --help-all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--like --processes --gpus --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --way --copies --metric --for --repeat --timeout --host -o --output'
+      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --way --apply --no-input --consolidate --measure --metric --lower-is-better --lower --higher-is-better --for --repeat --help-all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--like --processes --gpus --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --way --metric --for --repeat --host -o --output'
       ;;
     'compare')
       options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'

@@ -52,7 +52,6 @@ from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
 from gpushare.base.units import MIB
 from gpushare.cli.options import (
-    HUNG_AFTER,
     LOWER_IS_BETTER,
     MEASURED_TIME,
     PRINTED_NUMBER,
@@ -92,7 +91,7 @@ from gpushare.timeslice.policy import plan_level
 
 if TYPE_CHECKING:
     from gpushare.base.benchmark import BenchAnswer
-    from gpushare.measure.bench import Measurement, Prepared
+    from gpushare.measure.bench import Measurement
     from gpushare.measure.bench import Settings as BenchSettings
 
 
@@ -154,7 +153,7 @@ _REFUSED: Final = (
     Refused("--processes", "--file", "the file has the number of each workload", "--file jobs.yaml"),
     Refused("--dry-run", "--apply --measure", "the advice itself changes nothing", "--apply --dry-run", needs=True),
     Refused(
-        "CMD --copies --metric --lower-is-better --for --repeat --timeout",
+        "CMD --metric --lower-is-better --for --repeat",
         "--measure",
         "it is for a measurement",
         "--measure -- CMD; to name the program only: --command 'CMD'",
@@ -213,12 +212,10 @@ def advise(
     no_input: bool = flag("--no-input", "Ask no questions."),
     consolidate: bool = flag("--consolidate", "Use as few GPUs as possible, instead of all that are idle."),
     measure: bool = flag("--measure", "Measure CMD in each way that fits (gpushare bench), then answer."),
-    copies: int | None = option("--copies", "N", "Number of copies to measure. [default: --processes]"),
     metric: str | None = PRINTED_NUMBER,
     lower: bool = LOWER_IS_BETTER,
     window: str | None = MEASURED_TIME,
     repeat: int | None = option("--repeat", "N", "Runs of each way. [default: 3]"),
-    timeout: str | None = HUNG_AFTER,
 ) -> Any:
     """Recommend a way of sharing, say why, and print the commands for this host.
 
@@ -239,7 +236,7 @@ def advise(
     measuring = None
     if measure:
         argv = program or (split_command("--command", command) if command else [])
-        measuring = parse_measuring(argv, copies, metric, window, repeat, timeout, lower=lower)
+        measuring = parse_measuring(argv, metric, window, repeat, lower=lower)
     # All words are checked before the host is asked, so that a typo costs nothing.
     if file is None:
         case = case_of(words, production, opportunistic, root=root)
@@ -261,17 +258,18 @@ def advise(
     fixed_gpu, among = _gpu_choice(state, facts, gpu)
     if from_host:
         fixed_gpu = fixed_gpu or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
-        seen = _seen_case(host, fixed_gpu.index, recording, root=root)
+        index = fixed_gpu.index
+        seen = case_from_recording(recording, index, root=root) if recording else case_from_now(host, index, root=root)
         case = check_users(_with_production_saturating(overlaid(seen, words), production_saturating))
     if destroy is not None:
         case = replace(case, destroy=destroy)
     _check_sms(case, facts.gpus if fixed_gpu is None else (fixed_gpu,))
     gpu_facts = fixed_gpu or _first_answering_gpu(facts, among, lambda _: True)
     situation = Situation(case, facts, gpu_facts, load_table(), among=among, consolidate=consolidate)
-    asks = not no_input and _may_ask(explained=explained is not None)
+    asks = not no_input and explained is None and _may_ask()
     situation = _judged_situation(situation, gpu_is_fixed=fixed_gpu is not None, one_gpu=measure, asks=asks)
     if measuring is not None:
-        return measure_and_answer(host, situation, measuring, copies, live=live, apply=apply)
+        return measure_and_answer(host, situation, measuring, live=live, apply=apply)
     advice = advice_for(situation)
     data = advice_answer(advice)
     notes = [*data.notes, *([RUNS_ON] if live else [])]
@@ -378,11 +376,10 @@ def _gpu_to_begin_with(situation: Situation) -> GpuFacts:
     return first_gpu(situation, _answering_gpus(situation.host, situation.among))
 
 
-def _may_ask(*, explained: bool) -> bool:
+def _may_ask() -> bool:
     """Return whether questions can be asked: on a terminal, for an answer as a table."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
-    as_table = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
-    return terminal and as_table and not explained
+    return terminal and settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
 
 
 RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
@@ -457,13 +454,6 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 
 # -- what runs, and what ran -----------------------------------------------------------------------
-
-
-def _seen_case(host: Host, index: int, recording: str | None, *, root: bool | None) -> Case:
-    """Return the programs that run on a GPU now, or that ran on it in a ``recording``, as a case."""
-    if recording is None:
-        return case_from_now(host, index, root=root)
-    return case_from_recording(recording, index, root=root)
 
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
@@ -639,19 +629,12 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     if not changes:
         notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
-        return plan_result(plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(way))
+        return plan_result(
+            plan, dry_run=settings.dry_run, notes=notes, empty=f"nothing to set up; the answer is: {way.label}"
+        )
     result = _with_undo_of_recipe(_carry_out_changes(changes), recipe)
     later = [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
     return replace(result, notes=(*notes, *result.notes, *later))
-
-
-def _nothing_to_set_up(way: Way) -> str:
-    """Return why a way needs no setup."""
-    if way is Way.MEASURE:
-        return "nothing was set up: the answer is to measure it first"
-    if way is Way.FIX:
-        return "nothing was set up: the answer is a change of the application"
-    return f"nothing to set up for {way.label}: the host can stay as it is"
 
 
 def _with_undo_of_recipe(result: Result, recipe: Recipe) -> Result:
@@ -773,30 +756,18 @@ _FEWEST_COPIES: Final = 2
 
 
 def parse_measuring(
-    argv: Sequence[str],
-    copies: int | None,
-    metric: str | None,
-    window: str | None,
-    repeat: int | None,
-    timeout: str | None,
-    *,
-    lower: bool,
+    argv: Sequence[str], metric: str | None, window: str | None, repeat: int | None, *, lower: bool
 ) -> BenchSettings:
     """Return what the options of --measure say; the ways and the number of copies follow from the advice."""
     from gpushare.cli.bench import check_repeat, check_window
     from gpushare.measure.bench import Settings as BenchSettings
     from gpushare.measure.metric import parse_metric
-    from gpushare.measure.ways import parse_copies
 
     if repeat is None:
         repeat = 3
     if not argv:
         raise BadUsage(
             "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"
-        )
-    if copies is not None and parse_copies(str(copies))[0] < _FEWEST_COPIES:
-        raise BadUsage(
-            f"--copies {copies}: sharing needs at least two copies", "give --copies 2 or more", code="bad_copies"
         )
     check_repeat(repeat)
     check_window(window, metric)
@@ -805,18 +776,15 @@ def parse_measuring(
         metric=parse_metric(metric, higher_is_better=not lower),
         repeat=repeat,
         window=None if window is None else positive_time("--for", window, "3s"),
-        limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
     )
 
 
-def measure_and_answer(
-    host: Host, situation: Situation, measuring: BenchSettings, asked_copies: int | None, *, live: bool, apply: bool
-) -> Any:
+def measure_and_answer(host: Host, situation: Situation, measuring: BenchSettings, *, live: bool, apply: bool) -> Any:
     """Measure the ways that fit, and answer by the figures; by the rules, where nothing can be measured.
 
-    ``asked_copies`` is the number of copies that the user gave. The setup of the answer is carried out (``apply``) only if
-    the rules or a finished measurement have found it.
+    The setup of the answer is carried out (``apply``) only if the rules or a finished measurement have found it.
     """
+    from gpushare.cli.bench import bench_plan, measure_with_progress
     from gpushare.measure.bench import prepare
     from gpushare.measure.ways import parse_ways
 
@@ -826,9 +794,12 @@ def measure_and_answer(
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
-    copies = _number_of_copies(situation) if asked_copies is None else asked_copies
-    notes = _notes_of_copies(situation.case, copies, assumed=asked_copies is None, live=live)
-    advice = advice_for(_with_processes(situation, copies))
+    copies = _number_of_copies(situation)
+    notes = _notes_of_copies(situation.case, copies, live=live)
+    if situation.case.processes is None:
+        works = tuple(replace(work, processes=copies) for work in situation.case.workloads)
+        situation = replace(situation, case=replace(situation.case, workloads=works))
+    advice = advice_for(situation)
     reason = _why_not_measured(advice)
     if reason is not None:
         return _set_up_or_show(unmeasured(advice, reason, copies), None, notes, apply=apply)
@@ -837,8 +808,7 @@ def measure_and_answer(
         ways = parse_ways(",".join(bench_ways(advice)))
         prepared = prepare(host, device, replace(measuring, cells=[(way, copies) for way in ways]))
         if settings.dry_run:
-            return _bench_plan(host, device, prepared, advice)
-        from gpushare.cli.bench import measure_with_progress
+            return bench_plan(host, device, prepared)
 
         data, measurement, signal_number = measure_with_progress(host, device, prepared)
     except NotSupported as error:
@@ -857,27 +827,18 @@ def measure_and_answer(
 
 
 def _number_of_copies(situation: Situation) -> int:
-    """Return how many copies are measured without --copies: as many processes of the case as can run at once."""
+    """Return how many copies are measured: as many processes of the case as can run at once."""
     if situation.case.processes is None:
         return _FEWEST_COPIES
     at_a_time = [situation.wave_size(way) for way in (Way.TIMESLICE, Way.MPS)]
     return min((count for count in at_a_time if count is not None), default=situation.case.processes)
 
 
-def _with_processes(situation: Situation, copies: int) -> Situation:
-    """Return the situation with a number of processes: as many as copies, if the number is unknown."""
-    case = situation.case
-    if case.processes is not None:
-        return situation
-    works = tuple(replace(work, processes=copies) for work in case.workloads)
-    return replace(situation, case=replace(case, workloads=works))
-
-
-def _notes_of_copies(case: Case, copies: int, *, assumed: bool, live: bool) -> list[str]:
-    """Return how the copies that are measured differ from the case; ``assumed``: the user did not give their number."""
+def _notes_of_copies(case: Case, copies: int, *, live: bool) -> list[str]:
+    """Return how the copies that are measured differ from the case."""
     notes = [RUNS_ON] if live else []
     several = len(case.workloads) > 1
-    if case.processes is None and assumed and not several:
+    if case.processes is None and not several:
         notes.append(f"assuming {copies} processes; for another number: --processes N")
     if case.processes not in {None, copies}:
         notes.append(f"measured with {copies} copies; the case has {case.processes} processes")
@@ -898,15 +859,6 @@ def _why_not_measured(advice: Advice) -> str | None:
         only = comparable[0].label if comparable else "none of those that gpushare bench measures"
         return f"the rules leave nothing to compare ({only})"
     return None
-
-
-def _bench_plan(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
-    """Return the dry run of --measure: what would be measured, and what the rules say so far."""
-    from gpushare.cli.bench import bench_plan
-
-    plan = bench_plan(host, device, prepared)
-    winner = "nothing fits" if advice.best is None else advice.best.way.label
-    return replace(plan, notes=(f"the rules say: {winner}", *plan.notes))
 
 
 def _early_end_error(measurement: Measurement) -> GpushareError | None:

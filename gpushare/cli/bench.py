@@ -292,11 +292,8 @@ def _with_files(
 
 def _interrupted_error(runs: int, file: Path | None) -> Interrupted:
     """Return the error of a benchmark that a signal ended; its runs are in a ``file``, or without one only shown."""
-    where = f"{file} has them"
-    hint = "the copies were ended and the host was restored"
-    if file is None:
-        where = f"{'its' if runs == 1 else 'their'} figures are shown, and no file has them"
-        hint += "; to keep them, give --to FILE"
+    where = "the figures are shown, and no file has them" if file is None else f"{file} has them"
+    hint = "the copies were ended and the host was restored; --to FILE keeps figures"
     return Interrupted(f"interrupted after {counted(runs, 'run')}; {where}", hint)
 
 

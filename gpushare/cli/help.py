@@ -17,7 +17,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Production and another job": "production opportunistic role production-saturating",
         "Instead of options": "file live from",
         "The answer": "gpu consolidate destroy way apply no-input",
-        "Measure": "measure copies metric lower-is-better for repeat timeout",
+        "Measure": "measure metric lower-is-better for repeat",
     },
     "run": {
         "Share": "gpu gpus bind mig threads memory over priority slice weight strict container",
@@ -165,7 +165,7 @@ def path_of(ctx: Any) -> str:
 MORE: Final[Mapping[str, str]] = {
     "advise": (
         "gpus sms production-saturating trusted groups role one-application cooperating code running bandwidth-bound "
-        "io-bound needs destroy command from way copies metric lower-is-better for repeat timeout consolidate live"
+        "io-bound needs destroy command from way metric lower-is-better for repeat consolidate live"
     ),
     "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
     "run": "bind create movable time restart-on weight strict metric lower-is-better grace",

@@ -138,7 +138,7 @@ def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> N
 
 def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
     answer = cli("advise", "-y", *TWO, "--memory", "16G", "--needs", "progress", "--apply", host=A30).ok()
-    assert "nothing to set up for turns" in answer.out + answer.err
+    assert "nothing to set up; the answer is: turns" in answer.out + answer.err
     assert "--swap turns" in answer.out + answer.err
 
 

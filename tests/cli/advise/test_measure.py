@@ -112,11 +112,11 @@ def test_a_vetoed_mps_is_not_even_the_baseline(cli: Cli, world: World, monkeypat
     assert (answer.code, answer.json["status"]) == (3, "partial")
 
 
-def test_copies_alone_say_how_many_processes_there_are(cli: Cli) -> None:
-    words = ("--copies", "3", "--users", "same", "--no-saturating", "--needs", "graphics", "--repeat", "1")
+def test_two_processes_are_assumed_where_their_number_is_unknown(cli: Cli) -> None:
+    words = ("--users", "same", "--no-saturating", "--needs", "graphics", "--repeat", "1")
     data = measured(cli, *words, *WINDOW, *job(20))
-    assert data["case"]["workloads"][0]["processes"] == 3
-    assert {cell["copies"] for cell in data["measurement"]["cells"]} == {3}
+    assert data["case"]["workloads"][0]["processes"] == 2
+    assert {cell["copies"] for cell in data["measurement"]["cells"]} == {2}
 
 
 def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
@@ -199,16 +199,12 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real,
     ("words", "code", "exit_code"),
     [
         (("--measure",), "no_command", 2),
-        (("--measure", "--copies", "1", "--", "true"), "bad_copies", 2),
-        (("--measure", "--copies", "600", "--", "true"), "bad_copies", 2),
         (("--measure", "--repeat", "0", "--", "true"), "bad_repeat", 2),
         (("--measure", "--for", "1s", "--", "true"), "bad_combination", 2),
         (("--measure", "--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
         (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),
-        (("--measure", "--timeout", "x", "--", "true"), "bad_duration", 2),
-        (("--measure", "--timeout", "0", "--", "true"), "bad_duration", 2),
         (("--measure", "--way", "mps", "--", "true"), "bad_combination", 2),
-        (("--copies", "3"), "bad_combination", 2),
+        (("--repeat", "3"), "bad_combination", 2),
         (("--processes", "2", "--", "true"), "bad_combination", 2),
         (("--measure", "--production", "1", "--opportunistic", "1", "--", "true"), "pair_not_measured", 3),
         (("--measure", "--", "gs-no-such-program"), "command_not_found", 127),

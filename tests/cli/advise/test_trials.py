@@ -216,7 +216,7 @@ def test_where_only_mps_shares_the_measurement_is_of_mps(cli: Any) -> None:
 def test_apply_of_a_measurement_says_that_nothing_was_set_up(cli: Any) -> None:
     words = ("--processes", "2", "--users", "same", "--needs", "cuda-graphs")
     answer = cli("advise", *words, "--apply", host="sim:h200").ok()
-    assert "nothing was set up: the answer is to measure it first" in answer.out
+    assert "nothing to set up; the answer is: " in answer.out
     assert "gpushare bench -g 0 --copies 1,2" in answer.err
     assert "then, run" not in answer.err
 
@@ -224,7 +224,7 @@ def test_apply_of_a_measurement_says_that_nothing_was_set_up(cli: Any) -> None:
 def test_apply_of_what_needs_no_setup(cli: Any) -> None:
     words = ("--processes", "2", "--users", "same", "--saturating")
     answer = cli("advise", *words, "--apply", host="sim:h200").ok()
-    assert "nothing to set up for whole GPU, or a queue: the host can stay as it is" in answer.out
+    assert "nothing to set up; the answer is: whole GPU, or a queue" in answer.out
     assert "gpushare run -g 0 --slice 2ms --wait -- CMD" in answer.err
 
 

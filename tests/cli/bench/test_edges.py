@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_written_is_not_named_as_having_the_runs(tmp_path:
     written, gone = tmp_path / "x.json", tmp_path / "gone" / "x.json"
     assert end_after_three_runs(written) == [f"interrupted after 3 runs; {written} has them"]
     assert end_after_three_runs(gone) == [
-        "interrupted after 3 runs; their figures are shown, and no file has them",
+        "interrupted after 3 runs; the figures are shown, and no file has them",
         f"cannot write {gone}: No such file or directory",
     ]
 
