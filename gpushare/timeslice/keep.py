@@ -10,11 +10,10 @@ A slice is recorded before it is set, and restored at the end. What a killed kee
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -33,23 +32,25 @@ from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, name_commands
-from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_put_back_on_failure, slice_record
+from gpushare.timeslice.slices import (
+    note_restored,
+    note_slice,
+    read_slices,
+    record_put_back_on_failure,
+    under_mps_error,
+)
 
 LOOK_SECONDS: Final = 1.0
 # Time for calls to the driver in one look; one call may take longer, up to the limit of a scan.
 _WORK_SECONDS: Final = 0.7
 _SCAN_SECONDS: Final = 2.0
 _SCAN_AGAIN_SECONDS: Final = 5.0
-# Waits before a process whose driver did not answer is tried again; then it is given up.
-_TRY_AGAIN: Final = (5.0, 30.0, 120.0)
-# NVML lists a process a moment before its first context is complete.
-_NOT_YET: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+# Waits before a process is tried again, whose first context is not complete yet, or whose driver does not answer.
+_TRY_AGAIN: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 30.0, 120.0)
 _FIRST_CHECK_SECONDS: Final = 1.0
 _MOST_CHECK_SECONDS: Final = 15.0
 _UNDO_SECONDS: Final = 60.0
 _MOST_PROCESSES: Final = 4096
-# NVML is opened again when no GPU has answered this many times in a row.
-_RESTART_LOOKS: Final = 10
 # The time that users have taken is halved this often.
 _FORGET_SECONDS: Final = 30.0
 
@@ -198,12 +199,8 @@ class Keeper:
         # The seconds of work that each user's processes took lately, and when they were halved last, so that old work is forgotten.
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
-        # How many looks in a row no GPU has answered.
-        self._silent = 0
         # What has happened in this look.
         self._events: list[Event] = []
-        # What a killed keep has set on processes that no look has met yet.
-        self._earlier: list[KeptProcess] = []
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
 
@@ -213,26 +210,19 @@ class Keeper:
         What cannot be put back now counts as set by this keep: a rule replaces it, and `undo` puts it back.
         """
         record = KEEPS.read(KEEPS.path(self._host, _KEY))
-        self._earlier = [] if record is None else list(record.processes)
-        events = self._put_back_earlier(until=math.inf)
+        for kept in () if record is None else record.processes:
+            origin = self._origin_of(kept.pid)
+            if origin is not None and origin.started == kept.started:
+                slices = {slices.key: slices for slices in kept.slices}
+                self._processes[kept.pid] = _Process(
+                    *(kept.pid, frozenset(), False, origin, self._clock()),
+                    channels=kept.channels,
+                    slices=slices,
+                    taken_over=True,
+                )
+        events = self.undo()
+        self._processes = {pid: process for pid, process in self._processes.items() if process.slices}
         self._write()
-        return events
-
-    def _put_back_earlier(self, *, until: float) -> list[Event]:
-        """Restore the slices that a killed keep left, until a time of the clock; the rest stays for another try."""
-        events: list[Event] = []
-        rest: list[KeptProcess] = []
-        for kept in self._earlier:
-            if not self._host.processes.alive(kept.pid, kept.started):
-                continue
-            if self._clock() >= until:
-                rest.append(kept)
-                continue
-            put_back = _put_back(self._host, self._control, kept)
-            events += put_back
-            if _is_incomplete(put_back):
-                rest.append(kept)
-        self._earlier = rest
         return events
 
     def step(self) -> list[Event]:
@@ -246,10 +236,12 @@ class Keeper:
             self._forgotten_at = now
             self._spent = {uid: spent / 2 for uid, spent in self._spent.items() if spent > 0.001}
         end = now + _WORK_SECONDS
-        while self._clock() < end:
-            process = self._next_due()
-            if process is None:
+        while (now := self._clock()) < end:
+            due = [process for process in self._processes.values() if process.due <= now and not process.ignored]
+            if not due:
                 break
+            # Of those that are due, one of the user who took the least time.
+            process = min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due))
             began = self._clock()
             self._work(process)
             self._spent[process.owner] = self._spent.get(process.owner, 0.0) + self._clock() - began
@@ -261,7 +253,7 @@ class Keeper:
         ended = []
         for process in self._processes.values():
             # A GPU that does not answer for a moment must not let us forget what was set.
-            may_be_listed = process.pid in listed or process.gpus & silent_gpus
+            may_be_listed = process.pid in listed or process.gpus & silent_gpus or (silent_gpus and not process.gpus)
             if not (may_be_listed and self._lives(process)):
                 ended.append(process)
         for process in ended:
@@ -270,26 +262,15 @@ class Keeper:
             earlier = self._processes.get(pid)
             if earlier is not None:
                 if earlier.gpus != gpus and not earlier.gpus & silent_gpus:
-                    earlier.gpus, earlier.due = gpus, self._clock()
+                    earlier.gpus, earlier.mps, earlier.due = gpus, mps, self._clock()
                 continue
             if len(self._processes) >= _MOST_PROCESSES:
                 break
             origin = self._origin_of(pid)
             if origin is not None:
-                process = self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
-                self._take_over(process)
+                self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
         if any(process.slices for process in ended):
             self._try_to_write()
-        self._restart_silent_nvml(silent_gpus)
-
-    def _take_over(self, process: _Process) -> None:
-        """Note on a new process what a killed keep has set on it, and `recover` could not put back."""
-        for kept in self._earlier:
-            if (kept.pid, kept.started) == (process.pid, process.origin.started):
-                process.channels, process.taken_over = kept.channels, True
-                process.slices = {slices.key: slices for slices in kept.slices}
-                self._earlier.remove(kept)
-                return
 
     def _listed_processes(self) -> tuple[dict[int, _Listed], set[int]]:
         """Return the compute processes by PID, and the GPUs that do not answer."""
@@ -307,14 +288,6 @@ class Keeper:
                     listed[process.pid] = _Listed(earlier.gpus | {index}, earlier.mps or process.mps)
         return listed, silent_gpus
 
-    def _restart_silent_nvml(self, silent_gpus: Collection[int]) -> None:
-        """Open NVML again if no GPU has answered for a while: the driver was loaded again, or is gone for good."""
-        self._silent = self._silent + 1 if len(silent_gpus) == len(self._gpus) else 0
-        if self._silent and self._silent % _RESTART_LOOKS == 0:
-            with contextlib.suppress(GpushareError):
-                self._host.nvml.restart()
-                self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-
     def _origin_of(self, pid: int) -> Origin | None:
         """Return the origin of a process, with its command line only if a rule names one; None: it has ended."""
         return self._host.origin(pid, command=name_commands(self._policy.rules))
@@ -328,12 +301,6 @@ class Keeper:
     def _lives(self, process: _Process) -> bool:
         return self._host.processes.alive(process.pid, process.origin.started)
 
-    def _next_due(self) -> _Process | None:
-        """Return the process to work on: of those that are due, one of the user who took the least time."""
-        now = self._clock()
-        due = [process for process in self._processes.values() if process.due <= now and not process.ignored]
-        return min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due), default=None)
-
     def _work(self, process: _Process) -> None:
         """Do what is due for one process: scan it, or check its slices; an error is an event."""
         try:
@@ -342,15 +309,10 @@ class Keeper:
             else:
                 self._apply_rules(process, self._control.find_again(process.channels))
                 self._check_later(process)
-        except NotFound as error:
+        except (NotFound, TimedOut) as error:
             # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
             process.scan = True
-            self._try_later(process, _NOT_YET, error)
-        except TimedOut as error:
-            # Told at the first try, and not again after the last one.
-            if process.tries == 0:
-                self._events.append(_skipped_event(process.pid, process.origin.uid, error))
-            self._try_later(process, _TRY_AGAIN, None)
+            self._try_later(process, error)
         except GpushareError as error:
             self._skip(process, error)
 
@@ -359,15 +321,12 @@ class Keeper:
         process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
         process.due = self._clock() + process.wait
 
-    def _try_later(self, process: _Process, waits: Sequence[float], error: GpushareError | None) -> None:
-        """Try again after the next of these waits (seconds); after the last, leave the process alone, and tell ``error``.
-
-        ``process.tries`` counts the waits that it had.
-        """
-        if process.tries < len(waits):
-            process.due = self._clock() + waits[process.tries]
+    def _try_later(self, process: _Process, error: GpushareError) -> None:
+        """Try again after the next wait; after the last, leave the process alone, and tell ``error``."""
+        if process.tries < len(_TRY_AGAIN):
+            process.due = self._clock() + _TRY_AGAIN[process.tries]
             process.tries += 1
-        elif error is not None and error.code != "process_gone":
+        elif error.code != "process_gone":
             self._skip(process, error)
         else:
             process.ignored = True
@@ -388,7 +347,7 @@ class Keeper:
         limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
         channels = probed_channels(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
-            raise _under_mps_error(process.pid)
+            raise under_mps_error(process.pid)
         process.wait = _FIRST_CHECK_SECONDS
         self._apply_rules(process, channels)
         process.tries, process.due = 0, self._clock() + process.wait
@@ -397,7 +356,7 @@ class Keeper:
         """Raise unless this user may set the slice of a process: none under MPS, none of another user."""
         info = self._host.processes.describe(process.pid)
         if process.mps or (info is not None and is_server(info.name)):
-            raise _under_mps_error(process.pid)
+            raise under_mps_error(process.pid)
         if not self._host.root and process.origin.uid != self._host.uid:
             raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
 
@@ -466,17 +425,13 @@ class Keeper:
             if process.taken_over:
                 own_values.add(before)
             if current not in own_values:
-                self._forget_changed(process, group)
+                process.slices.pop(group.key)
+                process.changed = True
+                self._note("changed", process, group, slice_us=current, before_us=earlier.now)
                 return None
         decision = self._decision(process, gpu, before)
         wanted_us = before if decision is None else decision.microseconds
         return _Wish(group, KeptSlice(*group.key, before, wanted_us, last=current), decision)
-
-    def _forget_changed(self, process: _Process, group: Group) -> None:
-        """Mark a process as changed by another program, and forget this group of it: keep does not restore its slice."""
-        forgotten = process.slices.pop(group.key)
-        process.changed = True
-        self._note("changed", process, group, slice_us=group.slice_us, before_us=forgotten.now)
 
     def _note(self, kind: str, process: _Process, group: Group, **more: Any) -> None:
         """Note what has happened to a channel group of a process."""
@@ -538,9 +493,7 @@ class Keeper:
                 failed.pop(process.pid, None)
                 events += put_back
                 process.slices.clear()
-        events += self._put_back_earlier(until=end)
         self.left = [process.pid for process in self._processes.values() if process.slices]
-        self.left += [kept.pid for kept in self._earlier]
         self._try_to_write()
         return events + [event for put_back in failed.values() for event in put_back]
 
@@ -549,20 +502,12 @@ class Keeper:
         own = [kept for process in self._processes.values() if (kept := process.kept) is not None]
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         path = KEEPS.path(self._host, _KEY)
-        KEEPS.write(KeepRecord(**me._asdict(), processes=(*own, *self._earlier), path=path))
+        KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(own), path=path))
 
     def _try_to_write(self) -> None:
         """Write the record of what is set; a failure is no reason to stop."""
         with contextlib.suppress(GpushareError):
             self._write()
-
-
-def _under_mps_error(pid: int) -> NotSupported:
-    return NotSupported(
-        f"process {pid}: it is a client or server of MPS: all clients of a server share one time-slice",
-        "start it again outside MPS: gpushare run --slice TIME -- CMD",
-        code="under_mps",
-    )
 
 
 def _user_of(uid: int | None) -> str | None:
@@ -666,7 +611,11 @@ def sole_keep(host: Host) -> Iterator[None]:
     def busy(_seconds: float = 0.0) -> NoReturn:
         """Raise InUse: another keep runs."""
         record = keep_record(host)
-        raise _already_running_error(None if record is None else record.pid)
+        raise InUse(
+            f"timeslice keep is already running on this host{'' if record is None else f' (process {record.pid})'}",
+            f"reload its file, or stop it: kill -HUP PID, kill PID; as a unit: systemctl reload {KEEP_UNIT}",
+            code="keep_running",
+        )
 
     # The lock keeps out another keep of this user, and the record root's.
     record = keep_record(host)
@@ -677,16 +626,6 @@ def sole_keep(host: Host) -> Iterator[None]:
         record = KEEPS.read(path)
         if record is None or not record.processes:
             KEEPS.forget(path)
-
-
-def _already_running_error(pid: int | None) -> InUse:
-    """Return the error that another keep runs, with its process if that is known."""
-    return InUse(
-        f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
-        f"reload its file: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
-        f"systemctl reload {KEEP_UNIT}",
-        code="keep_running",
-    )
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -826,24 +765,20 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
 
 
 def _slices_on(host: Host, control: ChannelControl, pid: int, uuid: str | None) -> Sequence[int | None]:
-    """Return the slices of a process on a GPU: those read, or the one recorded if this user may not read them.
-
-    None stands for an unknown slice. Empty: the process has ended, or is under MPS.
-    """
+    """Return the slices of a process on a GPU; None: they cannot be read. Empty: the process has ended, or is under MPS."""
     process = host.processes.identity(pid)
     if process is None:
         return ()
     reading = read_slices(control, pid, process.started)
     if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
         return ()
-    record = slice_record(host, pid, process.started)
-    return reading.on(uuid) or (None if record is None else record.slice_us,)
+    return reading.on(uuid) or (None,)
 
 
 def _deviates(slice_us: int | None, verdict: Verdict) -> bool:
-    """Return whether a slice is not what the rule gives; an unknown one most likely is the default."""
+    """Return whether a slice is not what the rule gives, or unknown."""
     if slice_us is None or verdict.slice_us is None:
-        return verdict.slice_us != SLICE_PER_WEIGHT_US
+        return True
     # A limited rule gives less than the verdict says to a process whose slice was shorter than the default.
     is_limited = verdict.why is not None
     return slice_us > verdict.slice_us or (slice_us < verdict.slice_us and not is_limited)

@@ -174,19 +174,19 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
         NotFound, NoPermission, TimedOut, OperationFailed: as `ChannelControl.find`.
     """
     if process.under_mps:
-        raise _under_mps_error(process.pid)
+        raise under_mps_error(process.pid)
     if probe:
         channels = probed_channels(host, control, process.pid, process.started)
     else:
         channels = control.find(process.pid, process.started, probe=False)
     if channels.under_mps:
-        raise _under_mps_error(process.pid)
+        raise under_mps_error(process.pid)
     return channels
 
 
-def _under_mps_error(pid: int) -> NotSupported:
+def under_mps_error(pid: int) -> NotSupported:
     return NotSupported(
-        f"process {pid} is a client of MPS: all clients of a server share one time-slice",
+        f"process {pid}: it runs under MPS: all clients of a server share one time-slice",
         "start it again outside MPS: gpushare run --slice TIME -- CMD; or with a lower limit: gpushare run --threads PCT -- CMD",
         code="under_mps",
     )
@@ -430,11 +430,8 @@ def plan_restore(
         earlier = {record.slice_before(group) for group in channels.compute}
         now = {group.slice_us for group in channels.compute}
         slices |= now
-        if now != earlier:
-            act = partial(restore_slice, host, control, channels)
-            steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
-        else:
-            steps.append(_forget_step(host, control, channels, record))
+        act = partial(restore_slice, host, control, channels)
+        steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
         restored |= {value for value in earlier if value is not None}
     restored_text = ", ".join(format_slice(value) for value in sorted(restored))
     return Plan(
@@ -443,16 +440,6 @@ def plan_restore(
         undo=_set_command(slices, selector, consent),
         consent=tuple(consent) if steps else (),
         notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
-    )
-
-
-def _forget_step(host: Host, control: ChannelControl, channels: Channels, record: SliceRecord) -> Step:
-    """Return the step that removes the record of a process whose slices are the old ones already."""
-    return Step(
-        what=f"forget the record of process {channels.pid}, whose time-slice is the old one",
-        command=f"rm {RECORDS.path(host, channels.pid)}",
-        do=lambda: restore_slice(host, control, channels),
-        revert=lambda: put_record_back(host, channels.pid, record),
     )
 
 

@@ -211,8 +211,8 @@ def test_clients_of_mps_are_skipped_by_name_once(new_desk: Callable[..., Desk]) 
     desk.world.run("mps", "start").ok()
     desk.world.client()
     (event, *server) = desk.look()
-    assert "skipped: it is a client or server of MPS: all clients of a server share one time-slice" in event
-    assert all("of MPS" in text for text in server)
+    assert "skipped: it runs under MPS: all clients of a server share one time-slice" in event
+    assert all("under MPS" in text for text in server)
     assert desk.look() == desk.look(30) == []
 
 
@@ -254,19 +254,6 @@ def test_a_gpu_that_is_lost_for_a_moment_forgets_nothing(desk: Desk, pid: int) -
     desk.world.clear()
     desk.keeper.undo()
     assert desk.slice(pid) == DEFAULT
-
-
-def test_it_goes_on_when_the_driver_was_loaded_again(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    restarts: list[int] = []
-    monkeypatch.setattr(type(desk.host.nvml), "restart", lambda _: restarts.append(1))
-    desk.world.fault("lost", gpu=0)
-    for _ in range(19):
-        assert desk.look() == []
-    assert restarts == [1]
-    desk.world.clear()
-    pid = desk.add()
-    assert desk.look() == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
-    assert restarts == [1]
 
 
 def test_a_full_disk_sets_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
@@ -328,10 +315,9 @@ def test_the_work_of_a_look_is_bounded(desk: Desk) -> None:
 
 def test_a_process_that_never_answers_is_given_up(desk: Desk, pid: int) -> None:
     hostile = Hostile(desk, lambda _: True, 1000.0)
-    (told,) = desk.look()
-    assert told == f"process {pid} (root): skipped: the driver does not answer"
-    assert [desk.look(60) for _ in range(20)] == [[]] * 20
-    assert len(hostile.asked) == 4
+    told = [line for _ in range(20) for line in desk.look(60)]
+    assert told == [f"process {pid} (root): skipped: the driver does not answer"]
+    assert len(hostile.asked) == 8
 
 
 # -- after a crash -----------------------------------------------------------------------------------
