@@ -56,52 +56,26 @@ class Overview:
 
 
 def parse_ps(text: str) -> list[MpsClient]:
-    """Return the clients in the rows of ``ps``, by the words of its header; the name is the COMMAND.
+    """Return the clients in the rows of ``ps``, by the words of its header, without their names.
 
-    ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580; from 595 on another column, often blank, follows COMMAND.
-    Text without a header (``Server not found``) has no rows.
+    ``PID ID SERVER DEVICE NAMESPACE COMMAND``; a COMMAND may contain blanks, the cells before it do not. Text without a
+    header (``Server not found``) has no rows.
     """
-    lines = text.splitlines()
-    words_of = [line.split() for line in lines]
-    header = next((i for i, words in enumerate(words_of) if words[:1] == ["PID"] and "COMMAND" in words), None)
+    lines = [line.split() for line in text.splitlines()]
+    header = next((i for i, words in enumerate(lines) if words[:1] == ["PID"] and "COMMAND" in words), None)
     if header is None:
         return []
-    offsets = {match.group(): match.start() for match in re.finditer(r"\S+", lines[header])}
-    # COMMAND may contain blanks: the cells before it do not.
-    columns = words_of[header][: words_of[header].index("COMMAND")]
+    columns = lines[header][: lines[header].index("COMMAND")]
     rows: list[MpsClient] = []
-    for line in lines[header + 1 :]:
-        words = line.split(maxsplit=len(columns))
+    for words in lines[header + 1 :]:
         pid = _parse_pid(words[0]) if len(words) >= len(columns) else None
         if pid is None:
             continue
         if len(rows) == _MOST_ROWS:
             raise strange_reply_error(f"more than {_MOST_ROWS} clients")
         cells = dict(zip(columns, words, strict=False))
-        server = _parse_pid(cells.get("SERVER", ""))
-        rows.append(MpsClient(pid=pid, server_pid=server, name=_command_cell(line, offsets)))
+        rows.append(MpsClient(pid=pid, server_pid=_parse_pid(cells.get("SERVER", ""))))
     return rows
-
-
-def _command_cell(line: str, offsets: Mapping[str, int]) -> str | None:
-    """Return the COMMAND of a row, by the offsets of the titles in the header.
-
-    A command that fills its column runs into the next one and cannot be separated from it.
-    """
-    columns = sorted(offsets, key=lambda name: offsets[name])
-    number = columns.index("COMMAND")
-    # It begins as far after the cell before it as in the header.
-    cell_before = list(re.finditer(r"\S+", line))[number - 1]
-    begin = cell_before.start() + offsets["COMMAND"] - offsets[columns[number - 1]]
-    rest = line[begin:]
-    # A cell wider than its column pushes the others to the right.
-    if begin <= cell_before.end() or line[cell_before.end() : begin].strip():
-        rest = line[cell_before.end() :].lstrip()
-    if number + 1 < len(columns):
-        width = offsets[columns[number + 1]] - offsets["COMMAND"]
-        if rest[width - 1 : width] == " ":
-            rest = rest[:width]
-    return " ".join(rest[:_MOST_NAME].split()) or None
 
 
 def parse_pids(text: str) -> list[int]:
@@ -174,9 +148,8 @@ _NO_DAEMON_DIRECTORY: Final = "/nonexistent/gpushare"
 # Every version answers this with one number, in any state.
 _SENTINEL: Final = "get_default_active_thread_percentage"
 _CANNOT_SEND: Final = "Cannot send command"
-# Characters of an error text, and of a client's command, that are shown: any user may have written them.
+# Characters of an error text that are shown: any user may have written it.
 _MOST_SHOWN: Final = 500
-_MOST_NAME: Final = 256
 # Far more than any host has: there is one server per user, or per named server.
 _MOST_SERVERS: Final = 64
 

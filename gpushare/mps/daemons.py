@@ -32,7 +32,7 @@ from gpushare.mps.control import (
     not_your_daemon_error,
     parse_memory,
 )
-from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
+from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, homes_in
 from gpushare.mps.limits import Limits
 
 # For all daemons together; one answers within 2 ms on an H200.
@@ -173,7 +173,7 @@ class _Answer:
         return replace(
             row,
             server_pid=server.pid,
-            name=row.name or (None if info is None else info.name),
+            name=None if info is None else info.name,
             user=None if info is None else info.user,
             threads_percent=held.threads_percent,
             memory_limit_bytes=held.memory_limit_bytes,
@@ -421,17 +421,6 @@ def live_pid(
     return None
 
 
-def _unrecorded_daemon(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
-    """Return a record for the daemon that serves a device from a home without a record of it; None: no daemon does."""
-    # Without its socket there is no need to read the process table.
-    if not os.path.lexists(home.pipe / "control"):
-        return None
-    for process in _daemon_processes(host):
-        if process.trusted and process.pipe == str(home.pipe) and process.device == uuid:
-            return process.adopted_record(uuid)
-    return None
-
-
 def _daemon_of_home(
     host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]
 ) -> FoundDaemon | None:
@@ -548,20 +537,14 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).
         NoPermission: with ``to_change``, it belongs to another user. Any user may join it.
     """
-    # The records of daemons that do not run: an error only if no run directory has one that runs.
-    useless: list[DaemonRecord] = []
-    for run_directory in host.run_directories:
-        home = home_of(run_directory, device.uuid)
-        if not home.is_trusted():
-            continue
-        record = home.read()
-        if record is None or record.device_uuid != device.uuid:
-            record = _unrecorded_daemon(host, home, device.uuid)
-        if record is None:
-            continue
-        pid = None if record.interrupted else live_pid(host, home, record)
-        if pid is None:
-            useless.append(record)
+    on_device = [
+        item
+        for item in find_daemons(host, [device.gpu], deep=False)
+        if item.daemon.ours and item.daemon.device_uuid == device.uuid
+    ]
+    for item in on_device:
+        home, record, pid = item.home, item.record, item.daemon.pid
+        if home is None or record is None or record.interrupted or pid is None:
             continue
         if to_change and not host.root and record.uid != host.uid:
             raise not_your_daemon_error(
@@ -571,8 +554,9 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             # Its start was killed before it wrote this, or it was adopted.
             record = replace(record, pid=pid, started=start_of(host.processes.identity(pid)), state=RUNNING)
         return home, record
-    if useless:
-        raise _not_running_error(useless[0], device)
+    for item in on_device:
+        if item.record is not None:
+            raise _not_running_error(item.record, device)
     raise NoDaemon(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
