@@ -94,10 +94,6 @@ class HeldClaim:
         """Release it for all processes that hold it."""
         _remove(self.path)
 
-    def is_held(self) -> bool:
-        """Return whether it has not been released; names are never reused."""
-        return os.path.lexists(self.path)
-
     def add(self, pid: int) -> None:
         """Let another process of this user hold it too; its rank stays."""
         process = identity_of(pid)

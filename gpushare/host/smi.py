@@ -5,14 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from gpushare.base.errors import (
-    GpuLost,
-    GpushareError,
-    NoPermission,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-)
+from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.model import TimeSlice
 from gpushare.host import nvml
 from gpushare.host.program import Completed, Pending, Programs
@@ -119,16 +112,9 @@ def smi_error(done: Completed) -> GpushareError:
     lines = [line for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
     text = " ".join(" ".join(lines).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {text}"
-    lowered = text.lower()
-    if done.exit_code in {nvml.DRIVER_NOT_LOADED, nvml.LIBRARY_NOT_FOUND}:
-        # Nothing that it prints says more.
-        return nvml.nvml_error(done.exit_code, text)
-    if done.exit_code == nvml.NO_PERMISSION or "permission" in lowered:
-        return NoPermission(message, "run it as root: sudo gpushare ...")
-    if done.exit_code in {nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND} or "not supported" in lowered:
+    if done.exit_code in {nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND} or "not supported" in text.lower():
         return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
-    if done.exit_code == nvml.NOT_FOUND:
-        return NotFound(message, "see which GPUs are there: gpushare status")
-    if done.exit_code == nvml.GPU_IS_LOST:
-        return GpuLost(message, "see: sudo dmesg | grep -i xid; a reboot may bring it back")
+    code = nvml.NO_PERMISSION if "permission" in text.lower() else done.exit_code
+    if code in {nvml.NO_PERMISSION, nvml.NOT_FOUND, nvml.GPU_IS_LOST, nvml.DRIVER_NOT_LOADED, nvml.LIBRARY_NOT_FOUND}:
+        return nvml.nvml_error(code, message)
     return OperationFailed(message, "see: gpushare doctor", code="smi")

@@ -194,13 +194,6 @@ class _UserCheck:
         return None if living else "none of the processes that it names runs"
 
 
-def _parse_integer(text: str) -> int:
-    """Return a whole number of at most 64 bits; we never write a longer one."""
-    if len(text) > 20:
-        raise ValueError(text[:20])
-    return int(text)
-
-
 class RecordStore(Generic[T]):
     """One kind of record, a file each: ``kind`` is its value class, ``noun`` its name for people.
 
@@ -351,7 +344,7 @@ class RecordStore(Generic[T]):
             ValueError: it says nothing else that counts; the message says why.
         """
         try:
-            raw = json.loads(text, parse_int=_parse_integer)
+            raw = json.loads(text)
         except (ValueError, RecursionError):
             # UnicodeDecodeError is a ValueError, too.
             raise ValueError("it is not JSON" if text else "it is empty") from None

@@ -31,7 +31,6 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
     Raises:
         OSError: it cannot be created or opened, or another user controls what is in it, or where it is.
     """
-    check_links(path)
     above = _open_step_by_step(path, make=make, strangers=strangers)
     try:
         _check_directory(path, above, last=True, strangers=strangers)
@@ -203,27 +202,6 @@ def _open_own(path: Path, flags: int, directory: int | None) -> int:
         return descriptor
     os.close(descriptor)
     raise _in_the_way_error(path, obstacle)
-
-
-def _is_public(path: Path) -> bool:
-    """Return whether others can create files next to it, as in /tmp; for root also in another user's directory."""
-    try:
-        parent = os.stat(path.parent)
-    except OSError:
-        return False
-    others = parent.st_mode & stat.S_IWOTH != 0
-    return others or (os.geteuid() == 0 and parent.st_uid != 0)
-
-
-def check_links(path: Path) -> None:
-    """Raise if a path leads through another user's link in a public directory."""
-    for part in (path, *path.parents):
-        try:
-            stated = os.lstat(part)
-        except OSError:
-            continue
-        if stat.S_ISLNK(stated.st_mode) and stated.st_uid not in {os.geteuid(), 0} and _is_public(part):
-            raise _in_the_way_error(part, f"a symbolic link of user {stated.st_uid}")
 
 
 def _in_the_way_error(path: Path, obstacle: str) -> OSError:

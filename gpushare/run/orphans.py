@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def after_death(
         programs = {}
     else:
         # A claim that was released before gpushare died may be held by another run.
-        claims = [claim for claim in map(HeldClaim, map(Path, claim_paths)) if claim.is_held()]
+        claims = [claim for claim in map(HeldClaim, map(Path, claim_paths)) if os.path.lexists(claim.path)]
     home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
         _end_programs(host, home, uuid, int(index), programs, mps=mps)
