@@ -218,19 +218,13 @@ class BenchCell:
     throughput: Summary | None = None
     gain: Ratio | None = None
     slowdown: float | None = None
-    slowdown_worst: float | None = None
-    # The speed of the slowest copy divided by that of the fastest; None for one copy.
-    fairness: float | None = None
     memory_peak_bytes: int | None = None
     power_watts: float | None = None
     joules: float | None = None
     latency_p50: float | None = None
     latency_p99: float | None = None
-    # This cell has the highest mean throughput of all with its number of copies.
-    best: bool = False
     # This is the cell to use.
     chosen: bool = False
-    differs_from_best: bool | None = None
     failures: tuple[str, ...] = ()
     # Processes on the GPU that do not belong to the runs.
     others: tuple[int, ...] = ()

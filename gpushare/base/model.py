@@ -371,23 +371,6 @@ class GpuLease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LimitedJob:
-    """A job whose processes share one memory limit (`gpushare run --memory`).
-
-    gpushare adds up what the processes hold; ``above`` is what it does above the limit: ``end``, ``warn`` or ``pause``.
-    ``watched`` False: that gpushare was killed, so nobody does it.
-    """
-
-    pid: int
-    name: str | None
-    gpu_index: int | None
-    device_uuid: str
-    limit_bytes: int
-    above: str
-    watched: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class SwappedJob:
     """A job whose memory is in host memory (`gpushare swap out`), or on its way there or back."""
 
@@ -524,7 +507,6 @@ class Snapshot:
     # Only `status` and `metrics` look for these.
     waiting_jobs: tuple[WaitingJob, ...] = ()
     swapped_jobs: tuple[SwappedJob, ...] = ()
-    limited_jobs: tuple[LimitedJob, ...] = ()
     leases: tuple[GpuLease, ...] = ()
     vgpu_sessions: tuple[VgpuSession, ...] = ()
 

@@ -84,8 +84,6 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(speeds(good, metric), speeds(alone, metric)),
         slowdown=mean_known(slowdowns),
-        slowdown_worst=max(slowdowns, default=None),
-        fairness=_fairness(good, metric),
         memory_peak_bytes=max((run.memory_peak_bytes for run in good if run.memory_peak_bytes), default=None),
         power_watts=mean_known(run.usage.power_watts for run in good),
         joules=mean_known(_joules(run, metric) for run in good),
@@ -106,7 +104,7 @@ def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
 def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], settings: Settings) -> list[float]:
     """Return by what factor each copy was slower than one alone, over all runs.
 
-    Empty if one made no progress, which no factor expresses: the fairness is then 0.
+    Empty if one made no progress, which no factor expresses.
     """
     # Times per unit of work, so that the slowdown of one copy alone has a mean of 1.
     times_alone = [
@@ -127,19 +125,6 @@ def _copy_speeds(run: RunResult, settings: Settings) -> list[float]:
         values = [metric.speed(copy.value) if copy.value else copy.value for copy in run.results]
         return [speed / parts for speed in values if speed is not None]
     return [1 / copy.seconds for copy in run.results if copy.seconds > 0] if settings.window is None else []
-
-
-def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
-    """Return the speed of the slowest copy over that of the fastest, as the mean over the runs; None for one copy."""
-    # A copy that printed a rate of 0 was starved, and counts; a time of 0 is invalid.
-    is_rate = metric.printed and metric.higher_is_better
-    shares = []
-    for run in runs:
-        figures = [copy.value if metric.printed else copy.seconds for copy in run.results]
-        valid = [figure for figure in figures if figure or (figure is not None and is_rate)]
-        if len(valid) > 1 and any(valid):
-            shares.append(min(valid) / max(valid))
-    return mean_known(shares)
 
 
 def _joules(run: RunResult, metric: Metric) -> float | None:
@@ -232,6 +217,7 @@ def bench_answer(
     settings = measurement.settings
     cells = judge(measurement)
     answers = picks(measurement, cells)
+    chosen = {(pick.way, pick.copies) for pick in answers}
     return BenchAnswer(
         host=host,
         driver=driver,
@@ -251,7 +237,7 @@ def bench_answer(
         repeat=settings.repeat,
         rounds=measurement.rounds_done,
         alone=rounded(alone_cell(measurement)),
-        cells=rounded(tuple(_with_pick(cell, answers) for cell in cells)),
+        cells=rounded(tuple(replace(cell, chosen=(cell.way, cell.copies) in chosen) for cell in cells)),
         picks=rounded(tuple(answers)),
         best=rounded(best_pick(settings.metric, cells, answers)),
         left_out=tuple(measurement.left_out),
@@ -266,20 +252,6 @@ def _reason_of_end(measurement: Measurement) -> Literal["finished", "interrupted
     if measurement.error is not None:
         return "failed"
     return "interrupted" if measurement.interrupted else "finished"
-
-
-def _with_pick(cell: BenchCell, answers: Sequence[Pick]) -> BenchCell:
-    """Return a cell with its place in the answer for its number of copies."""
-    pick = next((pick for pick in answers if pick.copies == cell.copies), None)
-    if pick is None:
-        return cell
-    can_tell = pick.certain and cell.throughput is not None
-    return replace(
-        cell,
-        best=cell.way == pick.fastest,
-        chosen=cell.way == pick.way,
-        differs_from_best=cell.way not in {pick.fastest, *pick.no_difference} if can_tell else None,
-    )
 
 
 def check_new(option: str, text: str) -> Path:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
+from gpushare.base.model import Gpu, Snapshot, SwappedJob, WaitingJob
 from gpushare.base.selection import Device
 from gpushare.base.typed import DEVICE_UUID
 from gpushare.host.capabilities import user_name
@@ -25,8 +25,7 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     absent = [swap for swap in swaps(host) if swap.state != BACK]
     shown = indexes.keys() | _lost(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
     out = tuple(_swapped_job(indexes, swap) for swap in absent if swap.gpu_uuid in shown)
-    limited = tuple(_limited_jobs(indexes, jobs or ()))
-    return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
+    return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out)
 
 
 def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation]) -> Gpu:
@@ -97,24 +96,6 @@ def _lost(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
         return set()
     # The ledger has what its users have written.
     return {key for key in wanted if DEVICE_UUID.fullmatch(key)} - _index_by_uuid(host.nvml.sweep()).keys()
-
-
-def _limited_jobs(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:
-    """Yield the jobs with a limit of their memory, once for each device that they hold."""
-    for job in jobs:
-        if job.limit_bytes is None or job.above is None:
-            continue
-        for key in job.held:
-            if key in indexes:
-                yield LimitedJob(
-                    pid=job.pid,
-                    name=job.name,
-                    gpu_index=indexes[key],
-                    device_uuid=key,
-                    limit_bytes=job.limit_bytes,
-                    above=job.above,
-                    watched=job.claim.kept,
-                )
 
 
 def _swapped_job(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:

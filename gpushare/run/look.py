@@ -56,12 +56,7 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         # None: they are unknown.
         processes = None if gpu.processes is None else tuple(map(with_job, gpu.processes))
         gpus.append(replace(gpu, processes=processes))
-    # The ledger has no name of a job that was given none; its record has.
-    limited_jobs = tuple(
-        replace(each, name=jobs[each.pid].name) if each.name is None and each.pid in jobs else each
-        for each in snapshot.limited_jobs
-    )
-    return replace(snapshot, gpus=tuple(gpus), limited_jobs=limited_jobs)
+    return replace(snapshot, gpus=tuple(gpus))
 
 
 # As `memory.ledger.PREFIX`, which most hosts need not load.

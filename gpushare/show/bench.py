@@ -188,7 +188,6 @@ def _details_table(data: BenchAnswer) -> Table:
         Column("spread", "spread", right=True, rank=2, of=_throughput_getter("spread"), format=_percent),
         Column("gain", "x alone", right=True, of=_gain_value, format=_times),
         Column("slowdown", "slowdown", right=True, format=_times),
-        Column("slowdown_worst", "worst", right=True, rank=3, format=_times),
         Column("latency_p50", "p50", right=True, rank=1, optional=True, format=figure_text),
         Column("latency_p99", "p99", right=True, rank=1, optional=True, format=figure_text),
         Column("memory_peak_bytes", "memory", right=True, rank=2, format=format_bytes),
@@ -248,8 +247,8 @@ def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
 
 def _cells_csv(data: BenchAnswer) -> Table:
     keys = (
-        "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
-        "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
+        "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown",
+        "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
     )  # fmt: skip
     of = {"gain": _gain_value, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
     return records("cells", keys, data.cells, of)

@@ -51,8 +51,6 @@ HEADS: Final = {
     "waiting": "How long it has been waiting.",
     "waits for": "The jobs before it in the line, and those that hold its GPUs.",
     "state": "running, waiting, paused, or of a swapped job: leaving, out, returning, lost.",
-    "limit": "The memory that the processes of a job may have together.",
-    "above it": "What gpushare does with a job above its limit: it ends the job, warns, or stops it. It looks five times a second.",
     "swapped": "What the job holds in host memory while it is out of the GPU.",
     "since": "How long it has been in this state.",
     "exit code": "How the job ended; 128 + N: by signal N; - if its gpushare was killed.",

@@ -15,7 +15,6 @@ from gpushare.base.model import (
     Gpu,
     GpuLease,
     GpuProcess,
-    LimitedJob,
     MigInstance,
     MpsDaemon,
     Priority,
@@ -55,7 +54,6 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
         _vgpu_table(snapshot),
         processes,
         _waiting_table(snapshot),
-        _limited_table(snapshot),
         _swapped_table(snapshot),
         lease_table(snapshot.leases, snapshot.gpus),
     )
@@ -377,24 +375,6 @@ def wanted_memory(value: int | None) -> str:
     return "all" if value is None else format_bytes(value)
 
 
-_ABOVE: Final = {"end": "it is ended", "warn": "a warning", "pause": "it is stopped"}
-
-
-def _above_limit(job: LimitedJob) -> str:
-    return _ABOVE.get(job.above, "-") if job.watched else "nothing: its gpushare was killed"
-
-
-def _limited_table(snapshot: Snapshot) -> Table:
-    columns = (
-        _gpu_column(of=_of_gpu),
-        Column("pid", "pid", right=True),
-        Column("name", "job", optional=True),
-        _memory("limit_bytes", "limit"),
-        Column("above", "above it", of=_above_limit),
-    )
-    return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=snapshot.limited_jobs)
-
-
 def _swapped_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
@@ -558,7 +538,6 @@ def status_result(snapshot: Snapshot) -> Result:
         warnings=snapshot.warnings,
         waiting_jobs=snapshot.waiting_jobs,
         swapped_jobs=snapshot.swapped_jobs,
-        limited_jobs=snapshot.limited_jobs,
         leases=snapshot.leases,
         vgpu_sessions=snapshot.vgpu_sessions,
     )
@@ -596,7 +575,6 @@ class StatusAnswer:
     warnings: tuple[str, ...]
     waiting_jobs: tuple[WaitingJob, ...]
     swapped_jobs: tuple[SwappedJob, ...]
-    limited_jobs: tuple[LimitedJob, ...]
     leases: tuple[GpuLease, ...]
     vgpu_sessions: tuple[VgpuSession, ...]
 

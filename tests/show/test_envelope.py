@@ -171,7 +171,7 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
     data = jsonable(status_result(quiet_host()).data)
     assert list(data) == [
         *("host", "driver_version", "taken_at", "gpus", "mps_daemons", "warnings", "waiting_jobs", "swapped_jobs"),
-        *("limited_jobs", "leases", "vgpu_sessions"),
+        *("leases", "vgpu_sessions"),
     ]
     assert set(data["gpus"][0]) == {
         *("index", "uuid", "name", "pci_bus_id", "memory_total_bytes", "memory_used_bytes", "memory_reserved_bytes"),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.errors import ExitCode, GpuLost, OperationFailed
-from gpushare.base.model import Gpu, LimitedJob, MpsDaemon, Snapshot
+from gpushare.base.model import Gpu, MpsDaemon, Snapshot
 from gpushare.show.render import exit_code_of
 from gpushare.show.result import OutputFormat, jsonable
 from gpushare.show.status import age, container_name, status_result, used_of_total
@@ -54,23 +54,13 @@ def test_the_user_of_a_process_is_always_shown(shown):
 
 
 def test_what_decides_is_whole_at_80_columns(shown):
-    """The time-slice of a client of MPS, and what happens above the limit of a job."""
+    """The time-slice of a client of MPS."""
     job = process(4711, "alexandra", 8000, "python train.py --epochs 40", job="llama-finetune-3", role="opportunistic")
     job = replace(job, way="mps", slice_us=200)
-    limited = LimitedJob(
-        pid=4711,
-        name="llama-finetune-for-the-team-of-3",
-        gpu_index=0,
-        device_uuid=uuid(0),
-        limit_bytes=GIB,
-        above="end",
-        watched=True,
-    )
-    host = Snapshot(host="node", gpus=(h100(0, processes=(job,)),), limited_jobs=(limited,))
+    host = Snapshot(host="node", gpus=(h100(0, processes=(job,)),))
     lines = shown(status_result(host), OutputFormat.TABLE, width=80)[0].splitlines()
-    of_process, of_limit = (line for line in lines if " 4711 " in line)
+    (of_process,) = (line for line in lines if " 4711 " in line)
     assert "  MPS, slice 200us  " in of_process
-    assert of_limit.endswith("it is ended")
     assert max(map(len, lines)) <= 80
 
 

@@ -533,8 +533,8 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
     )
     assert [job.run_seconds for job in reservations(world.host) or []] == [3600.0]
     data = cli("status", output="json").ok().data
-    (limited,) = data["limited_jobs"]
-    assert (limited["name"], limited["device_uuid"], limited["limit_bytes"]) == ("train", uuid, 8 * GIB)
+    (limited,) = cli("jobs", output="json").ok().data["jobs"]
+    assert (limited["name"], limited["device_uuids"], limited["memory_limit_bytes"]) == ("train", [uuid], 8 * GIB)
     assert data["gpus"][0]["mig_instances"][0]["jobs_reserved_bytes"] == 8 * GIB
     job.end()
     assert (leases(world), reservations(world.host)) == ({}, [])

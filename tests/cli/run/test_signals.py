@@ -221,21 +221,17 @@ def test_death_of_the_guard_does_not_end_the_program(real: Real, world: World) -
 def test_a_limit_that_nobody_watches_is_said(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--name", "lim", "--memory", "8G", "--", *program(signal.SIGINT))
     ready(started)
-    limit = until(lambda: cli("status", output="json").ok().data["limited_jobs"], "its limit is known")[0]
-    assert (limit["watched"], "it is ended" in cli("status").out) == (True, True)
+    until(lambda: cli("jobs", output="json").ok().data["jobs"][0]["memory_limit_bytes"], "its limit is known")
     assert "memory.limit" not in cli("doctor").out
     os.kill(guard_of(started.pid), signal.SIGKILL)
     started.signal(signal.SIGKILL)
     until(lambda: not alive(started.pid), "gpushare is gone")
-    (limit,) = cli("status", output="json").ok().data["limited_jobs"]
-    assert (limit["watched"], "nothing: its gpushare was killed" in cli("status").out) == (False, True)
     checks = cli("doctor", output="json").ok().data["checks"]
     (check,) = [check for check in checks if check["id"] == "memory.limit"]
     child = child_of(world)
     assert (check["verdict"], f"'lim' (process {child}) any more, 8.0 GiB" in check["seen"]) == ("warn", True)
     cli(*check["remedy"].rpartition("gpushare ")[2].split()).ok()
     assert not alive(child)
-    assert cli("status", output="json").ok().data["limited_jobs"] == []
 
 
 def test_the_guard_hears_no_signal_of_ours(real: Real, world: World) -> None:
