@@ -363,19 +363,11 @@ def _has_ended(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-@functools.cache
-def _libc() -> Any:
-    """Return the C library, with errno."""
-    import ctypes
-
-    return ctypes.CDLL(None, use_errno=True)
-
-
 def _syscall(number: int, *arguments: int) -> tuple[int, int]:
     """Make a system call; return its result and errno."""
     import ctypes
 
-    result = _libc().syscall(number, *(ctypes.c_long(argument) for argument in arguments))
+    result = ctypes.CDLL(None, use_errno=True).syscall(number, *(ctypes.c_long(argument) for argument in arguments))
     return int(result), ctypes.get_errno()
 
 
@@ -636,13 +628,17 @@ def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> l
     last_step: int | None = None
     unusual_status: int | None = None
     for step, client in enumerate(_client_handles(newest)):
-        for number, status in _statuses_of(client, opened).items():
+        for number, file in opened.items():
+            status, _ = file.info(client, client)
+            if status == INVALID_CLIENT:
+                # Another file created it, or none.
+                continue
             if status not in {OK, OBJECT_NOT_FOUND}:
                 unusual_status = status
             # Several descriptors may have the same file open.
             elif client not in clients_read:
                 clients_read.add(client)
-                groups += _groups_of_client(opened[number], number, client)
+                groups += _groups_of_client(file, number, client)
                 last_step = step + _WINDOW if _has_compute(groups) else None
         if step == last_step:
             break
@@ -653,16 +649,6 @@ def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> l
     if not _has_compute(groups):
         raise _no_compute_refusal(groups, unusual_status)
     return groups
-
-
-def _statuses_of(client: int, opened: Mapping[int, _File]) -> dict[int, int]:
-    """Return what RM answers about a client, by descriptor, except INVALID_CLIENT: another file created it, or none."""
-    statuses = {}
-    for number, file in opened.items():
-        status, _ = file.info(client, client)
-        if status != INVALID_CLIENT:
-            statuses[number] = status
-    return statuses
 
 
 def _no_compute_refusal(

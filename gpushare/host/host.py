@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 import shlex
@@ -269,11 +268,8 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
 
 def _uncreatable_error(path: Path, error: OSError, variable: str) -> NoPermission:
     """Return the error about a directory that cannot be created; ``variable`` is the one that moves it."""
-    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
-        hint = f"make room: df -h; or set {variable} to a directory elsewhere"
-    else:
-        short = "short " if variable == "GPUSHARE_RUN_DIR" else ""
-        hint = f"set {variable} to a {short}directory that you may write"
+    short = "short " if variable == "GPUSHARE_RUN_DIR" else ""
+    hint = f"make room (df -h), or set {variable} to a {short}directory that you may write"
     return NoPermission(f"cannot create the directory {path}: {error.strerror}", hint, code="directory_unwritable")
 
 

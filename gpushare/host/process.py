@@ -7,13 +7,12 @@ import os
 import re
 import shlex
 import signal
-import signal as signals
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut, no_process_error, signal_refused_error
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
@@ -266,7 +265,8 @@ class Processes:
         stat = read_stat(pid)
         if stat is None:
             return None
-        return ProcessUsage(stat.started, _cpu_seconds(stat), stat.resident_pages * _PAGE)
+        cpu_seconds = (stat.user_ticks + stat.kernel_ticks) / _TICKS
+        return ProcessUsage(stat.started, cpu_seconds, stat.resident_pages * _PAGE)
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""
@@ -326,24 +326,6 @@ class Processes:
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
         return _is_in_mask("SigIgn", f"{pid}", signal)
-
-    def send(self, pid: int, signal: int) -> None:
-        """Send a signal (kill(2)).
-
-        Raises:
-            NotFound: no such process.
-            NoPermission: it belongs to another user.
-        """
-        name = signals.Signals(signal).name if signal in set(signals.Signals) else f"SIG{signal}"
-        try:
-            if pid <= 0:
-                # kill(2) takes these as process groups.
-                raise ProcessLookupError
-            os.kill(pid, signal)
-        except (ProcessLookupError, OverflowError):
-            raise no_process_error(pid) from None
-        except PermissionError:
-            raise signal_refused_error(name, pid) from None
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other (pidfd_send_signal).
@@ -501,27 +483,13 @@ def _started(pid: int) -> int | None:
 _SCHED: Final = 2
 
 
-@dataclass(frozen=True)
-class CpuTime:
-    """CPU time in seconds; ``exact`` or in steps of a tick (10 ms on most hosts)."""
-
-    seconds: float
-    exact: bool
-
-
-def cpu_time(pid: int) -> CpuTime | None:
-    """Return the CPU time of a process with all its threads; None if it is gone or cannot be read."""
+def cpu_time(pid: int) -> float | None:
+    """Return the CPU time of a process with all its threads in seconds; None if it is gone or cannot be read."""
     try:
         # The process's CPU clock, as clock_getcpuclockid of libc makes it from a PID.
-        return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
+        return time.clock_gettime(~pid << 3 | _SCHED)
     except (OSError, OverflowError):
-        stat = read_stat(pid)
-        return None if stat is None else CpuTime(_cpu_seconds(stat), exact=False)
-
-
-def _cpu_seconds(stat: Stat) -> float:
-    """Return the CPU time of a process in user and kernel mode."""
-    return (stat.user_ticks + stat.kernel_ticks) / _TICKS
+        return None
 
 
 def main_thread_time(pid: int) -> float | None:
@@ -565,7 +533,6 @@ class Child:
 
 
 def not_startable_error(program: str, *, forbidden: bool) -> NotFound | NoPermission:
-    """Return the error about a program that is not there, or that this user may not execute."""
     if forbidden:
         return NoPermission(
             f"no permission to execute {quoted(program, 200)}", starting_hint(program), code="command_not_executable"
@@ -574,7 +541,6 @@ def not_startable_error(program: str, *, forbidden: bool) -> NotFound | NoPermis
 
 
 def starting_hint(program: str) -> str:
-    """Return a hint for a program that could not be started."""
     if not os.path.isfile(program):
         return f"check the spelling: {'ls -l' if '/' in program else 'command -v'} {shlex.quote(program)}"
     path = shlex.quote(program if "/" in program else f"./{program}")

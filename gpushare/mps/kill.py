@@ -80,7 +80,9 @@ class Ending:
                 command=f"kill -STOP {pids}",
                 undo=f"kill -CONT {pids}",
                 do=self._stop,
-                revert=self._continue_stopped,
+                revert=lambda: signal_all(
+                    self._host.processes, {pid: self._started[pid] for pid in self._stopped}, signal.SIGCONT
+                ),
             ),
             Step(
                 what="wait until the GPU has drained the queue, as its SM activity tells",
@@ -118,10 +120,6 @@ class Ending:
                 return
             time.sleep(0.005)
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
-
-    def _continue_stopped(self) -> None:
-        """Let those continue that `_stop` has stopped."""
-        signal_all(self._host.processes, {pid: self._started[pid] for pid in self._stopped}, signal.SIGCONT)
 
     def _wait(self) -> None:
         """Wait until the queue has drained, and keep how it did."""

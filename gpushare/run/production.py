@@ -11,17 +11,15 @@ from typing import Final
 from gpushare.base.selection import Device
 from gpushare.host.activity import samples_since
 from gpushare.host.host import Host
-from gpushare.host.process import CpuTime, cpu_time
+from gpushare.host.process import cpu_time
 from gpushare.run.jobs import find_record, is_running
 
 _FAMILY_SECONDS: Final = 1.0
 _ALIVE_SECONDS: Final = 1.0
 _NVML_SECONDS: Final = 0.2
-# This share of CPU time in a window counts as work. In ticks of 10 ms, a single tick may be a timer.
+# This share of CPU time in a window counts as work.
 _BUSY_SHARE: Final = 0.25
 _WINDOW_SECONDS: Final = 0.02
-_TICKS_WINDOW_SECONDS: Final = 0.06
-_LEAST_TICKS_SECONDS: Final = 0.015
 # A request every 10 ms that takes 0.4 ms of CPU is work too; idle programs stay below 1 % of a core.
 _LIGHT_SHARE: Final = 0.03
 _LIGHT_SECONDS: Final = 0.5
@@ -47,7 +45,7 @@ class Activity:
         self._family_due = self._nvml_due = 0.0
         # Time of each look in the window, and the CPU seconds used up to then.
         self._looks: list[tuple[float, float]] = []
-        self._used: dict[int, CpuTime] = {}
+        self._used: dict[int, float] = {}
         self._used_seconds = 0.0
         # Start and CPU seconds of the current window for light work, and the verdict of the last one.
         self._light_window: tuple[float, float] | None = None
@@ -89,26 +87,21 @@ class Activity:
         # One by one: the CPU time of a child that ends is lost, and must not hide the work of the others.
         earlier = self._used
         self._used = used
-        self._used_seconds += sum(
-            max(0.0, spent.seconds - earlier[pid].seconds) for pid, spent in used.items() if pid in earlier
-        )
+        self._used_seconds += sum(max(0.0, spent - earlier[pid]) for pid, spent in used.items() if pid in earlier)
         if self._looks and at - self._looks[-1][0] >= _UNSEEN_SECONDS:
             self._looks = []
             self._begin_light_window()
         self._looks.append((at, self._used_seconds))
-        is_exact = all(spent.exact for spent in used.values())
-        window = _WINDOW_SECONDS if is_exact else _TICKS_WINDOW_SECONDS
-        least = 0.0 if is_exact else _LEAST_TICKS_SECONDS
         # The shortest span at least as long as the window; some looks come late.
-        while len(self._looks) > 2 and at - self._looks[1][0] >= window:
+        while len(self._looks) > 2 and at - self._looks[1][0] >= _WINDOW_SECONDS:
             del self._looks[0]
         first_at, first_seconds = self._looks[0]
         spent_seconds = self._used_seconds - first_seconds
-        if at > first_at and spent_seconds >= _BUSY_SHARE * max(window, at - first_at) and spent_seconds > least:
+        if at > first_at and spent_seconds >= _BUSY_SHARE * max(_WINDOW_SECONDS, at - first_at) and spent_seconds > 0:
             # Light work is counted from here, so that the same work does not count twice.
             self._begin_light_window()
             return True
-        return is_exact and self._busy_lightly(at)
+        return self._busy_lightly(at)
 
     def _begin_light_window(self) -> None:
         """Start a new window of light work: what was counted so far no longer counts."""

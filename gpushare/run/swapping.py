@@ -718,7 +718,7 @@ class Swapping(Part):
             now=now,
             since=self._since,
             busy_percent=None if None in sm_percents else sum(percent or 0 for percent in sm_percents),
-            cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
+            cpu={pid: spent for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
             others_wait=next_in_turn is not None,
             production_waits=bool(production),

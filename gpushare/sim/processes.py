@@ -160,7 +160,7 @@ class SimulatedProcesses(Processes):
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal, with what it does to the neighbours under MPS."""
-        self._send(pid, signal, partial(super().send, pid))
+        self._send(pid, signal, partial(os.kill, pid))
 
     def _send(self, pid: int, signal: int, to_real: Callable[[int], None]) -> None:
         """Send a signal to a simulated process, daemon or server, or to a real process with ``to_real``."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpushare.host import process as module
 from gpushare.host.process import cpu_time
 
 _LOOKS = 3000
@@ -32,22 +31,15 @@ def used_at_least(pid: int, seconds: float) -> bool:
     assert first is not None
     for _ in range(_LOOKS):
         now = cpu_time(pid)
-        assert now.seconds >= first.seconds
-        if now.seconds - first.seconds >= seconds:
+        assert now >= first
+        if now - first >= seconds:
             return True
         time.sleep(0.01)
     return False
 
 
-def no_clock(_clock: int) -> float:
-    """Answer as a kernel does that has no clock of other processes."""
-    raise OSError(22, "Invalid argument")
-
-
 def test_another_process_is_read_exactly(busy: int) -> None:
     assert used_at_least(busy, 0.05)
-    found = cpu_time(busy)
-    assert found.exact
 
 
 def test_all_threads_count() -> None:
@@ -56,22 +48,10 @@ def test_all_threads_count() -> None:
     thread.start()
     thread.join()
     after = cpu_time(os.getpid())
-    assert after.seconds - before.seconds > 0.005
+    assert after - before > 0.005
 
 
-def test_without_clocks_of_other_processes_ticks_tell_it(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "clock_gettime", no_clock)
-    assert used_at_least(busy, 0.05)
-    found = cpu_time(busy)
-    assert not found.exact
-    ticks = found.seconds * os.sysconf("SC_CLK_TCK")
-    assert ticks == pytest.approx(round(ticks))
-
-
-@pytest.mark.parametrize("clock", [True, False])
-def test_the_gone_and_numbers_that_are_no_pid_tell_nothing(monkeypatch: pytest.MonkeyPatch, clock: bool) -> None:
-    if not clock:
-        monkeypatch.setattr(module.time, "clock_gettime", no_clock)
+def test_the_gone_and_numbers_that_are_no_pid_tell_nothing() -> None:
     gone = subprocess.Popen([sys.executable, "-c", "pass"])
     gone.wait()
     for pid in (gone.pid, 1 << 28, 1 << 31, 1 << 70):

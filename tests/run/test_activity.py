@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.process import CpuTime
 from gpushare.run import production as module
 from gpushare.run.production import Activity
 
@@ -28,7 +27,6 @@ class Told:
         self.others: dict[int, float | None] = {}
         self.wall_ahead = 0.0
         self.families: dict[int, list[int]] = {}
-        self.exact = True
         self.family = [PID]
         # Samples of the GPU: when, and of whom.
         self.samples: list[tuple[float, int]] = []
@@ -49,10 +47,9 @@ class Told:
         self.asked_family += 1
         return self.family
 
-    def _cpu_time(self, pid: int) -> CpuTime | None:
+    def _cpu_time(self, pid: int) -> float | None:
         assert pid in self.family
-        used = self.cpu if pid == PID else self.others.get(pid)
-        return None if used is None else CpuTime(used, self.exact)
+        return self.cpu if pid == PID else self.others.get(pid)
 
     def _samples_since(self, nvml: Any, index: int, since: float) -> list[tuple[int, int]] | None:
         assert (nvml, index) == ("nvml", 3)
@@ -120,22 +117,7 @@ def test_after_nobody_looked_for_a_while_light_work_is_told_anew(job: Told) -> N
     assert [job.look(cpu=0.05, after=0.7) for _ in range(4)][-1] is True
 
 
-def test_in_ticks_one_alone_may_be_a_timers(job: Told) -> None:
-    job.exact = False
-    job.look()
-    assert not job.look(cpu=0.01)
-    assert [job.look() for _ in range(10)] == [False] * 10
-    assert not job.look(cpu=0.01)
-    assert job.look(cpu=0.01)
-    # What it did long ago does not count.
-    seen = [job.look() for _ in range(10)]
-    assert seen == sorted(seen, reverse=True)
-    assert 3 <= seen.count(True) <= 6
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_quarter_of_a_processor_is_work_and_less_is_not(job: Told, exact: bool) -> None:
-    job.exact = exact
+def test_a_quarter_of_a_processor_is_work_and_less_is_not(job: Told) -> None:
     for share, works in ((0.26, True), (0.24, False)):
         for _ in range(6):
             seen = job.look(cpu=share * 0.1, after=0.1)
