@@ -192,7 +192,6 @@ def refresh(host: Host, spec: CdiSpec) -> None:
 
 
 def check_toolkit(host: Host) -> None:
-    """Raise NotSupported if nvidia-ctk is not installed."""
     if host.programs.find(PROGRAM) is None:
         raise NotSupported(
             f"{PROGRAM}, which writes the CDI specification of this host, is not installed",

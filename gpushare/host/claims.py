@@ -91,7 +91,6 @@ class HeldClaim:
     path: Path
 
     def release(self) -> None:
-        """Release it for all processes that hold it."""
         _remove(self.path)
 
     def add(self, pid: int) -> None:

@@ -202,7 +202,6 @@ def _answer(word: bytes) -> None:
 
 
 def _load(spec: str, act_name: str) -> tuple[Any, Callable[..., None]]:
-    """Return the host, and the function that acts."""
     import importlib
 
     module, _, function = act_name.partition(":")

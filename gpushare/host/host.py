@@ -168,7 +168,6 @@ def _run_directory_places(uid: int) -> list[str]:
 
 
 def _belongs_to(place: str, uid: int) -> bool:
-    """Return whether a directory is there and belongs to a user."""
     try:
         return os.lstat(place).st_uid == uid
     except OSError:

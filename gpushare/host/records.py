@@ -357,7 +357,6 @@ def clear_leftovers(directory: Path, stem: str | None = None) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Write the entries of a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -58,7 +58,6 @@ class Named:
 
     @property
     def title(self) -> str:
-        """Return its name and PID for people."""
         return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
 
     @property

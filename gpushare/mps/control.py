@@ -460,7 +460,6 @@ class MpsControl:
     # -- servers and clients ---------------------------------------------------------------------------
 
     def servers(self) -> list[int]:
-        """Return the PIDs of the MPS servers (``get_server_list``)."""
         return parse_pids(self.ask("get_server_list"))
 
     def server_status(self, server_pid: int) -> str | None:

@@ -100,17 +100,10 @@ class DaemonHome:
 
     @property
     def leases(self) -> Path:
-        """Return the directory of the leases of `gpushare run`."""
         return self.directory / "leases"
 
     def create(self) -> None:
-        """Create the directories, closed to others.
-
-        Raises:
-            BadUsage: the path is too long for a daemon, which would die silently.
-            NoPermission: a directory is not writable, or belongs to another user.
-        """
-        self.check_path()
+        """Create the directories, closed to others. Raises NoPermission: one is not writable, or belongs to another user."""
         self._make_directory()
         for path in (self.pipe, self.log, self.leases):
             make_private_directory(path)
@@ -119,7 +112,7 @@ class DaemonHome:
             self.leases.chmod(0o700)
 
     def check_path(self) -> None:
-        """Raise BadUsage if the pipe directory is too long for a daemon."""
+        """Raise BadUsage if the pipe directory is too long for a daemon, which would die silently."""
         length = len(os.fsencode(str(self.pipe)))
         if length > MAX_PIPE_DIRECTORY_BYTES:
             raise BadUsage(
@@ -181,7 +174,6 @@ class DaemonHome:
                 path.unlink()
 
     def leftovers(self) -> list[Path]:
-        """Return the files that a daemon left in the pipe directory."""
         try:
             return sorted(path for path in self.pipe.iterdir() if not path.is_dir())
         except OSError:
@@ -307,7 +299,6 @@ def home_of(run_directory: Path, uuid: str) -> DaemonHome:
 
 
 def own_home(host: Host, uuid: str) -> DaemonHome:
-    """Return the home of this user's daemon of a device."""
     return home_of(host.run_directory, uuid)
 
 
@@ -402,7 +393,6 @@ def pipe_directory(uuid: str) -> str:
 
 
 def unit_name(uuid: str) -> str:
-    """Return the name of the systemd unit that starts the MPS daemon of a device."""
     return f"gpushare-mps-{device_key(uuid)}.service"
 
 
@@ -423,5 +413,4 @@ def client_environment(base: Mapping[str, str], device: Device, home: DaemonHome
 
 
 def without_own_limits(base: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the caller's own limits for MPS clients."""
     return {name: value for name, value in base.items() if name not in VARIABLES}

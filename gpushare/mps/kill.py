@@ -71,7 +71,6 @@ class Ending:
         self.drain = Drain(seconds=0.0, by="bound", source=None, before_percent=None, after_percent=None)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return the steps: stop all, drain, kill all."""
         pids = " ".join(map(str, self._started))
         which = f"process{'es' if len(self._started) > 1 else ''} {pids.replace(' ', ', ')}"
         return (

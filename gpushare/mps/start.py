@@ -57,7 +57,6 @@ def plan_start(
     check_device(host, device)
     check_memory(device, limits.memory_limit_bytes)
     home = own_home(host, device.uuid)
-    # The daemon itself would die silently.
     home.check_path()
     if users is not None:
         need_root(host, "a daemon for several users at the same time")
@@ -325,7 +324,6 @@ class _Start:
             return False
 
     def _end_started_daemon(self) -> None:
-        """End the daemon if this start has made it."""
         pid = self._daemon_pid() if self._started else None
         if pid is not None:
             end_daemon(self._host, self._control, pid, force=True)
@@ -348,7 +346,6 @@ _MULTIUSER_VERSION: Final = 13000
 
 
 def check_several_users(host: Host) -> None:
-    """Raise NotSupported unless the driver has a server for several users."""
     version = probe_version(host.programs)
     if version is None or version < _MULTIUSER_VERSION:
         raise NotSupported(
@@ -360,7 +357,6 @@ def check_several_users(host: Host) -> None:
 
 
 def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -> None:
-    """Raise InUse if a daemon already serves the device."""
     for item in daemons:
         daemon = item.daemon
         if daemon.ours and daemon.device_uuid == device.uuid:
@@ -414,7 +410,6 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
 
 
 def _daemon_exists_error(device: Device, pid: int | None) -> InUse:
-    """Return the error that a daemon of gpushare is there already."""
     selector = device.selector
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",

@@ -327,7 +327,6 @@ class Stop:
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
     def _wait(self) -> None:
-        """Wait for the clients, and note for how long."""
         started = time.monotonic()
         self._wait_for_clients(self.drain_seconds)
         self._waited = time.monotonic() - started

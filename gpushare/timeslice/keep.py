@@ -528,16 +528,12 @@ def _is_incomplete(put_back: Sequence[Event]) -> bool:
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
     """Restore each group of a process that still has the slice that was set; return what happened."""
     groups = {group.key: group for group in kept.channels.compute}
-    parts = [(groups[slices.key], slices) for slices in kept.slices if slices.key in groups]
+    restored: set[tuple[int, int]] = set()
     try:
-        try:
-            restored = _restore_groups(host, control, kept, parts)
-        except NotFound:
-            # A context has ended: restore the others one by one.
-            restored = set()
-            for part in parts:
-                with contextlib.suppress(NotFound):
-                    restored |= _restore_groups(host, control, kept, [part])
+        for slices in kept.slices:
+            # Its context, or the process, may have ended.
+            with contextlib.suppress(NotFound):
+                restored |= _restore_group(host, control, kept, groups[slices.key], slices)
     except GpushareError as error:
         return [_skipped_event(kept.pid, kept.uid, error)]
     user = _user_of(kept.uid)
@@ -547,29 +543,20 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
     ]
 
 
-def _restore_groups(
-    host: Host, control: ChannelControl, kept: KeptProcess, parts: Sequence[tuple[Group, KeptSlice]]
+def _restore_group(
+    host: Host, control: ChannelControl, kept: KeptProcess, group: Group, slices: KeptSlice
 ) -> set[tuple[int, int]]:
-    """Restore groups of one process; return the slices that were changed: the one until now, and the one from before."""
-    if not parts:
-        return set()
-    groups_by_change: dict[tuple[int, int], list[Group]] = {}
+    """Restore the slice of a group; return the one until now and the one from before, if it was changed."""
+    channels = replace(kept.channels, groups=(group,))
     with slices_locked(host):
-        values = control.read_slices(replace(kept.channels, groups=tuple(group for group, _ in parts)))
-        # Those that an earlier try restored, and then failed to note.
-        unnoted = set()
-        for (group, slices), current in zip(parts, values, strict=True):
-            if current == slices.before:
-                unnoted.add(current)
-            # A slice that another program has set since stays.
-            elif current in {slices.now, slices.last}:
-                groups_by_change.setdefault((current, slices.before), []).append(group)
-        for (_, before), groups in groups_by_change.items():
-            control.set_slice(replace(kept.channels, groups=tuple(groups)), before)
-            note_restored(host, kept.pid, kept.started, before)
-        for before in unnoted:
-            note_restored(host, kept.pid, kept.started, before)
-    return set(groups_by_change)
+        (current,) = control.read_slices(channels)
+        # A slice that another program has set since stays. An earlier try may have restored it, and then failed to note it.
+        if current not in {slices.before, slices.now, slices.last}:
+            return set()
+        if current != slices.before:
+            control.set_slice(channels, slices.before)
+        note_restored(host, kept.pid, kept.started, slices.before)
+    return {(current, slices.before)} if current != slices.before else set()
 
 
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------

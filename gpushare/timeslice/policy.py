@@ -28,7 +28,6 @@ NO_MILLISECONDS: Final = (
 
 
 def level_of(text: str) -> TimeSlice:
-    """Return the level for a name or number."""
     level = parse_level(text)
     if level is None:
         raise BadUsage(
@@ -229,7 +228,6 @@ def _note_mode(host: Host, device: Device, mode: ComputeMode | None) -> None:
 
 
 def _refuse_instances(devices: Sequence[Device]) -> None:
-    """Raise NotSupported if a device is a MIG instance."""
     for device in devices:
         if device.mig is not None:
             raise NotSupported(

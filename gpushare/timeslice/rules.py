@@ -104,7 +104,6 @@ class Rule:
 
     @property
     def microseconds(self) -> int:
-        """Return the slice that it gives, in microseconds."""
         if self.role is not None:
             return self.role.microseconds
         return self.slice_us if self.slice_us is not None else slice_of_weight(self.weight or 1)
