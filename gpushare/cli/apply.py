@@ -72,7 +72,8 @@ def apply(
         "--wait", "TIME", "Wait this long for programs to leave the GPUs that change. [default: refuse]"
     ),
 ) -> Any:
-    """Set up each GPU as its entry in gpushare.yaml says; GPUs without an entry are left alone. Needs root.
+    """Set up each GPU as its entry in gpushare.yaml says; GPUs without an entry are left alone. Needs root,
+    except for MPS daemons of your own.
 
     What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
     here changes nothing. Each GPU is then changed completely or not at all. It never ends a program: if one is in the
