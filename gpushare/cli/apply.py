@@ -72,10 +72,9 @@ def apply(
         "--wait", "TIME", "Wait this long for programs to leave the GPUs that change. [default: refuse]"
     ),
 ) -> Any:
-    """Set up each GPU as its entry in gpushare.yaml says; GPUs without an entry are left alone. Needs root,
-    except for MPS daemons of your own.
+    """Set up each GPU as its entry in gpushare.yaml says. Needs root, except for MPS daemons of your own.
 
-    What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
+    GPUs without an entry are left alone, and what already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
     here changes nothing. Each GPU is then changed completely or not at all. It never ends a program: if one is in the
     way of a change, its GPU is refused, and the others are changed. gpushare asks before it removes a name, a grant, or
     an instance that it did not make; so does its undo. It keeps the applied file: the units of `gpushare export

@@ -131,7 +131,7 @@ def slurm(
     """Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog.
 
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
-    compute mode by the number of the GPU and fails from ten GPUs on; the scripts written here do not.
+    compute mode by the number of the GPU and fails with more than ten GPUs; the scripts written here do not.
     """
     export = slurm_export(
         describe(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect

@@ -145,7 +145,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "export prometheus": (("Alerts", "export prometheus --rules > gpushare.rules.yaml"),),
     "sim add": (
         ("A client of MPS with 2 GiB", "--host sim:h200 sim add --mps --memory 2G"),
-        ("A program in a MIG instance", "--host sim:h200 sim add --mig 0"),
+        ("A program in a MIG instance, after sim mig 3g.71gb", "--host sim:h200 sim add --mig 1"),
     ),
     "sim fault": (("GPU 1 is lost", "--host sim:2xh200 sim fault lost -g 1"),),
     "sim vgpu": (("A vGPU of a machine", "--host sim:h200 sim vgpu 'NVIDIA H200-35C' --memory 35G --vm train"),),

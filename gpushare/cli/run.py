@@ -64,7 +64,7 @@ def run(
     wait: bool = flag("--wait", "Wait in line until a GPU, or an instance, has room."),
     timeout: str | None = option("--timeout", "TIME", "Wait for at most this long: 30m, 2h."),
     run_time: str | None = option(
-        "--time", "TIME", "End it after this time (8h); it may overtake jobs that it should not delay."
+        "--time", "TIME", "End it after this time (8h); it may pass waiting jobs that this should not delay."
     ),
     restart_on: str | None = option("--restart-on", "WHAT", "mps-fault: start it again if its MPS server dies."),
     requeue: bool = flag("--requeue", "If it runs out of memory, wait again for a fifth more."),

@@ -277,7 +277,9 @@ def set_slice(
     ),
     job: str | None = argument("[JOB]", "PID or name of a job."),
     gpu: str | None = WHOLE_GPU_OPTION,
-    beside_mps: bool = flag("--beside-mps", "Set the level even if an MPS daemon of gpushare serves the GPU."),
+    beside_mps: bool = flag(
+        "--beside-mps", "Set it beside an MPS daemon of gpushare, unless the GPU is exclusive-process."
+    ),
 ) -> Any:
     """Set the time-slice of a job, or the time-slice level of GPUs.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NoPermission, OperationFailed
 from gpushare.host.host import Host
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -233,12 +233,12 @@ def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None
     ``holds`` says in the message what another gpushare has been doing all the time: ``been changing MIG``.
 
     Raises:
-        OperationFailed: another one holds it for longer (code ``locked``).
+        InUse: another one holds it for longer (code ``locked``).
     """
     deadline = time.monotonic() + seconds
     while not flocked(descriptor):
         if time.monotonic() > deadline:
-            raise OperationFailed(
+            raise InUse(
                 f"another gpushare has {holds} for {seconds:g} s",
                 f"see which: fuser -v {shlex.quote(str(path))}",
                 code="locked",

@@ -207,7 +207,8 @@ class MigLedger:
         They are a file in this user's run directory, and the node of mig/config, which keeps other users out.
 
         Raises:
-            OperationFailed: another gpushare holds one for longer than two minutes, or the file cannot be created.
+            InUse: another gpushare holds one for longer than two minutes.
+            OperationFailed: the file cannot be created.
             NoPermission: the directory or the file is not this user's.
         """
         make_private_directory(self._directory.parent)

@@ -184,7 +184,8 @@ class DaemonHome:
         """Hold the lock of this daemon: start, set and stop exclude each other.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than a minute, or it cannot be created.
+            InUse: another gpushare holds it for longer than a minute.
+            OperationFailed: it cannot be created.
             NoPermission: the directory or the lock is not this user's.
         """
         self._make_directory()

@@ -15,7 +15,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from gpushare.base.errors import OperationFailed
+from gpushare.base.errors import InUse, OperationFailed
 from gpushare.connect import connect
 from gpushare.host import identity, store
 from gpushare.host.identity import boot_id, pid_space
@@ -88,7 +88,7 @@ def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: py
         for name in ("root", "user")
     )
     with root.locked():
-        with pytest.raises(OperationFailed, match="another gpushare") as refused, user.locked():
+        with pytest.raises(InUse, match="another gpushare") as refused, user.locked():
             pass
         assert refused.value.hint == f"see which: fuser -v {node}"
     with user.locked():
@@ -280,7 +280,7 @@ def test_another_process_holds_the_lock(
 ) -> None:
     monkeypatch.setattr(mig_ledger, "_LOCK_SECONDS", 0.05)
     assert ledger.running()
-    with fails(OperationFailed, "locked", hint="fuser"), ledger.locked():
+    with fails(InUse, "locked", hint="fuser"), ledger.locked():
         pytest.fail("two at a time")
     held.communicate("go\n", timeout=120)
     with ledger.locked():

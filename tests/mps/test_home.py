@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, InUse, NoPermission, OperationFailed
 from gpushare.base.model import device_key
 from gpushare.base.typed import parsed
 from gpushare.host.identity import boot_id, pid_space
@@ -174,7 +174,7 @@ def test_a_record_that_may_not_be_removed_is_an_error_of_ours(
 def test_two_processes_exclude_each_other(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.05)
     with elsewhere(home, "with home.locked():\n print('locked', flush=True); input()") as other:
-        with fails(OperationFailed, "locked", hint="fuser"), home.locked():
+        with fails(InUse, "locked", hint="fuser"), home.locked():
             pass
         other.kill()
         other.wait()
