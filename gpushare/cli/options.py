@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -358,25 +359,26 @@ class Helped:
 _LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--isolation"})
 
 
-def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
-    """Return the value of an option that is given once or several times: lists are joined, other values refused."""
-    if option.is_flag:
-        if len({*values}) > 1:
-            raise BadCombination(
-                f"{option.opts[0]} cannot be combined with {option.secondary_opts[0]}", "give one of them"
-            )
-        return values[0]
-    if len(values) == 1:
-        return values[0]
-    name = option.opts[-1]
-    if name in _LISTS or "," in (option.metavar or ""):
-        return ",".join(map(str, values))
-    first, *_, last = (quoted(str(value)) for value in values)
-    raise BadUsage(
-        f"{name} is given several times: first {first}, last {last}",
-        "give it once, with one value",
-        code="repeated_option",
-    )
+def _process_once(process: Callable[[Any, Any], None], option: Any, value: Any, state: Any) -> None:
+    """Process an option in the state of click's parser. One that is given again adds to a list; other values are refused."""
+    earlier = state.opts.get(option.dest)
+    process(value, state)
+    now = state.opts[option.dest]
+    if earlier is None:
+        return
+    name = option.obj.opts[-1]
+    if option.action == "store_const":
+        if now != earlier:
+            other = option.obj.secondary_opts[0]
+            raise BadCombination(f"{option.obj.opts[0]} cannot be combined with {other}", "give one of them")
+    elif name in _LISTS or "," in (option.obj.metavar or ""):
+        state.opts[option.dest] = f"{earlier},{now}"
+    else:
+        raise BadUsage(
+            f"{name} is given several times: {quoted(str(earlier))}, {quoted(str(now))}",
+            "give it once, with one value",
+            code="repeated_option",
+        )
 
 
 class Command(Helped, TyperCommand):
@@ -396,37 +398,16 @@ class Command(Helped, TyperCommand):
         super().__init__(*arguments, **named)
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return a parser that joins or refuses the values of an option that is given several times (`_single_value`).
+        """Return click's parser, which would keep the last of several values of an option (`_process_once`).
 
-        Click keeps the last value. So the parser is built as if each option took several, and its result is reduced. Before
-        the command (`Group`) the last value still wins: an alias may give `--host` and `-o` there.
+        Before the command (`Group`) the last value still wins: an alias may give `--host` and `-o` there.
         """
-        single_value_options = [
-            option
-            for option in self.get_params(ctx)
-            if isinstance(option, TyperOption) and not option.multiple and (option.secondary_opts or not option.is_flag)
-        ]
-        for option in single_value_options:
-            option.multiple = True
-        try:
-            parser: Any = super().make_parser(ctx)
-        finally:
-            for option in single_value_options:
-                option.multiple = False
-        parse_args_of_click = parser.parse_args
-
-        def parse_args(args: list[str]) -> Any:
-            """Return what click's parser returns, with a single value of each of these options."""
-            values_by_name, rest, order = parse_args_of_click(args=args)
-            for option in single_value_options:
-                if option.name in values_by_name:
-                    values = values_by_name[option.name]
-                    # A completion must not fail.
-                    value = values[-1] if ctx.resilient_parsing else _single_value(option, values)
-                    values_by_name[option.name] = value
-            return values_by_name, rest, order
-
-        parser.parse_args = parse_args
+        parser: Any = super().make_parser(ctx)
+        # A completion must not fail.
+        if not ctx.resilient_parsing:
+            for option in {*parser._short_opt.values(), *parser._long_opt.values()}:
+                if option.action in {"store", "store_const"}:
+                    option.process = partial(_process_once, option.process, option)
         return parser
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
