@@ -122,7 +122,7 @@ _gpushare_node() {
       valued='-g --gpu --threads --memory --priority --host -o --output'
       ;;
     'mps logs')
-      options='-g --gpu --lines --server --control --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu --lines --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --lines --host -o --output'
       ;;
     'mps env')

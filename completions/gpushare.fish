@@ -517,8 +517,6 @@ complete -c gpushare -n '__gpushare_at mps set' -l debug -d 'Show the traceback 
 complete -c gpushare -n '__gpushare_at mps set' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at mps logs' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, range (0-3), UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.'
 complete -c gpushare -n '__gpushare_at mps logs' -l lines -x -d 'The last N lines of each log.'
-complete -c gpushare -n '__gpushare_at mps logs' -l server -d 'Only the server\'s log.'
-complete -c gpushare -n '__gpushare_at mps logs' -l control -d 'Only the control daemon\'s log.'
 complete -c gpushare -n '__gpushare_at mps logs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at mps logs' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at mps logs' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'

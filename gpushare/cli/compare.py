@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -63,6 +62,13 @@ class CompareAnswer:
     cells: tuple[HostCell, ...]
 
 
+_REFUSED: Final = (
+    Refused("--why", "WAY", "it names the way of a cell", "--why error-isolation mps"),
+    Refused("--driver", "--gpu --view:host --view:published", "it is for the view today", "--driver 580"),
+    Refused("--gpu", "--view:today --view:published", "it is for the view host", "-g 0"),
+)
+
+
 @verb(Command)
 def compare(
     ways: list[str] | None = argument("[WAY]...", "streams, mps, timeslice, mig, vgpu. [default: all]"),
@@ -82,10 +88,17 @@ def compare(
     --view published is NVIDIA's table of 2022, --view today the current state by driver, and --view host what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
-    refuse((Refused("--why", "WAY", "it names the way of a cell", "--why error-isolation mps"),))
-    table = load_table()
     asked_view = _parse_view(view)
-    _check_view(driver, asked_view, gpu)
+    refuse(_REFUSED, {*settings.given, f"--view:{asked_view and asked_view.value}"})
+    table = load_table()
+    if driver is not None:
+        branch = driver_branch(driver)
+        if branch is None or not _OLDEST_DRIVER <= branch <= _NEWEST_DRIVER:
+            raise BadUsage(
+                f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} to {_NEWEST_DRIVER}",
+                "give it like 580 or 580.159.04",
+                code="bad_driver",
+            )
     if why is not None:
         return _explain_cell(table, why, driver, gpu)
     chosen = list(dict.fromkeys(way_of(text, COLUMNS) for text in ways or ())) or list(COLUMNS)
@@ -105,24 +118,6 @@ def _parse_view(text: str | None) -> View | None:
 # gpushare needs R470 or later; a branch has three digits.
 _OLDEST_DRIVER: Final = 470
 _NEWEST_DRIVER: Final = 999
-
-
-def _check_view(driver: str | None, view: View | None, gpu: str | None) -> None:
-    """Raise BadUsage if --driver or -g does not go with the view, or --driver is no version."""
-    if driver is not None:
-        branch = driver_branch(driver)
-        if branch is None or not _OLDEST_DRIVER <= branch <= _NEWEST_DRIVER:
-            raise BadUsage(
-                f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} to {_NEWEST_DRIVER}",
-                "give it like 580 or 580.159.04",
-                code="bad_driver",
-            )
-        if gpu is not None or view not in {None, View.TODAY}:
-            raise BadUsage(
-                "--driver is only for the view today", "drop --driver: the host has its own driver", code="two_views"
-            )
-    if gpu is not None and view not in {None, View.HOST}:
-        raise BadUsage("-g is only for the view host", "drop --view or -g", code="two_views")
 
 
 def _facts_of_host(gpu: str | None) -> HostFacts:
@@ -247,18 +242,10 @@ def _absent_titles(table: Table, chosen: Sequence[Way], facts: HostFacts | None)
 
 def _table_title(view: View, driver: str | None, facts: HostFacts | None) -> str:
     if facts is not None:
-        return f"Ways to share a GPU, on {facts.host}: {_gpu_names(facts)}, driver {facts.driver or 'unknown'}"
+        return f"Ways to share a GPU, on {facts.host}, driver {facts.driver or 'unknown'}"
     if view is View.PUBLISHED:
         return "Ways to share a GPU, as published by NVIDIA in 2022"
     return f"Ways to share a GPU, today, {'newest drivers' if driver is None else f'driver {driver}'}"
-
-
-def _gpu_names(facts: HostFacts) -> str:
-    """Return the models of the GPUs that answer, with their numbers; of more than two models only the number."""
-    counted = Counter(gpu.name or "unknown GPU" for gpu in facts.gpus if gpu.error is None)
-    if len(counted) > 2:
-        return f"{sum(counted.values())} GPUs"
-    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counted.items())
 
 
 def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:

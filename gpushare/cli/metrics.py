@@ -216,44 +216,19 @@ def _write_textfile(path: Path, text: str) -> None:
         ) from None
 
 
-_REQUEST_SECONDS: Final = 5.0
-_ANSWER_SECONDS: Final = 10.0
-_PATHS: Final = frozenset({"/", "/metrics"})
-# Connections whose request is not complete, and those that are answered at the same time.
-_MOST_INCOMPLETE: Final = 8
-_MOST_ANSWERED: Final = 32
+# How long a connection may last, with its request and its answer, and how many there are at the same time.
+_CONNECTION_SECONDS: Final = 15.0
+_MOST_CONNECTIONS: Final = 12
 
 
 class _Handler(WSGIRequestHandler):
     """Answers one request. Its lines and headers are bounded by the library, its time by the server."""
 
     server: MetricsServer
-    # Also for a slow reader of the answer.
-    timeout = _ANSWER_SECONDS
-    _is_counted = False
 
     def parse_request(self) -> bool:
-        """Read a request, and return whether to answer it: it is valid, and not too many others are being answered."""
-        is_valid = super().parse_request()
-        was_waited_for = self.server.incomplete.pop(self.connection, None) is not None
-        if not was_waited_for:
-            # The server has dropped it: the end of the connection looks like the end of a request.
-            return False
-        if is_valid and self.path.partition("?")[0] not in _PATHS:
-            self.send_error(404)
-            return False
-        if is_valid and not self.server.answers.acquire(blocking=False):
-            self.send_error(503)
-            return False
-        self._is_counted = is_valid
-        return is_valid
-
-    def finish(self) -> None:
-        try:
-            super().finish()
-        finally:
-            if self._is_counted:
-                self.server.answers.release()
+        """Read a request, and return whether to answer it: the end of a dropped connection looks like the end of one."""
+        return super().parse_request() and self.connection in self.server.deadlines
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
         """Do not log."""
@@ -272,34 +247,33 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((address, port), _Handler)
         self.set_app(application)
         self.socket.setblocking(False)
-        self.answers = threading.BoundedSemaphore(_MOST_ANSWERED)
-        # In order of arrival: connections whose request is not complete, each with its deadline.
-        self.incomplete: dict[Any, float] = {}
+        # Of the open connections, in order of arrival.
+        self.deadlines: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread; if too many have not sent a whole request yet, drop the oldest of them."""
-        if len(self.incomplete) >= _MOST_INCOMPLETE:
-            self._drop(next(iter(self.incomplete)))
-        self.incomplete[request] = time.monotonic() + _REQUEST_SECONDS
+        """Answer a connection in a thread; if there are too many, drop the oldest."""
+        if len(self.deadlines) >= _MOST_CONNECTIONS:
+            self._drop(next(iter(self.deadlines)))
+        self.deadlines[request] = time.monotonic() + _CONNECTION_SECONDS
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """End connections whose request did not come in time. Called twice a second, and after each connection."""
+        """Drop connections that have lasted too long. Called twice a second, and after each connection."""
         now = time.monotonic()
         # The threads of other connections change the dictionary meanwhile.
-        for connection, deadline in list(self.incomplete.items()):
+        for connection, deadline in list(self.deadlines.items()):
             if deadline <= now:
                 self._drop(connection)
 
     def _drop(self, connection: Any) -> None:
         """Shut a connection down: its thread reads the end, and finishes."""
-        self.incomplete.pop(connection, None)
+        self.deadlines.pop(connection, None)
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; called at the end of its thread."""
-        self.incomplete.pop(request, None)
+        self.deadlines.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

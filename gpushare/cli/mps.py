@@ -70,15 +70,15 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     shown = replace(chosen, daemons=(*chosen.daemons, *others))
     result = status_result(shown)
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
-    # On a host with several GPUs a change must name its GPU.
-    gpu_option = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
-    where = "this host" if gpu is None else " or ".join(f"GPU {each.index}" for each in chosen.gpus)
+    where = "this host" if gpu is None else "these GPUs"
     return replace(
         result,
         command="mps status",
         data=MpsStatusAnswer(mps_daemons=shown.daemons),
         tables=tables,
-        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{gpu_option}",
+        text=None
+        if tables
+        else f"no MPS daemon runs on {where}; start one: gpushare mps start -g {chosen.gpus[0].index}",
         csv=daemon_table(shown),
     )
 
@@ -95,8 +95,6 @@ class MpsLogsAnswer:
 def logs(
     gpu: str | None = GPU_OPTION,
     lines: int = option("--lines", "N", "The last N lines of each log.", default=40, min=1),
-    server: bool = flag("--server", "Only the server's log."),
-    control: bool = flag("--control", "Only the control daemon's log."),
 ) -> Any:
     """Show the last lines of a daemon's control.log and server.log.
 
@@ -106,23 +104,12 @@ def logs(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     home = _home_with_logs(host, device)
-    names = ["control.log", "server.log"]
-    if control is not server:
-        names = ["control.log"] if control else ["server.log"]
-    texts = {}
-    left_out = 0
-    for name in names:
-        if name == "control.log" and not settings.verbose:
-            # Most of the log may be questions.
-            all_lines = last_lines(home.log / name, _MOST_LINES)
-            log_lines = without_questions(all_lines)
-            left_out = len(all_lines) - len(log_lines)
-        else:
-            log_lines = last_lines(home.log / name, lines)
-        texts[name] = log_lines[-lines:]
-    notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
-    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
-    return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes)
+    texts = {name: last_lines(home.log / name, lines) for name in ("control.log", "server.log")}
+    if not settings.verbose:
+        # Most of the log may be questions.
+        texts["control.log"] = without_questions(last_lines(home.log / "control.log", _MOST_LINES))[-lines:]
+    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in texts)
+    return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text)
 
 
 def _home_with_logs(host: Host, device: Device) -> DaemonHome:
@@ -156,18 +143,15 @@ _LONG_LINE_BYTES: Final = 300
 
 def last_lines(path: Path, lines: int) -> list[str]:
     """Return the last lines of a log; none if there is no such file. Raises OperationFailed: it cannot be read."""
-    name = shlex.quote(str(path))
     try:
         size = min(_LONG_LINE_BYTES * lines + 4096, _MOST_OF_A_LOG)
         return read_trusted_tail(path, size).splitlines()[-lines:]
     except FileNotFoundError:
         return []
-    except OSError as error:
-        raise OperationFailed(
-            f"cannot read {path}: {error.strerror}", f"read it as its owner: sudo tail {name}"
-        ) from None
-    except ValueError as error:
-        raise OperationFailed(f"cannot read {path}: {error}", f"look at it: ls -l {name}; sudo tail {name}") from None
+    except (OSError, ValueError) as error:
+        name = shlex.quote(str(path))
+        problem = f"cannot read {path}: {getattr(error, 'strerror', None) or error}"
+        raise OperationFailed(problem, f"look at it: ls -l {name}; sudo tail {name}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.host.store import MOST_SECONDS
 from gpushare.pause.change import changing
-from gpushare.pause.record import RESUMING, PausedJob, paused_jobs
+from gpushare.pause.record import PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
@@ -69,17 +69,6 @@ def pause(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PausedProcess:
-    """A process that is off the GPU, with what it has there."""
-
-    pid: int
-    # The UUIDs of its GPUs.
-    gpus: tuple[str, ...]
-    contexts: int
-    channels: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class PausedRow:
     """A paused job."""
 
@@ -98,7 +87,8 @@ class PausedRow:
     guard: int | None
     # Whether that process is alive.
     guarded: bool
-    processes: tuple[PausedProcess, ...]
+    # The PIDs of the processes that are off the GPU.
+    processes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,15 +120,7 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
         by_run=job.by_run,
         guard=None if job.keeper is None else job.keeper.pid,
         guarded=job.kept(host),
-        processes=tuple(
-            PausedProcess(
-                pid=process.pid,
-                gpus=tuple(sorted({group.gpu for group in process.compute if group.gpu})),
-                contexts=len(process.compute),
-                channels=sum(len(group.channels) for group in process.compute),
-            )
-            for process in job.channels
-        ),
+        processes=tuple(process.pid for process in job.channels),
     )
 
 
@@ -155,7 +137,6 @@ def list_paused(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
     jobs = [job for job in paused_jobs(host) if job.is_paused(host)]
     rows = tuple(paused_row(job, host) for job in jobs)
-    shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (
         Column("pid", "pid", right=True),
         Column("name", "name", optional=True),
@@ -164,7 +145,7 @@ def list_paused(host: Host) -> Any:
         Column("since", "since", format=clock),
         Column("until", "until", format=lambda at: "resumed" if at is None else clock(at)),
         Column("by", "by", rank=1),
-        Column("processes", "processes", rank=3),
+        Column("processes", "processes", rank=3, format=lambda pids: " ".join(map(str, pids))),
     )
     notes = []
     for job in jobs:
@@ -172,13 +153,9 @@ def list_paused(host: Host) -> Any:
             notes.append(f"{job.title}: its gpushare run pauses it while production works, and resumes it")
         elif not job.kept(host):
             notes.append(f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}")
-        elif job.state == RESUMING:
-            notes.append(
-                f"{job.title}: its pause is over, and its guard tries to resume it; if it stays so: gpushare resume {job.selector}"
-            )
     return Result(
         command="pause list",
         data=PauseListAnswer(jobs=rows),
-        tables=(Table(name="jobs", columns=columns, rows=shown, empty="no job is paused"),),
+        tables=(Table(name="jobs", columns=columns, rows=rows, empty="no job is paused"),),
         notes=tuple(notes),
     )

@@ -84,17 +84,12 @@ def _check_length(device: Device, seconds: float, held: float, most: float) -> N
     ``held`` are the seconds since its start, ``most`` those that root allows from start to end (0: no leases).
     """
     # The undo of a shorter lease is in whole minutes, rounded up.
-    if held + seconds <= most + 60:
-        return
-    problem = "root allows no leases here"
-    if most:
-        problem = f"a lease of {format_duration(seconds)} on {device.title} is longer than {format_duration(most)}, the longest here"
-        if held >= 1:
-            problem += f", of which {format_duration(held)} are over"
-    hint = "ask root"
-    if most - held >= 1:
-        hint = f"give at most --for {duration_option(int(most - held))}; or ask root: reserve in gpushare.yaml"
-    raise NoPermission(problem, hint, code="lease_too_long")
+    if held + seconds > most + 60:
+        raise NoPermission(
+            f"the lease of {device.title} would be {format_duration(held + seconds)} long, and the longest here is {format_duration(most)}",
+            "give less with --for, or ask root: reserve in gpushare.yaml",
+            code="lease_too_long",
+        )
 
 
 def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
@@ -145,11 +140,9 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
     for device in devices:
         if device.uuid in held:
-            seconds = held[device.uuid].seconds_left
             # Whole minutes are easier to type, and a lease that is a little longer does no harm.
-            if seconds >= 60:
-                seconds = 60 * math.ceil(seconds / 60)
-            commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}")
+            minutes = math.ceil(held[device.uuid].seconds_left / 60)
+            commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(60 * minutes)}")
     return "; ".join(commands)
 
 
@@ -159,10 +152,7 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
     lease_by_gpu = leases(host, limits)
     reserved = [device for device in devices if device.uuid in lease_by_gpu]
     if not reserved:
-        verb_word = "is" if len(devices) == 1 else "are"
-        raise NotFound(
-            f"{titles(devices)} {verb_word} not reserved", "see all leases: gpushare reserve", code="no_lease"
-        )
+        raise NotFound(f"not reserved: {titles(devices)}", "see all leases: gpushare reserve", code="no_lease")
     steps: list[Step] = []
     losses: list[Loss] = []
     undo: list[str] = []

@@ -41,7 +41,7 @@ from gpushare.run.start import DETACHED, JobStart, Role, Yield
 from gpushare.run.swapping import SwapWish
 from gpushare.show.result import OutputFormat, Result
 from gpushare.show.text import put
-from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight_text
+from gpushare.timeslice.rules import slice_of_weight_text
 from gpushare.timeslice.slices import MOST_US, check_slice
 
 
@@ -93,6 +93,8 @@ def run(
     """
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+    if restart_on not in {None, "mps-fault"}:
+        raise BadUsage(f"--restart-on {quoted(restart_on or '')} is not an event", "give mps-fault", code="bad_restart")
     # What does not go together.
     yields, yield_value = parse_yield(how)
     swaps = _swap_wish(swap, movable=movable)
@@ -105,7 +107,7 @@ def run(
     given_slice = yield_value if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
-        slice_us = _slice_of_weight(weight)
+        slice_us = slice_of_weight_text(weight)
     # In the gpushare of a detached job, which has this name. The program must not inherit the variable.
     detached_name = os.environ.pop(DETACHED, None)
     job_name = name if detached_name is None or production else detached_name
@@ -153,7 +155,7 @@ def run(
         count=gpus or 1,
         bind=bind,
         creates=create,
-        restart=_restarts_on_mps_fault(restart_on),
+        restart=restart_on is not None,
     )
     return job_start.run(gpu, mig, options)
 
@@ -206,17 +208,6 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
         text=f"{job.name}\n",
         notes=(*job.notes, f"{job.name} {state}; see its output: gpushare logs {job.name}{end}"),
     )
-
-
-def _restarts_on_mps_fault(event: str | None) -> bool:
-    """Return whether the program starts again after a fault of MPS; raises BadUsage for another event."""
-    if event not in {None, "mps-fault"}:
-        raise BadUsage(
-            f"--restart-on {quoted(event or '')} is not an event",
-            "give --restart-on mps-fault; to restart after any failure: gpushare farm --copies 1 --restart 1 -- CMD",
-            code="bad_restart",
-        )
-    return event is not None
 
 
 def _share_to_keep(text: str) -> float:
@@ -349,15 +340,3 @@ def slice_of(text: str) -> int:
             code="slice_too_long",
         )
     return slice_us
-
-
-def _slice_of_weight(text: str) -> int:
-    """Return the time-slice of ``--weight`` in microseconds. Raises BadUsage."""
-    microseconds = slice_of_weight_text(text)
-    if microseconds is None:
-        raise BadUsage(
-            f"--weight {quoted(text)} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
-            "give --weight 3; programs without a weight count as 1",
-            code="bad_weight",
-        )
-    return microseconds

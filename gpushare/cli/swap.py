@@ -97,14 +97,6 @@ def list_swapped() -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwappedProcess:
-    """A process that is swapped out of the GPU."""
-
-    pid: int
-    memory_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class SwapRow:
     """A job that is swapped out of the GPU, or being swapped."""
 
@@ -123,7 +115,8 @@ class SwapRow:
     since: float
     # How long it took to swap it out.
     out_seconds: float | None
-    processes: tuple[SwappedProcess, ...]
+    # The PIDs of its processes.
+    processes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +147,7 @@ def _swap_row(swap: Swap, gpu: int | None = None) -> SwapRow:
         gpu_uuid=swap.gpu_uuid,
         since=wall_time(swap.since),
         out_seconds=swap.out_seconds,
-        processes=tuple(SwappedProcess(pid=pid, memory_bytes=size) for pid, _, size in swap.images),
+        processes=tuple(pid for pid, _, _ in swap.images),
     )
 
 

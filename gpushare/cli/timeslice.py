@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -38,10 +37,10 @@ from gpushare.host.smi import parse_level, policies_of
 from gpushare.plan import Plan
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names
 from gpushare.show.result import Column, Result, Table
-from gpushare.show.status import gpu_errors, silent_word
+from gpushare.show.status import gpu_errors
 from gpushare.snapshot import BLIND
 from gpushare.timeslice.policy import level_of, plan_level, plan_reset
-from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight_text
+from gpushare.timeslice.rules import slice_of_weight_text
 from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
 if TYPE_CHECKING:
@@ -142,36 +141,19 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         Column("compute_mode", "compute mode", rank=2),
         Column("uuid", "UUID", whole=True, rank=4),
     )
-    # For people, a GPU that does not answer has a word in place of its level.
-    shown = [
-        {**vars(row), "time_slice": silent_word(device.gpu.error)} if device.gpu.error is not None else vars(row)
-        for row, device in zip(rows, devices, strict=True)
-    ]
-    tables = [Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU")]
+    tables = [Table(name="gpus", columns=columns, rows=tuple(rows), empty="this host has no GPU")]
     if processes:
         tables.append(_process_table(processes))
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
+    without = [str(row.gpu) for row in rows if row.supported is False]
+    notes = (f"the driver lists no time-slice for GPU {', '.join(without)}",) if without else ()
     return Result(
         data=TimesliceAnswer(gpus=tuple(rows), processes=tuple(processes)),
         tables=tuple(tables),
-        csv=Table(name="gpus", columns=columns, rows=tuple(map(vars, rows))),
-        notes=(*_level_notes(rows), *_unknown_slice_notes(processes), *blind),
+        csv=tables[0],
+        notes=(*notes, *_unknown_slice_notes(processes), *blind),
         errors=gpu_errors(device.gpu for device in devices),
     )
-
-
-def _level_notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
-    """Return notes on GPUs without a time-slice, or with a compute mode that has no use for one."""
-    notes = []
-    without = [str(row.gpu) for row in rows if row.supported is False]
-    if without:
-        notes.append(f"the driver lists no time-slice for GPU {', '.join(without)}")
-    alone = [str(row.gpu) for row in rows if row.compute_mode not in {None, ComputeMode.DEFAULT}]
-    if alone:
-        notes.append(
-            f"GPU {', '.join(alone)} is not time-sliced in its compute mode; `gpushare timeslice set` sets mode default first"
-        )
-    return tuple(notes)
 
 
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
@@ -322,20 +304,8 @@ def _set_slice_of_job(text: str, job_text: str) -> Any:
         )
     if re.fullmatch(r"[\d.]*\dx", text, re.ASCII):
         microseconds = slice_of_weight_text(text[:-1])
-        if microseconds is None:
-            raise BadUsage(
-                f"{quoted(text)} is not a share from {LEAST_WEIGHT:g}x to {MOST_WEIGHT:g}x",
-                "give one: 3x; or a time: 500us",
-                code="bad_weight",
-            )
     else:
-        try:
-            microseconds = check_slice(parse_slice(text))
-        except BadUsage as error:
-            if re.fullmatch(r"[\d.]*\d(us|ms|s|x)", job_text, re.ASCII) is None:
-                raise
-            swapped = shlex.join(["gpushare", "timeslice", "set", job_text, text])
-            raise error.restated(hint=f"the time comes before the job: {swapped}") from None
+        microseconds = check_slice(parse_slice(text))
     return _change_slices(job_text, partial(plan_slice, microseconds=microseconds))
 
 

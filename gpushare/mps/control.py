@@ -294,7 +294,7 @@ class MpsControl:
         if reply is None:
             raise OperationFailed(
                 f"the MPS daemon at {self.pipe_directory} dropped every attempt at '{command.splitlines()[0]}'",
-                "other programs keep it busy; see: gpushare mps logs --control",
+                "other programs keep it busy; see: gpushare mps logs",
                 code="mps_control",
             )
         return reply

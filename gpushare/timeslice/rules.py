@@ -7,6 +7,7 @@ raises a share. Such a rule gives at most the slice that the process had, and at
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +16,9 @@ from enum import Enum
 from functools import lru_cache
 from typing import Final
 
+from gpushare.base.errors import BadUsage
 from gpushare.base.model import Gpu
-from gpushare.base.units import format_slice
+from gpushare.base.units import format_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
@@ -41,13 +43,17 @@ def slice_of_weight(weight: float) -> int:
     return round(weight * SLICE_PER_WEIGHT_US)
 
 
-def slice_of_weight_text(text: str) -> int | None:
-    """Return the slice of a weight as typed; None: it is not a number from `LEAST_WEIGHT` to `MOST_WEIGHT`."""
-    try:
+def slice_of_weight_text(text: str) -> int:
+    """Return the slice of a weight as typed. Raises BadUsage."""
+    with contextlib.suppress(ValueError):
         weight = float(text)
-    except ValueError:
-        return None
-    return slice_of_weight(weight) if LEAST_WEIGHT <= weight <= MOST_WEIGHT else None
+        if LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+            return slice_of_weight(weight)
+    raise BadUsage(
+        f"{quoted(text)} is not a weight from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
+        "give 3, for example; programs without a weight count as 1",
+        code="bad_weight",
+    )
 
 
 class Role(str, Enum):

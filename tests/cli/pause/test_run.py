@@ -71,7 +71,7 @@ def test_a_job_with_a_name_is_paused_by_it(real: Real, world: World) -> None:
     # By its name in the record, even where no job has it any more.
     (job,) = world.run("resume", "train").ok().data["jobs"]
     # Until gpushare has seen its program, the job is gpushare with its children.
-    assert [program["pid"] for program in job["processes"]] == [process.pid]
+    assert job["processes"] == [process.pid]
     assert world.process(process.pid).channels_off == []
     world.run("pause", "train").ok()
     # Its end resumes it first.

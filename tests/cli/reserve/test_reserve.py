@@ -87,7 +87,7 @@ def test_the_list_is_by_gpu_and_the_end_of_all_leaves_out_what_is_not_reserved(
     ]
     assert cli("reserve", host=three, output="json").ok().data["leases"] == []
     words = refused("reserve", "-g", "all", "--end", host=three, code="no_lease", exit_code=6)
-    assert "GPUs 0, 1, 2 are not reserved" in words
+    assert "not reserved: GPUs 0, 1, 2" in words
 
 
 def test_run_does_not_start_where_another_user_has_a_lease(cli: Cli, refused: Refused, of_alice: World) -> None:
@@ -165,8 +165,7 @@ def test_what_is_longer_than_root_allows_is_refused(
     lease = GpuLease(gpu_uuid=two.uuid(0), uid=1000, user="alice", seconds_left=60.0, held_seconds=11 * 3600.0)
     monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
     said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
-    assert "longer than 12 h, the longest here, of which 11 h are over" in said
-    assert "--for 1h" in said
+    assert "the lease of GPU 0 would be 13 h long, and the longest here is 12 h" in said
 
 
 def test_a_user_who_may_do_what_root_may_gets_no_longer_lease(

@@ -124,10 +124,10 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
         (("--slice", "500"), "bad_slice", "500us"),
         (("--slice", "31ms"), "slice_too_long", "16ms"),
         (("--slice", "1s"), "slice_too_long", "a slice of 1s is above 30ms"),
-        (("--weight", "0.4"), "bad_weight", "--weight 3"),
-        (("--weight", "15"), "bad_weight", "--weight 3"),
-        (("--weight", "nan"), "bad_weight", "--weight 3"),
-        (("--weight", "three"), "bad_weight", "--weight 3"),
+        (("--weight", "0.4"), "bad_weight", "give 3"),
+        (("--weight", "15"), "bad_weight", "give 3"),
+        (("--weight", "nan"), "bad_weight", "give 3"),
+        (("--weight", "three"), "bad_weight", "give 3"),
     ],
 )
 def test_what_does_not_go_together_is_refused(refused: Refused, words: tuple[str, ...], code: str, hint: str) -> None:

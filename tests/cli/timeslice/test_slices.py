@@ -125,12 +125,6 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
     assert not stale.exists()
 
 
-def test_words_in_the_wrong_order_are_named_in_the_right_one(refused: Refused) -> None:
-    for time in ("200us", "3x"):
-        said = refused("timeslice", "set", "train", time, code="bad_slice", exit_code=2)
-        assert f"hint: the time comes before the job: gpushare timeslice set {time} train\n" in said
-
-
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [

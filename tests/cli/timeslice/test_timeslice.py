@@ -197,11 +197,6 @@ def test_no_level_beside_an_exclusive_daemon(refused: Refused, cli: Cli, world: 
     assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_show_warns_of_an_exclusive_gpu(cli: Cli, world: World) -> None:
-    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    assert "is not time-sliced" in cli("timeslice", "show").ok().lines("note")[0]
-
-
 @pytest.mark.parametrize(
     ("fault", "code", "exit_code"),
     [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
