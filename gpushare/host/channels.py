@@ -46,7 +46,7 @@ from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
-from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of, pid_space, real_uid
+from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of, parent_of, pid_space, real_uid
 
 if TYPE_CHECKING:
     import socket
@@ -122,9 +122,12 @@ _GONE: Final = frozenset({INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND})
 _REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED})
 
 _SYS_PIDFD_GETFD: Final = 438
+_SYS_KCMP: Final[Mapping[str, int]] = {"x86_64": 312, "aarch64": 272}
+_KCMP_FILE: Final = 0
 
 _MOST_DESCRIPTORS: Final = 16 << 10
 _MOST_FILES: Final = 64
+_MOST_ANCESTORS: Final = 32
 _MOST_CHANNELS: Final = 4096
 # Handles are looked at in blocks. libcuda gives them out from 1 on (seen: up to 0x174), so a first block without objects
 # ends the search, and later on a gap of two blocks.
@@ -294,6 +297,24 @@ class KernelProcess:
             raise Refused("wsl")
         return numbers
 
+    def is_inherited(self, number: int) -> bool:
+        """Return whether an ancestor has the same file open, and so created its clients. False if unknown."""
+        kcmp = _SYS_KCMP.get(os.uname().machine)
+        if kcmp is None:
+            return False
+        ancestor = self.identity.pid
+        for _ in range(_MOST_ANCESTORS):
+            ancestor = parent_of(ancestor) or 0
+            if ancestor <= 1:
+                break
+            with contextlib.suppress(OSError):
+                for other in _control_descriptors(ancestor, self._node):
+                    order, _ = _syscall(kcmp, self.identity.pid, ancestor, _KCMP_FILE, number, other)
+                    # 0: the same open file. Without a right to both, -1.
+                    if order == 0:
+                        return True
+        return False
+
     def duplicate(self, number: int) -> int:
         """Return our duplicate of a descriptor, checked to be the control device. Raises Refused."""
         file, error = _syscall(_SYS_PIDFD_GETFD, self._pidfd, number, 0)
@@ -414,6 +435,7 @@ def _read_text(path: str) -> str:
 
 
 def _in_wsl() -> bool:
+    """Return whether this is Windows' Linux kernel."""
     return "microsoft" in _read_text("/proc/sys/kernel/osrelease").lower()
 
 
@@ -516,7 +538,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
     deadline = time.monotonic() + SCAN_SECONDS
     newest = _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
-        opened = _open_files(files, process, stack)
+        opened = _open_own_files(files, process, stack)
         groups = _own_groups(files, process, opened, _scan(opened, newest, deadline))
         if request.get("probe", True):
             for group in groups:
@@ -528,7 +550,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
 def _find_groups_again(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Read the channel groups of those clients again whose groups the request names."""
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
-        opened = _open_files(files, process, stack)
+        opened = _open_own_files(files, process, stack)
         groups: list[Group] = []
         for number, client in sorted({(group["descriptor"], group["client"]) for group in request["groups"]}):
             if number in opened:
@@ -543,14 +565,17 @@ def _has_compute(groups: Iterable[Group]) -> bool:
     return any(group.engine == "compute" for group in groups)
 
 
-def _open_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
-    """Return duplicates, by number, of the control files that a process has open; ``stack`` closes them."""
+def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
+    """Return duplicates, by number, of the control files that a process itself has opened; ``stack`` closes them."""
     numbers = process.control_descriptors()
     if not numbers:
         raise Refused("no_context")
+    own_numbers = [number for number in numbers if not process.is_inherited(number)]
+    if not own_numbers:
+        raise Refused("inherited")
     opened: dict[int, _File] = {}
     refused: list[Refused] = []
-    for number in numbers:
+    for number in own_numbers:
         try:
             opened[number] = stack.enter_context(_duplicated(files, process, number))
         except Refused as error:
@@ -775,6 +800,7 @@ def _gpu_uuid(file: _File, client: int, subdevice: int) -> str | None:
 
 
 def _slice_or_none(file: _File, client: int, group: int) -> int | None:
+    """Return the slice of a group; None: it cannot be read."""
     try:
         return file.slice_of(client, group)
     except Refused:
@@ -863,6 +889,8 @@ def _set_group(file: _File, group: Group, microseconds: int) -> None:
 
 
 class _Call(NamedTuple):
+    """A call that changes something, and the call that undoes it."""
+
     do: Callable[[], object]
     undo: Callable[[], object]
 
@@ -1287,6 +1315,7 @@ class ChannelControl:
 
 
 def _request(do: str, channels: Channels) -> dict[str, Any]:
+    """Return a request about the compute groups of a process."""
     return {
         "do": do,
         "pid": channels.pid,

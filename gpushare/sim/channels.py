@@ -187,6 +187,9 @@ class _Process(KernelProcess):
         self._permit(owner)
         return [_DESCRIPTOR]
 
+    def is_inherited(self, number: int) -> bool:  # noqa: ARG002 - as the kernel's
+        return False
+
     def duplicate(self, number: int) -> int:
         """Return a descriptor of ours for the control file that the process has open."""
         owner = _find_owner(self._state, self.identity.pid)
