@@ -22,9 +22,9 @@ from gpushare.base.errors import (
     or_none,
     system_error,
 )
-from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, TimeSlice, Way, device_key
 from gpushare.base.typed import DEVICE_UUID
-from gpushare.base.units import MIB, counted, format_bytes, format_duration
+from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.doctor.check import (
     MOST_SHOWN,
     Check,
@@ -34,33 +34,27 @@ from gpushare.doctor.check import (
     for_owner,
     process_title,
     remedy_of,
-    whom_to_ask,
 )
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
-from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
-from gpushare.host.machine import space_at
-from gpushare.host.nvml import POWER_LIMIT
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
 from gpushare.host.users import as_user
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.ledger import owners_of, reservations
 from gpushare.memory.peaks import PROFILES
-from gpushare.memory.swap import check_host
-from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, swaps
+from gpushare.memory.swapped import BACK, LEAVING, LOST, RETURNING, SWAPS, Swap, swaps
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import DAEMONS, home_of, homes_in, own_home
+from gpushare.mps.home import DAEMONS, home_of, homes_in
 from gpushare.pause.record import PAUSES, paused_jobs, paused_processes
 from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS
@@ -96,22 +90,6 @@ def power(seen: Examination) -> Iterator[Check]:
         # A difference of a watt slows nothing down.
         if usual is not None and limit is not None and limit < usual - 1:
             yield finding("gpu.power_cap", gpu.index, limit=limit, usual=usual)
-
-
-def slowed(seen: Examination) -> Iterator[Check]:
-    """Check that nothing but the power limit, which is usual under full load, lowers the clocks of a GPU."""
-    for gpu in seen.answering:
-        reasons = seen.host.nvml.slowed_by(gpu.index)
-        if reasons is None:
-            yield Check.skipped(
-                "gpu.slowed", gpu=gpu.index, seen=f"the driver does not report what slows GPU {gpu.index} down"
-            )
-        elif set(reasons) - {POWER_LIMIT}:
-            yield finding("gpu.slowed", gpu.index, reasons=", ".join(reasons))
-        elif reasons:
-            yield Check.passed(
-                "gpu.slowed", gpu=gpu.index, seen=f"GPU {gpu.index} is throttled: {POWER_LIMIT}, usual under full load"
-            )
 
 
 def compute_mode(seen: Examination) -> Iterator[Check]:
@@ -292,20 +270,10 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
             "mps.environment",
             value=cut(pipe, MOST_SHOWN),
             processes=_processes_text(seen, by_value[pipe]),
-            start=_start_remedy(seen, pipe),
         )
         yield for_owner(seen, check, by_value[pipe])
     if len(by_value) > len(shown):
         yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
-
-
-def _start_remedy(seen: Examination, pipe: str) -> str:
-    """Return how to start the daemon that listens at a pipe directory; empty: it is not one of this user's daemons."""
-    for device in (device for gpu in seen.gpus for device in devices_of(gpu)):
-        if str(own_home(seen.host, device.uuid).pipe) == pipe:
-            start = f"gpushare mps start -g {device.selector}"
-            return f"start the daemon: {start}, and then again each program that already runs; or "
-    return ""
 
 
 def _is_outside_mps(seen: Examination, pipe: str) -> bool:
@@ -348,23 +316,11 @@ def drift(seen: Examination) -> Iterator[Check]:
         return
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept):
-        differences = _differences_text(seen, live)
-        if differences:
+        if any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index], seen.wanted)):
             wrong = True
-            yield finding("host.drift", live.gpu.index, differences=differences, file=applied_path(seen.host))
+            yield finding("host.drift", live.gpu.index, file=applied_path(seen.host))
     if not wrong:
         yield Check.passed("host.drift", seen=f"{counted(len(kept), 'GPU')} as applied ({applied_path(seen.host)})")
-
-
-def _differences_text(seen: Examination, live: LiveGpu) -> str:
-    """Return in which points a GPU differs from the applied gpushare.yaml; empty if in none."""
-    try:
-        differences = points(live, seen.wanted[live.gpu.index], seen.wanted)
-    except GpushareError as error:
-        return error.message
-    texts = [str(point) for point in differences if point.found != "unknown"]
-    more = f"; and {len(texts) - _AT_MOST} more" if len(texts) > _AT_MOST else ""
-    return "; ".join(texts[:_AT_MOST]) + more
 
 
 def examine(host: Host) -> list[Check]:
@@ -465,10 +421,6 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
     except GpushareError as error:
         yield finding("run.directory", error=error)
         return
-    full = _without_room(path, claim_directory(seen.host), seen.host.state_directory)
-    if full:
-        yield finding("run.directory full", directories=", ".join(full), arguments=shlex.join(full))
-        return
     homes = len(homes_in([path]))
     yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} recorded)")
 
@@ -479,17 +431,6 @@ def _nearest(path: Path) -> Path:
     while not os.path.exists(path) and path != path.parent:
         path = path.parent
     return path
-
-
-# A record has a few KiB; the output of jobs is kept there, too.
-_LITTLE_SPACE: Final = MIB
-
-
-def _without_room(*directories: Path) -> list[str]:
-    """Return those of these directories that are on a full file system, or nearly full, the first one of each."""
-    by_file_system = {path.stat().st_dev: str(path) for path in reversed([*map(_nearest, directories)])}
-    spaces = {path: space_at(path) for path in by_file_system.values()}
-    return sorted(path for path, space in spaces.items() if space is not None and space.free < _LITTLE_SPACE)
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:
@@ -541,11 +482,11 @@ def _records(seen: Examination) -> Iterator[Check]:
             if counts[uid] > _AT_MOST:
                 continue
             # By its name: the path may be a link of another user, which nothing follows.
+            kind = records.noun
             if path.suffix != ".json":
                 directories.add(path)
-                kind, remedy = "the directory of records", _directory_remedy(seen.host, path, uid, unread.why)
-            else:
-                kind, remedy = records.noun, _record_remedy(seen.host, records, path, uid)
+                kind = "the directory of records"
+            remedy = _record_remedy(seen.host, path, uid)
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield finding("records.unread", kind=kind, path=path, owner=owner, reason=unread.why, remedy=remedy)
         for uid, count in counts.items():
@@ -555,26 +496,15 @@ def _records(seen: Examination) -> Iterator[Check]:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _directory_remedy(host: Host, path: Path, uid: int, reason: str) -> str:
-    """Return what to do about a directory of records that is not read."""
-    if uid != host.uid:
-        return f"tell {user_name(uid)}, whose it is"
-    look = f"see whose it is: ls -ld {shlex.quote(str(path))}"
-    return f"{look}; if yours, close it: chmod go-w {shlex.quote(str(path))}" if "others may write" in reason else look
+def _record_remedy(host: Host, path: Path, uid: int) -> str:
+    """Return what to do about a record, or a directory of records, that is not read.
 
-
-def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
-    """Return what to do about a record that is not read: remove it.
-
-    Root does that as its user: the name of a file of another user may be any PID, and its directory a link by then.
+    Root leaves that to its user: the directory may be a link of that user by then.
     """
     if uid != host.uid:
-        remove = f"sudo -u {shlex.quote(user_name(uid))} rm {shlex.quote(str(path))}"
-        return remove if host.root else f"tell {user_name(uid)}, whose it is"
-    # The driver knows what became of a process that was swapped out or paused.
-    verb = {"swap": "swap in", "pause": "resume"}.get(records.directory)
-    remove = f"remove it: rm {shlex.quote(str(path))}"
-    return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove
+        return f"tell {user_name(uid)}, whose it is"
+    quoted = shlex.quote(str(path))
+    return f"remove it: rm {quoted}" if path.suffix == ".json" else f"others must not write there: chmod go-w {quoted}"
 
 
 def _command_for(uid: int | None, record: Path, words: str) -> str:
@@ -586,24 +516,16 @@ def _command_for(uid: int | None, record: Path, words: str) -> str:
     return as_user(user_name(uid), record.parent.parent, words)
 
 
-# A pause without a timeout is mentioned after this time.
-_LONG_PAUSE_SECONDS: Final = 86400.0
-
-
 def _pauses(seen: Examination) -> Iterator[Check]:
-    """Check that each paused job has a guard, or a `gpushare run`, that ends its pause, and is not forgotten."""
+    """Check that each paused job has a guard, or a `gpushare run`, that ends its pause."""
     jobs = paused_jobs(seen.host)
     wrong = False
     for job in jobs:
         remedy = _command_for(job.keeper_uid, job.path, f"resume {job.pid}")
-        age = uptime() - job.since
         if not job.kept(seen.host):
             wrong = True
             keeper = "the gpushare run that paused it" if job.by_run else "its guard"
             yield finding("pause.guard", job=job, keeper=keeper, remedy=remedy)
-        elif age > _LONG_PAUSE_SECONDS and job.until is None and not job.by_run:
-            wrong = True
-            yield finding("pause.long", job=job, age=counted(int(age // 86400), "day"), remedy=remedy)
     if jobs and not wrong:
         yield Check.passed(
             "pause.guard", seen=f"{counted(len(jobs), 'job')} with a record of a pause, each with its guard"
@@ -622,13 +544,12 @@ def _memory_limits(seen: Examination) -> Iterator[Check]:
             yield for_owner(seen, check, pids)
 
 
-# A swapped-out job is mentioned after this time; an unfinished swap counts as interrupted after this.
-_LONG_OUT_SECONDS: Final = 86400.0
+# An unfinished swap counts as interrupted after this.
 _ON_ITS_WAY_SECONDS: Final = 600.0
 
 
 def _swaps(seen: Examination) -> Iterator[Check]:
-    """Check that no swapped job is lost, half out, or forgotten."""
+    """Check that no swapped job is lost, or half out."""
     jobs = [job for job in swaps(seen.host) if job.state != BACK]
     wrong = [check for job in jobs if (check := _swap_finding(job)) is not None]
     yield from wrong
@@ -637,21 +558,18 @@ def _swaps(seen: Examination) -> Iterator[Check]:
 
 
 def _swap_finding(job: Swap) -> Check | None:
-    """Return what is wrong with a swapped job: lost, halfway for minutes, or out for days; None: nothing."""
+    """Return what is wrong with a swapped job: lost, or halfway for minutes; None: nothing."""
     if job.state == LOST:
         kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
         return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
-    remedy = _command_for(job.keeper_uid, job.path, f"swap in {job.pid}")
-    seconds_out = uptime() - job.since
-    if job.state == OUT and seconds_out > _LONG_OUT_SECONDS:
-        return finding("swap.long", job=job, age=counted(int(seconds_out // 86400), "day"), remedy=remedy)
     if job.state in {LEAVING, RETURNING}:
-        seconds_in_state = seconds_out
+        seconds_in_state = uptime() - job.since
         with contextlib.suppress(OSError):
             # The record is written when the state changes.
             seconds_in_state = time.time() - job.path.stat().st_mtime
         if seconds_in_state > _ON_ITS_WAY_SECONDS:
             age = counted(int(seconds_in_state // 60), "minute")
+            remedy = _command_for(job.keeper_uid, job.path, f"swap in {job.pid}")
             return finding("swap.interrupted", job=job, age=age, remedy=remedy)
     return None
 
@@ -702,9 +620,8 @@ def _unlisted_finding(seen: Examination, gpu: Gpu, files: OpenFiles) -> Check:
     pids = sorted(set(holders) - listed - {os.getpid()})
     titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
     suspects = [pid for pid in pids if pid > 1 and _may_hold_memory(seen, pid)][:_AT_MOST]
-    own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
     if suspects:
-        remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
+        remedy = f"end what has it open: kill {' '.join(map(str, suspects))}"
     elif not files.complete:
         remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if minor is None else minor}"
     else:
@@ -724,16 +641,20 @@ _IDLE_SECONDS: Final = 3600.0
 
 
 def _idle(seen: Examination) -> Iterator[Check]:
-    """Check that no process holds memory and does nothing."""
+    """Check that no process holds memory and does nothing, besides the paused ones."""
     if seen.nvml_error is not None or HostState(seen.host, seen.gpus).blind:
         return
     now = time.time()
+    paused = paused_processes(seen.host)
     for gpu in seen.answering:
         # The percentage is unknown, not 0, for clients of MPS and under MIG.
         idle = [
             process
             for process in gpu.processes or ()
-            if process.compute and process.sm_percent == 0 and (process.memory_used_bytes or 0) > MUCH_UNLISTED
+            if process.compute
+            and process.sm_percent == 0
+            and (process.memory_used_bytes or 0) > MUCH_UNLISTED
+            and process.pid not in paused
         ]
         work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if idle else None  # type: ignore[misc]
         if work is None:
@@ -753,28 +674,8 @@ def _idle(seen: Examination) -> Iterator[Check]:
                 process=process_title(seen, process.pid),
                 size=format_bytes(process.memory_used_bytes),
                 since=since,
-                remedy=_idle_remedy(seen, process),
+                remedy=f"{ending_hint(seen.host, process.pid)}; or move it to host memory: gpushare swap out {process.pid}",
             )
-
-
-def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
-    """Return how a process that does nothing gives its memory back."""
-    owner = whom_to_ask(seen, [process.pid])
-    end = ending_hint(seen.host, process.pid)
-    swap = f"gpushare swap out {process.pid}"
-    try:
-        check_host(seen.host)
-    except GpushareError as error:
-        # This host cannot swap.
-        return f"{end} ({error.message})"
-    if owner is not None:
-        return f"{swap}; or ask {owner} to end it" if seen.host.root else f"ask {owner}; or as root: sudo {swap}"
-    paused = paused_processes(seen.host).get(process.pid)
-    if paused is None:
-        return f"{swap}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
-    if paused.resumed_by_run(seen.host):
-        return end
-    return f"let it continue: gpushare resume {process.pid}; or {end}"
 
 
 def _rules(seen: Examination) -> Iterator[Check]:
@@ -812,7 +713,6 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     mps_programs,
     persistence,
     power,
-    slowed,
     compute_mode,
     xids,
     mps_daemons,

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Final
 
 from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported
-from gpushare.base.model import Gpu, Holder
+from gpushare.base.model import Gpu
 from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
@@ -109,48 +109,36 @@ def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     """Check that a granted instance is open to its users only."""
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
-    users = ", ".join(named.users)
     try:
-        missing_steps = reapplied_steps(seen.host, named)
-    except NotSupported as error:
-        yield finding("mig.grant refused", index, named=named, users=users, error=error)
-        return
+        is_open = bool(reapplied_steps(seen.host, named))
+    except NotSupported:
+        # Without capabilities no instance is closed to anybody.
+        is_open = True
     except GpushareError:
         # The GPU does not answer, which another check says.
         return
-    if missing_steps:
-        yield finding("mig.grant", index, named=named, users=users)
+    if is_open:
+        yield finding("mig.grant", index, named=named, users=", ".join(named.users))
 
 
 def holders(seen: Examination) -> Iterator[Check]:
-    """Check for programs in no process list that block a MIG change (DCGM, Xorg, nsys)."""
-    capable = [gpu for gpu in seen.answering if gpu.mig_capable]
-    if not capable:
+    """Check for programs in no process list that block a MIG change (DCGM, Xorg, nsys), where MIG is on or pending."""
+    gpus = [gpu for gpu in seen.answering if gpu.mig_enabled or gpu.mig_pending]
+    if not gpus:
         return
     files = open_device_files(seen.host)
     ending = _pids_ending_by_themselves(seen)
-    for gpu in capable:
+    for gpu in gpus:
         by_instance = instance_holders(seen.host, gpu, files).values()
         present = [
             holder
             for holder in chain(gpu_holders(seen.host, gpu, files), *by_instance)
             if holder.pid not in ending and not (holder.name or "").startswith(_NO_OBSTACLE)
         ]
-        if present and not (gpu.mig_enabled or gpu.mig_pending):
-            # DCGM runs on most machines, and matters only once MIG is wanted.
-            seen_text = f"{blockers_text(present)} {_has_or_have(present)} GPU {gpu.index} open, and must end before MIG is enabled"
-            yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
-        elif present:
+        if present:
             yield finding(
-                "mig.holders",
-                gpu.index,
-                holders=f"{blockers_text(present)} {_has_or_have(present)}",
-                remedy=remedy(present) or "end it",
+                "mig.holders", gpu.index, holders=blockers_text(present), remedy=remedy(present) or "end what holds it"
             )
-
-
-def _has_or_have(holders: list[Holder]) -> str:
-    return "has" if len({holder.pid for holder in holders}) == 1 else "have"
 
 
 def _pids_ending_by_themselves(seen: Examination) -> set[int]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, cut
-from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon, TimeSlice
+from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon
 from gpushare.base.units import MIB, counted, first_few, format_bytes
 from gpushare.doctor.check import (
     MOST_SHOWN,
@@ -24,7 +24,6 @@ from gpushare.doctor.check import (
     for_owner,
     process_title,
     remedy_of,
-    whom_to_ask,
 )
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
@@ -39,7 +38,7 @@ from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
 # Stands for a directory that is unknown: nothing is read from it.
 _NO_DIRECTORY: Final = "/nonexistent"
-# Processes of other users that claim to be MPS daemons: any user can start hundreds.
+# Named of the processes of other users that claim to be MPS daemons: any user can start hundreds.
 MOST_CLAIMS: Final = 10
 
 
@@ -71,20 +70,9 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("mps.daemons", seen=f"the MPS daemons are unknown: {seen.daemons_error.message}")
     elif not seen.daemons:
         yield Check.passed("mps.daemons", seen="no MPS daemon runs")
-    unasked = [item.daemon for item in seen.daemons if item.daemon.unasked]
     for item in seen.daemons:
         if not item.daemon.unasked:
             yield _daemon_check(item)
-    for daemon in unasked[:MOST_CLAIMS]:
-        yield Check.skipped(
-            "mps.unasked",
-            gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} of {_owner_text(daemon)} was not asked: it is another user's",
-        )
-    if len(unasked) > MOST_CLAIMS:
-        yield Check.skipped(
-            "mps.unasked", seen=f"{counted(len(unasked) - MOST_CLAIMS, 'more MPS daemon')} of other users"
-        )
 
 
 def _owner_text(daemon: MpsDaemon) -> str:
@@ -276,11 +264,9 @@ _PENDING: Final = re.compile(
 
 def foreign(seen: Examination) -> Iterator[Check]:
     """Check for daemons that gpushare did not start, for two on one GPU, and for what is left of one at the default path."""
-    claims = [item.daemon for item in seen.serving_daemons if not item.trusted]
-    for daemon in claims[:MOST_CLAIMS]:
-        yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon))
-    if len(claims) > MOST_CLAIMS:
-        yield finding("mps.foreign more", number=counted(len(claims) - MOST_CLAIMS, "more process"))
+    claims = [f"{item.daemon.pid} ({_owner_text(item.daemon)})" for item in seen.serving_daemons if not item.trusted]
+    if claims:
+        yield finding("mps.foreign claim", processes=first_few(claims, MOST_CLAIMS))
     for item in seen.trusted_daemons:
         daemon = item.daemon
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
@@ -341,24 +327,15 @@ def _refuses_connection(path: Path) -> bool:
 
 
 def devices(seen: Examination) -> Iterator[Check]:
-    """Check that the device of each daemon still exists; say which time-slice level has no effect between its clients.
-
-    Such a level is no fault: root may mean it for programs outside MPS.
-    """
-    complete = seen.nvml_error is None and len(seen.answering) == len(seen.gpus)
-    whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
-    present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
+    """Check that the device of each daemon still exists."""
+    if seen.nvml_error is not None or len(seen.answering) != len(seen.gpus):
+        return
+    whole = {gpu.uuid for gpu in seen.gpus if not gpu.mig_enabled}
+    present = whole | {mig.uuid for gpu in seen.gpus for mig in gpu.mig_instances}
     for item in seen.trusted_daemons:
         uuid = item.daemon.device_uuid
-        if uuid is not None and complete and uuid not in present:
+        if uuid is not None and uuid not in present:
             yield finding("mps.device", item.daemon.gpu_index, daemon=item.daemon)
-    for gpu in seen.answering:
-        level = seen.levels.get(gpu.index)
-        if level is None or level is TimeSlice.DEFAULT:
-            continue
-        if any(gpu.index in entry.daemon.gpu_indexes for entry in seen.trusted_daemons):
-            text = f"GPU {gpu.index} has time-slice level {level.title}, which has no effect between MPS clients"
-            yield Check.passed("mps.timeslice", text, gpu.index)
 
 
 def outside(seen: Examination) -> Iterator[Check]:
@@ -380,19 +357,9 @@ def outside(seen: Examination) -> Iterator[Check]:
             ]
             accounted |= {process.pid for process in programs}
             unintended = _outside_by_mistake(seen, item.daemon, programs) if programs else []
-            others = [process for process in unintended if whom_to_ask(seen, [process.pid]) is not None]
-            own = [process for process in unintended if process not in others]
-            if own:
-                yield finding("mps.outside", gpu.index, processes=_process_titles(seen, own))
-            if others:
-                pids = [process.pid for process in others]
-                yield finding(
-                    "mps.outside other",
-                    gpu.index,
-                    processes=_process_titles(seen, others),
-                    owner=whom_to_ask(seen, pids),
-                    pids=" ".join(map(str, pids)),
-                )
+            if unintended:
+                titles = first_few((process_title(seen, process.pid) for process in unintended), 3)
+                yield finding("mps.outside", gpu.index, processes=titles)
 
 
 def _outside_by_mistake(seen: Examination, daemon: MpsDaemon, programs: list[GpuProcess]) -> list[GpuProcess]:
@@ -414,10 +381,6 @@ def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())
     return [process for process in gpu.processes or () if mig.has(process)]
-
-
-def _process_titles(seen: Examination, processes: list[GpuProcess]) -> str:
-    return first_few((process_title(seen, process.pid) for process in processes), 3)
 
 
 def pending(seen: Examination) -> Iterator[Check]:

@@ -23,15 +23,14 @@ from gpushare.base.units import GIB
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, _memory_limits, environments
-from gpushare.host.capabilities import user_name
-from gpushare.host.machine import Machine, Space, xids_in
+from gpushare.host.machine import Machine, xids_in
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import ComputePolicy
 from gpushare.hostfile.load import keep_applied
 from gpushare.memory.swapped import SWAPS, swaps
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
-from gpushare.mps.home import DaemonHome, own_home
+from gpushare.mps.home import DaemonHome
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION
 from gpushare.run.plain import plain_environment
 from gpushare.sim import admin
@@ -289,13 +288,10 @@ def test_only_the_owner_of_a_program_is_told_to_restart_it(cli: Cli, world: Worl
     started(cli)
     world.client(user="bob", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
     mine, others = admin.add_process(world.spec, name="mine"), admin.add_process(world.spec, name="theirs", user="bob")
-    checks = all_of(cli, "mps.outside")
-    assert [(str(mine) in check["seen"], str(others) in check["seen"]) for check in checks] == [
-        (True, False),
-        (False, True),
-    ]
-    assert checks[0]["remedy"] == "restart each as a client, if it is to share: gpushare run -g 0 -- CMD"
-    assert checks[1]["remedy"] == f"ask bob to restart them on another GPU; or as root: sudo gpushare stop {others}"
+    check = finding(cli, "mps.outside")
+    assert str(mine) in check["seen"]
+    assert str(others) in check["seen"]
+    assert check["remedy"] == "if they are to share, their users restart them as clients: gpushare run -g 0 -- CMD"
     assert finding(cli, "mps.connections")["remedy"] == "ask bob: restart it without: unset CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -313,17 +309,6 @@ def test_a_fault_is_found_and_nothing_else(
     monkeypatch.setattr(ComputePolicy.read, "__defaults__", (0.1,))
     expected = arrange(case)
     assert set(findings(cli)) == expected
-
-
-@pytest.mark.parametrize(("free", "full"), [(0, True), (GIB, False)])
-def test_a_full_disk_is_found(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, free: int, full: bool) -> None:
-    cli("doctor")
-    monkeypatch.setattr(examine, "space_at", lambda _: Space(GIB, free))
-    check = finding(cli, "run.directory")
-    assert (check["verdict"] == "fail", "no space is left" in check["seen"]) == (full, full)
-    if full:
-        assert check["remedy"].startswith(f"make room: df -h {world.directory}")
-        assert list(findings(cli)) == ["run.directory"]
 
 
 def shared(cli: Cli, world: World) -> None:
@@ -350,8 +335,6 @@ def plain(cli: Cli, world: World) -> None:
 def watched(cli: Cli, world: World) -> None:
     # DCGM runs on most machines of a data centre; with MIG off it is in nobody's way.
     cli(*HOSTENGINE.split()).ok()
-    check = finding(cli, "mig.holders")
-    assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
 
 
 def apply(cli: Cli, directory: Path, way: str) -> None:
@@ -402,14 +385,6 @@ def test_the_remedy_mends_it(cli: Cli, arrange: Callable[[str], set[str]], case:
     else:
         cli(*words[1:]).ok()
     assert findings(cli) == {}
-
-
-def test_a_level_that_root_set_beside_a_daemon_is_told_and_is_no_fault(cli: Cli) -> None:
-    started(cli)
-    cli("timeslice", "set", "long", "--beside-mps").ok()
-    assert findings(cli) == {}
-    text = "GPU 0 has time-slice level long, which has no effect between MPS clients"
-    assert text in cli("doctor", "-v").ok().out
 
 
 def test_the_name_says_what_is_there_instead(cli: Cli, arrange: Callable[[str], set[str]]) -> None:
@@ -545,21 +520,6 @@ def test_the_value_of_others_is_no_path_to_look_at(world: World, monkeypatch: py
     (check,) = told(world, {7: {"CUDA_MPS_PIPE_DIRECTORY": "/home/bob/fuse/pipe"}})
     assert check.id == "mps.environment"
     assert "/home/bob/fuse/pipe" not in looked
-
-
-def test_the_daemon_to_start_is_named(cli: Cli, world: World) -> None:
-    cli("doctor").ok()
-    pipe = str(own_home(world.host, world.uuid()).pipe)
-    admin.add_process(world.spec, mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": pipe})
-    start = "gpushare mps start -g 0"
-    run = "let gpushare check it: gpushare run -- CMD"
-    assert finding(cli, "mps.environment")["remedy"] == (
-        f"start the daemon: {start}, and then again each program that already runs; or {run}"
-    )
-    cli(*start.split()[1:]).ok()
-    assert "mps.environment" not in findings(cli)
-    (check,) = told(world, {os.getpid(): {"CUDA_MPS_PIPE_DIRECTORY": "/run/nobody-listens"}})
-    assert check.remedy == run
 
 
 def test_remedies_name_the_gpu(cli: Cli, world: World) -> None:
@@ -761,7 +721,6 @@ def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: 
     other = admin.add_process(world.spec, holder=True, name="python3")
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
     theirs = admin.add_process(world.spec, holder=True, name="python3", user="bob")
-    assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
     admin.end_process(world.spec, other)
     end = f"end what has it open: kill {theirs}"
     # Root can do so.
@@ -776,25 +735,15 @@ def _idle_for_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
             process.started -= 200
 
 
-def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_nothing_is_to_be_ended_or_moved(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook")
     display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
     _idle_for_long(world, monkeypatch)
     found = finding(cli, "gpu.idle_memory")
-    assert found["remedy"] == f"gpushare swap out {pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
+    assert found["remedy"] == f"end it: kill {pid}; or move it to host memory: gpushare swap out {pid}"
     assert str(display) not in found["seen"]
     cli("pause", str(pid)).ok()
-    assert finding(cli, "gpu.idle_memory")["remedy"] == f"let it continue: gpushare resume {pid}; or end it: kill {pid}"
-    cli("resume", str(pid)).ok()
-    world.fault("driver", "550.54.14")
-    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"end it: kill {pid} (driver 550 cannot copy")
-    world.fault("user", "alice")
-    mine = user_name(os.geteuid())
-    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(
-        f"ask {mine} to end it; see: ps -fp {pid} (driver 550 cannot copy"
-    )
+    assert all_of(cli, "gpu.idle_memory") == []
 
 
 def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -806,21 +755,15 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypat
     check = finding(cli, "gpu.idle_memory")
     assert check["verdict"] == "warn"
     assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in check["seen"]
-    if world.host.root:
-        assert check["remedy"] == f"gpushare swap out {pid}; or ask nobody to end it"
-    world.fault("user", "alice")
-    assert finding(cli, "gpu.idle_memory")["remedy"] == f"ask nobody; or as root: sudo gpushare swap out {pid}"
+    assert check["remedy"].startswith("ask nobody to end it")
     assert not {str(small), str(busy)} & set(check["seen"].split())
 
 
-def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swaps_that_were_lost_or_interrupted(cli: Cli, world: World) -> None:
     pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
     cli("swap", "out", str(pid)).ok()
     assert finding(cli, "swap.lost")["verdict"] == "pass"
     (swap,) = swaps(world.host)
-    with monkeypatch.context() as patched:
-        patched.setattr(examine, "uptime", lambda: swap.since + 3 * 86400 + 60)
-        assert "3 days" in finding(cli, "swap.long")["seen"]
     SWAPS.write(replace(swap, state="returning"))
     assert all_of(cli, "swap.interrupted") == []
     os.utime(swap.path, (time.time() - 1200,) * 2)
@@ -828,19 +771,6 @@ def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, m
     SWAPS.write(replace(swap, state="lost"))
     check = finding(cli, "swap.lost")
     assert (check["verdict"], check["remedy"]) == ("fail", f"end it: kill -9 {pid}")
-
-
-@pytest.mark.parametrize(
-    ("bits", "reasons", "verdict"),
-    [("4", "power limit, usual under full load", "pass"), ("8", "hardware", "warn"), ("32", "heat", "warn"),
-     ("64", "heat", "warn"), ("132", "power limit, power supply", "warn")],
-)  # fmt: skip
-def test_a_throttled_gpu_is_named(cli: Cli, world: World, bits: str, reasons: str, verdict: str) -> None:
-    assert "gpu.slowed" not in findings(cli)
-    world.fault("slowed", bits)
-    check = finding(cli, "gpu.slowed")
-    assert (check["seen"], check["verdict"]) == (f"GPU 0 is throttled: {reasons}", verdict)
-    assert (verdict == "pass") == (check["remedy"] is None)
 
 
 def test_a_power_cap_is_named(cli: Cli, world: World) -> None:

@@ -100,7 +100,7 @@ def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_d
     assert ("status -v" in quiet["note"], asked["note"], quiet["error"]) == (True, None, None)
     assert "not asked" in cli("mps", "status").ok().out
     checks = {check["id"]: check["verdict"] for check in cli("doctor", output="json").data["checks"]}
-    assert checks["mps.unasked"] == "skip"
+    assert checks["mps.foreign"] == "warn"
     text = cli("export", "prometheus").ok().out
     assert "gpushare_mps_daemon_up{" not in text
 
