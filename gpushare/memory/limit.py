@@ -20,8 +20,8 @@ from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.process import signal_all, signal_if_same, starts_of, wait_gone
-from gpushare.memory.ledger import LAPSE_SECONDS, Place
+from gpushare.host.process import signal_all, signal_if_same, starts_of
+from gpushare.memory.ledger import Place
 from gpushare.part import Part, Watch
 
 MemoryAction = Literal["end", "warn", "pause"]
@@ -34,10 +34,6 @@ _PEAK_SECONDS: Final = 2.0
 _TOUCH_SECONDS: Final = 20.0
 # A driver that does not answer may answer again: only then it is said that the limit is not enforced.
 _UNKNOWN_SECONDS: Final = 2.0
-# What is still there after this time was left behind.
-_LEFT_SECONDS: Final = 1.0
-# Looks are closer together than this.
-_PAUSE_SECONDS: Final = 10.0
 # What a job that is about to end may allocate to do so.
 _ENDING_BYTES: Final = 256 * MIB
 # In the environment of the program and of all that it starts.
@@ -113,7 +109,6 @@ class JobMemory(Part):
         self._host, self._device, self._clock = host, device, clock
         self.limit_bytes, self._action, self.place, self._say = limit_bytes, action, place, say
         self._listed = listed or (lambda: host.nvml.processes(self._device.gpu.index))
-        self._limited = limit_bytes is not None
         self.peak_bytes: int | None = None
         # Why the job was ended, for the error after its end.
         self.over: str | None = None
@@ -128,14 +123,11 @@ class JobMemory(Part):
         self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
         self._stopped: dict[int, int] = {}
-        # Whether it was said that the job is above its limit, and that it was continued there.
-        self._told = self._told_again = False
+        # Whether it was said that the job is above its limit.
+        self._told = False
         # Why the sum is not known (None: it is known), when it was known last, and whether that was said.
         self._unknown: str | None = None
         self._known_at, self._told_unknown = 0.0, False
-        # When it was last seen on the device, and whether it was said that its reservation has lapsed.
-        self._used_at, self._told_lapsed = self._began, False
-        self._looked_at = self._began
         self.due = self._touch_due = 0.0
         # Whether the job is swapped out: then only processes that it starts meanwhile count.
         self.away: Callable[[], bool] = lambda: False
@@ -153,7 +145,6 @@ class JobMemory(Part):
     def begin(self, pid: int) -> None:
         """Begin to watch the program with this PID."""
         self._program_pid, self._began = pid, self._clock()
-        self._used_at = self._looked_at = self._began
         self._hold_place()
 
     def _hold_place(self) -> None:
@@ -190,7 +181,10 @@ class JobMemory(Part):
         self._tell_unknown(processes, now)
         if processes is None:
             return False
-        self._keep_reservation(used=bool(processes), now=now)
+        if processes and self.place is not None and now >= self._touch_due:
+            # A reservation without use lapses.
+            self._touch_due = now + _TOUCH_SECONDS
+            self.place.touch()
         held = sum(process.memory_used_bytes or 0 for process in processes)
         if processes and all(process.memory_used_bytes is not None for process in processes):
             self.peak_bytes = max(held, self.peak_bytes or 0)
@@ -204,44 +198,23 @@ class JobMemory(Part):
             self.due = now + _CLOSE_SECONDS
         return False
 
-    def _keep_reservation(self, *, used: bool, now: float) -> None:
-        """Say in the ledger from time to time that the job uses its reservation; say once to the user that it has lapsed."""
-        if self.place is None:
-            return
-        was_not_polled = now - self._looked_at > _PAUSE_SECONDS
-        self._looked_at = now
-        if used and now >= self._touch_due:
-            self._touch_due = now + _TOUCH_SECONDS
-            self.place.touch()
-        if used or was_not_polled:
-            # Not polled: the job was swapped out, or gpushare was stopped. The time unused begins again.
-            self._used_at, self._told_lapsed = now, False
-        elif self.place.request.memory_bytes != 0 and not self._told_lapsed and now - self._used_at > LAPSE_SECONDS:
-            self._told_lapsed = True
-            self._say(
-                f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
-            )
-
     def _tell_unknown(self, processes: list[GpuProcess] | None, now: float) -> None:
-        """Say once that the limit cannot be checked because what the job holds is not known, and when it can be again.
+        """Say once that the limit cannot be checked because what the job holds is not known.
 
         ``processes`` None: `_processes` has noted why (``_unknown``).
         """
         if self.limit_bytes is None:
             return
-        limit = format_bytes(self.limit_bytes)
         without = [process.pid for process in processes or () if process.memory_used_bytes is None]
         if without:
             self._unknown = f"the driver does not tell how much memory process {without[0]} has on {self._device.title}"
         elif processes is not None:
-            if self._told_unknown:
-                self._say(f"its limit of {limit} is checked again")
             self._unknown, self._told_unknown = None, False
         if self._unknown is None:
             self._known_at = now
         elif not self._told_unknown and now - self._known_at >= _UNKNOWN_SECONDS:
             self._told_unknown = True
-            self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
+            self._say(f"its limit of {format_bytes(self.limit_bytes)} cannot be checked: {self._unknown}")
 
     def _act_above_limit(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
         """Stop a job above its limit, or warn of it, as ``--over`` says; return whether it is to be ended."""
@@ -260,19 +233,10 @@ class JobMemory(Part):
             if self._action == "pause":
                 text += "; stopped (SIGSTOP): it cannot grow, and keeps what it has"
             self._say(text)
-            if self._action == "pause":
-                self._stop()
-        elif self._action == "pause" and self._was_continued():
-            if not self._told_again:
-                self._told_again = True
-                self._say("the job was continued (SIGCONT) above its limit; it is stopped again each time")
+        if self._action == "pause":
+            # Again each time: somebody may have continued it.
             self._stop()
         return False
-
-    def _was_continued(self) -> bool:
-        """Return whether a process that was stopped runs again, because of `fg` or another SIGCONT."""
-        infos = [self._host.processes.describe(pid) for pid in self._stopped]
-        return any(info is not None and not info.stopped for info in infos)
 
     def _stop(self) -> None:
         """Stop all processes of the job with SIGSTOP, and note which they are."""
@@ -314,28 +278,8 @@ class JobMemory(Part):
 
     def leave(self) -> None:
         """Leave the ledger."""
-        self._tell_left()
         if self.place is not None:
             self.place.leave()
-
-    def _tell_left(self) -> None:
-        """Say once, if the job had a limit, which of its processes still run: their memory is no longer limited."""
-        was_limited, self._limited = self._limited, False
-        if not was_limited or self._program_pid == 0:
-            return
-        # Processes that hold nothing yet count, too.
-        marked = starts_of(self._host.processes, self._host.processes.started_with(MARK, self.mark))
-        stays = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
-        if not stays:
-            return
-        held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in stays)
-        if len(stays) == 1:
-            text, holds, whose = f"process {min(stays)} of the job still runs", "holds", "its"
-        else:
-            text, holds, whose = f"{len(stays)} processes of the job still run", "hold", "their"
-        if held:
-            text += f" and {holds} {format_bytes(held)}"
-        self._say(f"{text}: {whose} memory is no longer limited; see: gpushare status")
 
     def raise_end(self) -> None:
         """Raise OperationFailed if this part has ended the job, for its memory (code ``memory_limit``)."""
