@@ -6,7 +6,6 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
@@ -53,7 +52,6 @@ from gpushare.memory.leases import leases
 from gpushare.mig.change import transact
 from gpushare.mig.ledger import MigLedger
 from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, one_plan, open_losses
-from gpushare.run.jobs import job_names
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
@@ -206,7 +204,7 @@ def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> 
     """Return the plan that makes a GPU match its entry. A name that another GPU with an entry has may move to this GPU."""
     answering = (gpu for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.error is None)
     others = {gpu.uuid for gpu in answering if gpu.uuid}
-    return plan_gpu(host, ledger, index, matched.entries[index], others=others, job_names=partial(job_names, host))
+    return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 
 
 class _CarriedOut(NamedTuple):

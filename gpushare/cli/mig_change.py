@@ -7,7 +7,6 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
@@ -15,7 +14,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
 from gpushare.base.units import first_few, quoted, ranges
 from gpushare.base.values import dataclass
-from gpushare.cli.mig_files import OF_FILE, absent_gpus, demands_of, read_config, typed_wish
+from gpushare.cli.mig_files import OF_FILE, demands_of, read_config, typed_wish
 from gpushare.cli.options import (
     NEEDED_MEMORY,
     NEEDED_SMS,
@@ -61,13 +60,20 @@ from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
-from gpushare.mig.recover import accept, as_commands, is_complete, naming_commands, not_restored, other_way, shell_wish
+from gpushare.mig.recover import (
+    accept,
+    as_commands,
+    at_current_indexes,
+    is_complete,
+    naming_commands,
+    not_restored,
+    shell_wish,
+)
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets
 from gpushare.mig.wish import in_order, parse_wish
 from gpushare.mps.home import start_command
 from gpushare.plan import Loss, Plan, in_turn
-from gpushare.run.jobs import job_names
 from gpushare.show.mig import plan_text
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
@@ -437,7 +443,9 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> _Recovery:
     nothing_left = interrupted is None and not left_instances(host) and not ledger.not_restored()
     if ledger.running() or nothing_left:
         return _Recovery()
-    undo = None if interrupted is None else other_way(host, interrupted)
+    undo = None
+    if interrupted is not None and not is_complete(host, interrupted):
+        undo = in_turn(as_commands(at_current_indexes(host, interrupted.after)))
     if settings.dry_run:
         done = tuple(_recovery_preview(host, ledger, interrupted))
     else:
@@ -699,7 +707,6 @@ def change_of(
         first=naming.first,
         naming=naming.commands,
         after=[*name_steps(host, plan.gpus, naming.changed), *naming.after],
-        job_names=partial(job_names, host),
     )
     consent = (*change.plan.consent, *naming.losses)
     plan_with_names = replace(change.plan, consent=consent, undo=in_turn(naming.undo))
@@ -727,12 +734,11 @@ def _demands_on_gpus(
         gpus, layouts = current_layouts(host, gpu)
         demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish)))
         return _GpuDemands(gpus, layouts, {each.index: demand for each in gpus})
-    absent_notes = absent_gpus(config, host)
     all_gpus = gpus_named(host, gpu)
     demands, notes = demands_of(config, all_gpus, host, named=gpu is not None, exact=exact)
     gpus = [each for each in all_gpus if each.index in demands]
     check_answers(*gpus)
-    return _GpuDemands(gpus, layouts_of(host, gpus), demands, (*absent_notes, *notes))
+    return _GpuDemands(gpus, layouts_of(host, gpus), demands, notes)
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:

@@ -31,13 +31,11 @@ from gpushare.mig.parted import (
     Config,
     Demand,
     PciIds,
-    absent_gpu_notes,
     choose_config,
     demands_for_change,
     demands_in,
-    idle_entry_notes,
-    names_only_absent_gpus,
     parse_parted,
+    unmatched_entry_notes,
 )
 from gpushare.mig.target import DeviceCount, Difference, difference
 from gpushare.mig.wish import Need, Request, Wish, parse_wish
@@ -76,10 +74,8 @@ def check(
         demands: Mapping[int, Demand] = {each.index: demand for each in gpus}
         config_name = None
     else:
-        notes = absent_gpus(parted_config, host)
-        ids = pci_ids(parted_config, gpus, host)
-        if gpu is None:
-            notes += idle_entry_notes(parted_config, gpus, ids, range(host.nvml.count()))
+        ids = _pci_ids(parted_config, host)
+        notes = _entry_notes(parted_config, host, ids)
         demands = demands_in(parted_config, gpus, ids)
         config_name = parted_config.name
     checked = tuple(_checked_gpu(each, demands.get(each.index), host, needs_entry=needs_entry) for each in gpus)
@@ -210,36 +206,29 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, 
     It is an error if none of the GPUs that the user has ``named`` remains, and with ``exact`` if a GPU has no entry or
     an entry no GPU.
     """
-    host_indexes = range(host.nvml.count())
-    ids = pci_ids(config, gpus, host)
+    ids = _pci_ids(config, host)
+    notes = _entry_notes(config, host, ids)
     wishes = demands_in(config, gpus, ids)
     demands = demands_for_change(wishes, gpus)
-    idle_notes = idle_entry_notes(config, gpus, ids, host_indexes)
-    entry_notes = [*absent_gpu_notes(config, host_indexes), *idle_notes]
     without_entry = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
-    if exact and (without_entry or entry_notes):
-        if without_entry:
-            entry_notes.insert(0, f"config '{config.name}' has no entry for GPU {', '.join(without_entry)}")
-        raise NoGpu("; ".join(entry_notes), "change the file, or drop --exact", code="no_gpu_of_config")
-    # An entry that matches none of the chosen GPUs may match one that was not chosen.
-    notes = idle_notes if len(gpus) == len(host_indexes) else ()
+    if exact and (without_entry or notes):
+        missing = [f"config '{config.name}' has no entry for GPU {', '.join(without_entry)}"] if without_entry else []
+        raise NoGpu("; ".join([*missing, *notes]), "change the file, or drop --exact", code="no_gpu_of_config")
     if demands:
         return Demands(demands, notes)
     if any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig_error(gpus)
     if named:
-        reasons = entry_notes or ["none of them has MIG"]
-        raise NoGpu(
-            f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
-        )
+        reasons = "; ".join(notes) or "none of them has MIG"
+        raise NoGpu(f"config '{config.name}' has no entry for the chosen GPUs: {reasons}", "see: gpushare mig status")
     return Demands({}, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here"))
 
 
-def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
-    """Return notes on entries that name GPUs this host does not have. Raises NoGpu if all entries are of that kind."""
-    host_indexes = range(host.nvml.count())
-    notes = absent_gpu_notes(config, host_indexes)
-    if notes and all(names_only_absent_gpus(entry, host_indexes) for entry in config.entries):
+def _entry_notes(config: Config, host: Host, ids: Mapping[int, PciIds]) -> tuple[str, ...]:
+    """Return the notes on entries without a GPU of this host. Raises NoGpu if all entries name only other GPUs."""
+    gpus = host.nvml.identities()
+    notes = unmatched_entry_notes(config, gpus, ids)
+    if not any(entry.devices is None or {gpu.index for gpu in gpus} & set(entry.devices) for entry in config.entries):
         raise NoGpu(
             f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",
             "see which are here: gpushare status",
@@ -247,11 +236,11 @@ def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     return notes
 
 
-def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds]:
-    """Return the PCI ids of the GPUs, if the configuration uses them; none for one that does not answer."""
+def _pci_ids(config: Config, host: Host) -> dict[int, PciIds]:
+    """Return the PCI ids of all GPUs, if the configuration uses them; none for one that does not answer."""
     ids = {}
     if any(entry.filters for entry in config.entries):
-        for gpu in gpus:
+        for gpu in host.nvml.identities():
             with contextlib.suppress(GpushareError):
                 ids[gpu.index] = PciIds(*host.nvml.pci_ids(gpu.index))
     return ids

@@ -42,7 +42,7 @@ from gpushare.hostfile.steps import (
     revoke_steps,
     stop_steps,
 )
-from gpushare.mig.change import GpuChange, JobNames, MigChange, gpu_change, plan_change
+from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, devices_of, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import binding_commands, refuse_name_elsewhere, revocation_loss
 from gpushare.mig.holders import no_plan_error
@@ -70,12 +70,10 @@ def plan_gpu(
     entry: Entry,
     *,
     others: Collection[str] = (),
-    job_names: JobNames,
 ) -> GpuApply:
     """Return the plan that makes a GPU match its entry; without steps if it already does.
 
-    ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets. ``job_names`` name the
-    jobs in the way.
+    ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.
 
     Raises:
         InUse: programs use the GPU, or an instance or daemon that has to go.
@@ -109,7 +107,6 @@ def plan_gpu(
         first=[*stops, *before_mig],
         naming=binding_commands(work.names_to_come, {live.gpu.uuid or "": index}),
         after=[*after_mig, *daemons, check],
-        job_names=job_names,
     )
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
     wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]

@@ -8,15 +8,13 @@ than the GPU has, which matters only on boards with a 1g behind slice 6.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import combinations
 from typing import Final, NamedTuple
 
 from gpushare.mig.profile import (
     ComputeInstance,
-    ComputeProfile,
     GpuInstance,
     Layout,
     Placement,
@@ -254,8 +252,7 @@ def new_compute(
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
-    Placements are explicit if the driver lists them (-lcipp). Otherwise only slices are counted and the driver chooses
-    the placements; it finds room if the largest are created first.
+    Only slices are counted, and the driver chooses the placements: it finds room if the largest are created first.
     """
     parts = []
     for slices in sorted(slices_of_each, reverse=True):
@@ -269,39 +266,42 @@ def new_compute(
     for part in parts:
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
-    if any(part.placements is None for part in parts) or any(other.placement is None for other in others):
-        return tuple(ComputeInstance(profile=part) for part in parts)
-    return _place_compute(parts, mask_of(other.placement for other in others))
+    return tuple(ComputeInstance(profile=part) for part in parts)
 
 
-def _place_compute(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
-    """Return compute instances of these profiles at free places (``taken`` are bits); None: there is no way."""
-    if not parts:
-        return ()
-    for place in parts[0].placements or ():
-        if not taken & place.mask:
-            rest = _place_compute(parts[1:], taken | place.mask)
-            if rest is not None:
-                return (ComputeInstance(profile=parts[0], placement=place), *rest)
-    return None
+def _finds_room(sizes: Sequence[int], taken: int, slices: int) -> bool:
+    """Return whether compute instances of these sizes fit at the usual places of a GPU instance of so many slices.
 
-
-def _finds_room(created: Sequence[ComputeInstance], kept: Sequence[ComputeInstance], slices: int) -> bool:
-    """Return whether new compute instances fit between those kept, in a GPU instance of so many slices.
-
-    Where the driver chooses their places, at the usual ones: it may know more, so this is a preference, not a rule.
+    ``taken`` are bits. The driver may know more places, so this is a preference, not a rule.
     """
-    parts = [
-        replace(
-            part.profile,
-            placements=tuple(
-                Placement(start, part.profile.slices) for start in usual_compute_starts(slices, part.profile.slices)
-            ),
-        )
-        for part in created
-        if part.placement is None
-    ]
-    return _place_compute(parts, mask_of(part.placement for part in (*kept, *created))) is not None
+    if not sizes:
+        return True
+    masks = (Placement(start, sizes[0]).mask for start in usual_compute_starts(slices, sizes[0]))
+    return any(_finds_room(sizes[1:], taken | mask, slices) for mask in masks if not taken & mask)
+
+
+def _first_change(
+    instance: GpuInstance,
+    ways: Iterable[Sequence[ComputeInstance]],
+    slices_to_create: Callable[..., Sequence[int] | None],
+) -> ComputeChange | None:
+    """Return the first change that leaves room for what is created, else the first in which only the numbers fit.
+
+    ``ways`` are those of keeping compute instances. ``slices_to_create`` returns what is created beside those kept; None:
+    these cannot be kept.
+    """
+    by_count = None
+    for kept in ways:
+        slices = slices_to_create(kept)
+        created = None if slices is None else new_compute(instance.profile, slices, kept)
+        if created is None:
+            continue
+        change = ComputeChange(tuple(part for part in instance.compute if part not in kept), created)
+        sizes = [part.profile.slices for part in created]
+        if _finds_room(sizes, mask_of(part.placement for part in kept), instance.profile.slices):
+            return change
+        by_count = by_count or change
+    return by_count
 
 
 def make_room(
@@ -321,23 +321,19 @@ def make_room(
     if instance.held and not with_busy:
         return None
     most_destroyed = len(instance.compute) if may_destroy and not instance.held else 0
-    ways = [parts for number in range(most_destroyed + 1) for parts in combinations(instance.compute, number)]
-    counted_room = None
-    for destroyed in sorted(ways, key=lambda parts: (sum(part.busy for part in parts), len(parts))):
-        kept = [part for part in instance.compute if part not in destroyed]
-        if any(part.busy for part in destroyed) and not may_evict:
-            continue
-        if kept and not with_others:
-            continue
-        if any(part.busy for part in kept) and not with_busy:
-            continue
-        created = new_compute(instance.profile, slices_of_each, kept)
-        if created is None:
-            continue
-        if _finds_room(created, kept, instance.profile.slices):
-            return destroyed
-        counted_room = destroyed if counted_room is None else counted_room
-    return counted_room
+    ways = []
+    for number in range(most_destroyed + 1):
+        for destroyed in combinations(instance.compute, number):
+            kept = [part for part in instance.compute if part not in destroyed]
+            if any(part.busy for part in destroyed) and not may_evict:
+                continue
+            if (kept and not with_others) or (any(part.busy for part in kept) and not with_busy):
+                continue
+            ways.append(kept)
+    # As many busy ones kept as possible, then as many as possible.
+    ways.sort(key=lambda kept: (-sum(part.busy for part in kept), -len(kept)))
+    change = _first_change(instance, ways, lambda _: slices_of_each)
+    return None if change is None else change.destroyed
 
 
 def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
@@ -352,19 +348,10 @@ def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_
     def busy_destroyed(kept: Sequence[ComputeInstance]) -> int:
         return sum(part.busy or instance.held for part in existing if part not in kept)
 
-    by_count = None
-    for kept in sorted(ways, key=busy_destroyed):
-        if busy_destroyed(kept) and not may_evict:
-            break
+    def slices_to_create(kept: Sequence[ComputeInstance]) -> list[int] | None:
         missing = Counter(slices_of_each)
         missing.subtract(part.profile.slices for part in kept)
-        if any(count < 0 for count in missing.values()):
-            continue
-        created = new_compute(instance.profile, list(missing.elements()), kept)
-        if created is None:
-            continue
-        change = ComputeChange(tuple(part for part in existing if part not in kept), created)
-        if _finds_room(created, kept, instance.profile.slices):
-            return change
-        by_count = by_count or change
-    return by_count
+        return None if any(count < 0 for count in missing.values()) else list(missing.elements())
+
+    allowed = [kept for kept in ways if may_evict or not busy_destroyed(kept)]
+    return _first_change(instance, sorted(allowed, key=busy_destroyed), slices_to_create)

@@ -27,11 +27,6 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
     for spec in cdi.stale_specs(host, gpus):
         wrong = f"containers: the CDI specification {spec.path} {cdi.describe(spec)}"
-        if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
-            notes.append(
-                f"{wrong}; there is no device to list now: rewrite it with the next mig create (--refresh-cdi)"
-            )
-            continue
         command = " ".join(cdi.refresh_command(specs.get(spec.path)))
         notes.append(f"{wrong}; rewrite it: sudo {command} (next time: --refresh-cdi)")
     return tuple(notes)

@@ -7,14 +7,13 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root_error
-from gpushare.base.model import MPS_SERVER, ComputeMode, Gpu, GpuProcess, Holder
+from gpushare.base.model import MPS_SERVER, Gpu, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig_error, titles
-from gpushare.base.units import first_few
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host, ending_hint
@@ -40,9 +39,6 @@ from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 
 # nvidia-persistenced releases a GPU for a reset by itself. Its name in full, and as the kernel cuts it.
 _RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
-# Processes that an error names, and that its hint ends.
-_NAMED: Final = 4
-_MOST_ENDED: Final = 8
 
 
 def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int]) -> list[str]:
@@ -63,8 +59,6 @@ def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending
     if not resetless:
         _check_not_held(host, gpu, ending)
     notes = []
-    if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
-        notes.append("its compute mode becomes default, the only one with MIG")
     if enable and bare:
         notes.append("with MIG on and no instance, no CUDA program can use it")
     if enable and resetless:
@@ -73,19 +67,10 @@ def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending
         notes.append("MIG stays on after a reboot, its instances are lost")
     if not resetless:
         notes.append("switching its MIG mode resets it")
-    if host.nvml.persistence(gpu.index) is False:
-        notes.append(
-            "persistence mode is off, and the driver may release a GPU without programs: "
-            f"sudo nvidia-smi -i {gpu.index} -pm 1"
-        )
     return [f"GPU {gpu.index}: {note}" for note in notes]
 
 
-# Returns the names of the jobs that processes belong to, as far as they are known.
-JobNames = Callable[[Iterable[int]], Mapping[int, str]]
-
-
-def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]], job_names: JobNames) -> None:
+def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
     """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first.
 
     From Hopper on, the driver switches the mode of a busy GPU, and only the first instance fails.
@@ -104,35 +89,18 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
         blocking_processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
     if not blocking_processes:
         return
-    # A process on several GPUs is named once.
-    by_pid = {process.pid: with_name(host, process) for _, process in blocking_processes}
-    jobs = job_names(by_pid)
-    names = first_few((_process_title(process, jobs.get(pid)) for pid, process in by_pid.items()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
-    numbers = ",".join(map(str, gpus))
-    their = "its" if len(gpus) == 1 else "their"
-    ending_them = _ending_them_text(host, list(by_pid.values()), numbers, jobs)
+    pids = sorted({process.pid for _, process in blocking_processes})
+    # An MPS server ends after its clients.
+    named = {process.pid: with_name(host, process).name for _, process in blocking_processes}
+    ended = [pid for pid in pids if named[pid] != MPS_SERVER]
     raise InUse(
-        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
-        f"see all: gpushare status -g {numbers}; {ending_them}",
+        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: these must end before the MIG mode can "
+        f"change: {processes_text(host.processes, pids)}",
+        f"see all: gpushare status -g {','.join(map(str, gpus))}; end them, or ask their users to: "
+        f"gpushare stop {' '.join(map(str, ended))}",
         gpu=gpus[0] if len(gpus) == 1 else None,
     )
-
-
-def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str, jobs: Mapping[int, str]) -> str:
-    """Return how this user gets processes on GPUs (``numbers``) to end; ``jobs`` are names of jobs by PID."""
-    if not host.root:
-        infos = [host.processes.describe(process.pid) for process in processes]
-        others = dict.fromkeys(info.user for info in infos if info and info.user and info.uid != host.uid)
-        if others:
-            return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"
-    # An MPS server ends after its clients.
-    ended = [process for process in processes if process.name != MPS_SERVER]
-    # `gpushare stop` also takes the PID of a job's program, and that of an MPS client.
-    words = list(dict.fromkeys(jobs.get(process.pid, str(process.pid)) for process in ended))
-    rest = f", and then the {len(words) - _MOST_ENDED} others" if len(words) > _MOST_ENDED else ""
-    command = f"gpushare stop {' '.join(words[:_MOST_ENDED])}" if words else f"gpushare mps stop -g {numbers}"
-    return f"end them: {command}{rest}"
 
 
 def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
@@ -147,12 +115,6 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
             remedy(holders) or f"{ending_hint(host, holders[0].pid)}; then run this again",
             gpu=gpu.index,
         )
-
-
-def _process_title(process: GpuProcess, job: str | None) -> str:
-    """Return a process for a message: ``python (123, alice)``, or of a job ``'train' (123, alice)``."""
-    name = process.name or "process" if job is None else f"'{job}'"
-    return f"{name} ({process.pid}, {process.user or 'unknown user'})"
 
 
 def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
@@ -420,7 +382,6 @@ def plan_change(
     first: Sequence[Step] = (),
     naming: Sequence[str] = (),
     after: Sequence[Step] = (),
-    job_names: JobNames = lambda _: {},
 ) -> MigChange:
     """Return the transaction for what the planner found.
 
@@ -435,7 +396,7 @@ def plan_change(
         for change in changes
     }
     switched = [(change.gpu, _pids_in(evicted_on[change.gpu.index])) for change in changes if _switches(change)]
-    _check_no_processes(host, switched, job_names)
+    _check_no_processes(host, switched)
     parts = [_plan_gpu(host, change, ledger, evicted_on[change.gpu.index]) for change in changes if change.changes]
     steps = [step for part in parts for step in part.steps]
     if naming and steps:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpushare.base.errors import GpushareError, InUse, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device
-from gpushare.base.units import counted, first_few
+from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mps.control import control_command, not_your_daemon_error
@@ -111,21 +111,13 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
             gpu=gpu,
             code="daemon_silent",
         ) from error
-    if clients:
-        names = first_few(clients)
+    users = clients or own.home.live_leases()
+    if users:
         raise InUse(
-            f"the MPS daemon {pid} on {title} has {counted(len(clients), 'client')}: {names}",
+            f"the MPS daemon {pid} on {title} has clients: {first_few(users)}",
             f"wait for them: {ending} --drain 60s; or force it: {ending} --force",
             gpu=gpu,
             code="daemon_clients",
-        )
-    leases = own.home.live_leases()
-    if leases:
-        raise InUse(
-            f"the MPS daemon {pid} on {title} is used by gpushare run: {first_few(leases)}",
-            "wait until it ends; see: gpushare mps status",
-            gpu=gpu,
-            code="daemon_leased",
         )
 
 

@@ -265,7 +265,6 @@ def _compute_info(nvml: Any, handle: Any) -> Any:
 # nvmlReturn_t values of activationStatus (nvml.h): the call may succeed and the change fail.
 _NOT_SUPPORTED: Final = 3
 _TIMEOUT: Final = 10
-_RESET_REQUIRED: Final = 16
 _IN_USE: Final = 19
 _INSUFFICIENT_RESOURCES: Final = 23
 _RESETLESS_FIELD: Final = 184
@@ -311,7 +310,8 @@ class MigChanges:
         # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
         if status:
-            raise _not_activated_error(int(status), index, enabled=enabled)
+            text = self._nvml.demand(lambda nvml: str(nvml.NVMLError(int(status))))
+            raise _not_activated_error(int(status), text, index, enabled=enabled)
         held = self.mode(index)
         if held != (enabled, enabled):
             now = "unknown" if held is None else f"{on_or_off(held[0])}, pending {on_or_off(held[1])}"
@@ -487,29 +487,12 @@ class MigChanges:
         return self._nvml.demand(act, gpu)
 
 
-def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:
-    """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t."""
-    task = f"GPU {index}: MIG {on_or_off(enabled)}"
-    gpu = str(index)
-    if status == _IN_USE:
-        return InUse(
-            f"{task} is only pending, because the GPU is in use",
-            f"see who: gpushare status -g {index}; sudo fuser -v /dev/nvidia*; end these programs, then run it again",
-            gpu=gpu,
-        )
-    if status == _NOT_SUPPORTED:
-        return NotSupported(
-            f"{task} is only pending: the GPU cannot be reset here",
-            "in a virtual machine, reboot it; on the host, reboot or unload the driver",
-            gpu=gpu,
-            code="mode_pending",
-        )
-    if status == _TIMEOUT:
-        return TimedOut(f"{task} timed out", "see why: sudo dmesg | grep -i nvrm", gpu=gpu)
-    reason = "the GPU must be reset first" if status == _RESET_REQUIRED else f"NVML says {status}"
-    return OperationFailed(
-        f"{task} is only pending: {reason}",
-        f"with no program on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
-        gpu=gpu,
-        code="reset_required" if status == _RESET_REQUIRED else "mode_pending",
+def _not_activated_error(status: int, text: str, index: int, *, enabled: bool) -> GpushareError:
+    """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t, ``text`` its text."""
+    kind = {_NOT_SUPPORTED: NotSupported, _TIMEOUT: TimedOut, _IN_USE: InUse}.get(status, OperationFailed)
+    return kind(
+        f"GPU {index}: MIG {on_or_off(enabled)} is only pending: {text}",
+        f"end the programs on it: gpushare status -g {index}; then reset it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+        gpu=index,
+        code="mode_pending",
     )

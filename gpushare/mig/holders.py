@@ -21,7 +21,6 @@ from gpushare.mig.plan import NoPlan, Why
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
-    from gpushare.host.process import ProcessInfo
 
 _PREFIX: Final = "/dev/nvidia"
 H = TypeVar("H", bound=GpuProcess | Holder)
@@ -80,9 +79,7 @@ def with_name(host: Host, process: H) -> H:
 def claim_holder(host: Host, claim: Claim) -> Holder:
     """Return the process that a claim names, with the owner of the claim's file as its user."""
     info = host.processes.describe(claim.pid)
-    return Holder(
-        pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _name_in_words(info)
-    )
+    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
 
 
 def blockers_text(holders: Iterable[Holder]) -> str:
@@ -120,15 +117,6 @@ def _remedy_of(name: str) -> str | None:
     return None
 
 
-def _name_in_words(info: ProcessInfo) -> str | None:
-    """Return the name of a process; of a gpushare with its verb: ``gpushare run``."""
-    if info.name == "gpushare":
-        for word in info.command_line or ():
-            if word in {"run", "timeslice"}:
-                return f"gpushare {word}"
-    return info.name or None
-
-
 def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
     """Return the N of ``/dev/nvidiaN``; None: the GPU does not answer."""
     return None if gpu.error is not None else or_none(lambda: host.nvml.minor_number(gpu.index))
@@ -149,5 +137,5 @@ def _describe_holders(host: Host, pids: Iterable[int], node: str) -> tuple[Holde
     for pid in sorted(set(pids) - {os.getpid()}):
         info = host.processes.describe(pid)
         if info is not None:
-            holders.append(Holder(pid=pid, what=node, user=info.user, name=_name_in_words(info)))
+            holders.append(Holder(pid=pid, what=node, user=info.user, name=info.name))
     return tuple(holders)

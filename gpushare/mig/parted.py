@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -31,15 +31,15 @@ from gpushare.form import (
     whole_document,
     yes_or_no,
 )
-from gpushare.mig.wish import Request, Wish, merged, parse_wish
+from gpushare.mig.wish import Wish, parse_wish
 
 VERSION: Final = "v1"
 PLACEMENTS: Final = "gpushare-placements"
 # Of a file that is there: it is corrected, never written over.
 HINT: Final = "to see a valid file of this form: gpushare export mig-parted"
-_ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*(?:,[a-z][a-z0-9]*(?:\.[a-z0-9]+)*)*"
+_ATTRIBUTES: Final = r"[a-z][a-z0-9]*(?:\.[a-z0-9]+)*"
 # The memory size is part of the name there: 3g alone is refused.
-_PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-](?P<attributes>{_ATTRIBUTES}))?", re.ASCII)
+_PROFILE: Final = re.compile(rf"(?:\d+c\.)?\d+g\.\d+gb(?:[+-]{_ATTRIBUTES})?", re.ASCII)
 _PROFILE_START: Final = r"^(?:[0-9]+c\.)?[^:*\s]+:[0-9]+(?:\*[0-9]+)?$(?!\n)"
 
 
@@ -70,12 +70,8 @@ class ConfigEntry:
     @property
     def wish(self) -> Wish:
         """Return its MIG devices as a wish without places."""
-        words = [(name, number) for name, number in self.counts if number]
-        # Commas separate the words of a wish. No driver has a name with one, but only the driver may refuse it.
-        with_comma = tuple(Request(profile=name, count=number) for name, number in words if "," in name)
-        text = " ".join(f"{name}*{number}" for name, number in words if "," not in name)
-        parsed = parse_wish(text) if text else ()
-        return merged((*parsed, *with_comma))
+        text = " ".join(f"{name}*{number}" for name, number in self.counts if number)
+        return parse_wish(text) if text else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,37 +145,18 @@ def demands_for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> di
     return {index: demand for index, demand in demands.items() if index not in without_mig}
 
 
-def absent_gpu_notes(config: Config, host_indexes: Collection[int]) -> tuple[str, ...]:
-    """Return a note for each entry that names GPUs this host does not have; mig-parted ignores them silently."""
+def unmatched_entry_notes(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds]) -> tuple[str, ...]:
+    """Return a note for each entry that none of a host's GPUs matches, or that names others; mig-parted ignores those silently."""
+    indexes = {gpu.index for gpu in gpus}
     notes = []
     for number, entry in enumerate(config.entries, 1):
-        absent_indexes = [index for index in entry.devices or () if index not in host_indexes]
-        if absent_indexes:
-            which = f"GPU {', '.join(map(str, absent_indexes))}, which {'is' if len(absent_indexes) == 1 else 'are'} not here"
-            notes.append(f"config '{config.name}', entry {number} names {which}")
-    return tuple(notes)
-
-
-def names_only_absent_gpus(entry: ConfigEntry, host_indexes: Collection[int]) -> bool:
-    """Return whether an entry names only GPUs that this host does not have."""
-    return entry.devices is not None and not any(index in host_indexes for index in entry.devices)
-
-
-def idle_entry_notes(
-    config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], host_indexes: Collection[int]
-) -> tuple[str, ...]:
-    """Return a note for each entry that matches none of these GPUs; mig-parted ignores it silently.
-
-    `absent_gpu_notes` has the notes about entries that name only GPUs not in ``host_indexes``.
-    """
-    notes = []
-    for number, entry in enumerate(config.entries, 1):
-        matches = any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus)
-        if matches or names_only_absent_gpus(entry, host_indexes):
-            continue
-        unreadable = [text for text in entry.filters if _parse_pci_ids(text) is None]
-        cause = f"; '{unreadable[0][:40]}' is not a PCI id like 0x20B510DE" if unreadable else ""
-        notes.append(f"config '{config.name}', entry {number} matches no GPU here{cause}")
+        absent = sorted(set(entry.devices or ()) - indexes)
+        if absent:
+            notes.append(
+                f"config '{config.name}', entry {number} names GPU {', '.join(map(str, absent))}, not on this host"
+            )
+        elif not any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
+            notes.append(f"config '{config.name}', entry {number} matches no GPU here")
     return tuple(notes)
 
 
@@ -193,12 +170,7 @@ def _parse_name(key: object) -> str | None:
 
 def _parse_profile(key: object) -> str | None:
     """Return a key of the file as a profile; None: it has not the form of one."""
-    match = _PROFILE.fullmatch(key) if isinstance(key, str) else None
-    if match is None:
-        return None
-    attributes = (match["attributes"] or "").split(",")
-    has_repeated = len(set(attributes)) != len(attributes)
-    return None if has_repeated else str(key)
+    return str(key) if isinstance(key, str) and _PROFILE.fullmatch(key) else None
 
 
 def _devices_of(value: Value) -> tuple[int, ...] | None:

@@ -498,31 +498,11 @@ def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
                 message=f"{words} does not fit on {where}, even empty: {most_there}",
                 hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
             )
-    reason = _reason_text(layouts[0], wish) if len(layouts) == 1 else ""
     return NoPlan(
         why=Why.NEVER,
-        message=f"{words} do not fit on {where}, even empty{reason}",
+        message=f"{words} do not fit together on {where}, even empty",
         hint="ask for fewer or smaller instances; see what fits together: gpushare mig profiles",
     )
-
-
-def _reason_text(layout: Layout, wish: Wish) -> str:
-    """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
-    asked: list[Profile] = []
-    for request in wish:
-        asked += [resolve(request, layout.profiles)] * request.count
-    memory = sum(profile.size or 0 for profile in asked)
-    compute = sum(profile.slices for profile in asked)
-    if sum(profile.media for profile in asked) > 1:
-        return ": a GPU has at most one with +me"
-    may_be_next_to_all_media = all(profile.all_media or profile.no_media for profile in asked)
-    if any(profile.all_media for profile in asked) and not may_be_next_to_all_media:
-        return ": with +me.all only -me profiles are possible"
-    if memory > layout.axis:
-        return f": they need {memory} memory slices, it has {layout.axis}"
-    if compute > layout.compute_slices:
-        return f": they need {compute} compute slices, it has {layout.compute_slices}"
-    return ""
 
 
 def most_of(layouts: Sequence[Layout], request: Request) -> int:
@@ -553,8 +533,7 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     elif busy:
         hint = f"end the programs there; or mig apply and mig destroy end them with {_words_for(_busy_only(busy), option='--evict ')}"
     elif only_adds:
-        idle = "it is idle" if len(destroyed) == 1 else "they are idle"
-        hint = f"{idle}: gpushare mig destroy {_words_for(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
+        hint = f"make room: gpushare mig destroy {_words_for(destroyed)}; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(

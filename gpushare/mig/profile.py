@@ -79,8 +79,6 @@ class ComputeProfile:
     # How many of them fit into one GPU instance; None: unknown.
     instances: int | None = None
     multiprocessors: int | None = None
-    # In compute slices of the GPU instance (-lcipp); None: the driver chooses the place.
-    placements: tuple[Placement, ...] | None = None
 
     @property
     def name(self) -> str:

@@ -25,7 +25,6 @@ from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
 from gpushare.mig.shape import Creation, GpuShape, Proof, Restoration, differences, shape_of
 from gpushare.mig.wish import placed_request
-from gpushare.plan import in_turn
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
@@ -226,7 +225,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
         elif wrong := missing(host, change):
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
-            back = as_commands(_at_current_indexes(host, change.before))
+            back = as_commands(at_current_indexes(host, change.before))
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}", gpus=_uuids(change)))
     return lost
@@ -245,7 +244,7 @@ def _index_by_uuid(host: Host) -> dict[str, int]:
     return {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
 
 
-def _at_current_indexes(host: Host, shapes: Iterable[GpuShape]) -> tuple[GpuShape, ...]:
+def at_current_indexes(host: Host, shapes: Iterable[GpuShape]) -> tuple[GpuShape, ...]:
     """Return shapes with the current indexes of their GPUs; those whose GPU is missing are left out."""
     index = _index_by_uuid(host)
     return tuple(replace(shape, index=index[shape.uuid]) for shape in shapes if shape.uuid in index)
@@ -315,24 +314,6 @@ def is_complete(host: Host, change: ChangeRecord) -> bool:
         return _is_as_planned(host, _with_current_indexes(host, change))
     except GpushareError:
         return False
-
-
-def other_way(host: Host, change: ChangeRecord) -> str | None:
-    """Return the commands that take back what recovery is going to do about an interrupted change; None: none can.
-
-    Recovery undoes an incomplete change, and the commands do it after all. It keeps a complete one, and the commands undo
-    it, unless a name of before is no longer recorded: the users with a grant on it are unknown then.
-    """
-    if not is_complete(host, change):
-        return in_turn(as_commands(_at_current_indexes(host, change.after)))
-    before = _at_current_indexes(host, change.before)
-    commands = as_commands(before)
-    users = {named.name: named.users for named in names_of(host).values()}
-    if any(instance.name and instance.name not in users for shape in before for instance in shape.instances):
-        return None
-    for shape, after in zip(before, _at_current_indexes(host, change.after), strict=True):
-        commands += naming_commands(shape, after, users)
-    return in_turn(commands)
 
 
 def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Sequence[str]]) -> list[str]:
@@ -408,8 +389,8 @@ def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
 
 def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
     """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    before = _at_current_indexes(host, change.before)
-    after = _at_current_indexes(host, change.after)
+    before = at_current_indexes(host, change.before)
+    after = at_current_indexes(host, change.after)
     present = {shape.uuid for shape in before}
     lost = [shape for shape in change.before if shape.uuid not in present]
     if lost:

@@ -284,13 +284,9 @@ def smallest_for_need(need: Need, profiles: Sequence[Profile]) -> Profile:
     ]
     if serving:
         return min(serving, key=lambda p: (p.size or 0, p.slices, p.memory_bytes or 0, p.multiprocessors or 0))
-    largest = max(ordinary, key=lambda p: (p.size or 0, p.slices), default=None)
-    hint = "see: gpushare mig profiles"
-    if largest is not None:
-        memory = "unknown memory" if largest.memory_bytes is None else format_bytes(largest.memory_bytes)
-        sms = "an unknown number of" if largest.multiprocessors is None else str(largest.multiprocessors)
-        hint = f"the largest, {largest.name}, has {memory} and {sms} SMs; {hint}"
-    raise NotSupported(f"no MIG profile of this GPU is known to have {need}", hint, code="mig_need_too_large")
+    raise NotSupported(
+        f"no MIG profile of this GPU is known to have {need}", "see: gpushare mig profiles", code="mig_need_too_large"
+    )
 
 
 def _at_least(has: int | None, wanted: int | None) -> bool:

@@ -75,17 +75,17 @@ def test_a_gpu_without_mig_has_no_mode() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "code", "exit_code"),
+    ("status", "kind", "exit_code"),
     [
-        (Code.IN_USE, InUse, "in_use", ExitCode.IN_USE),
-        (Code.RESET_REQUIRED, OperationFailed, "reset_required", ExitCode.FAILED),
-        (Code.NOT_SUPPORTED, NotSupported, "mode_pending", ExitCode.NOT_SUPPORTED),
-        (Code.TIMEOUT, TimedOut, "timeout", ExitCode.FAILED),
-        (Code.UNKNOWN, OperationFailed, "mode_pending", ExitCode.FAILED),
+        (Code.IN_USE, InUse, ExitCode.IN_USE),
+        (Code.RESET_REQUIRED, OperationFailed, ExitCode.FAILED),
+        (Code.NOT_SUPPORTED, NotSupported, ExitCode.NOT_SUPPORTED),
+        (Code.TIMEOUT, TimedOut, ExitCode.FAILED),
+        (Code.UNKNOWN, OperationFailed, ExitCode.FAILED),
     ],
 )
 def test_an_activation_status_is_never_success(
-    monkeypatch: pytest.MonkeyPatch, status: Code, kind: type[GpushareError], code: str, exit_code: ExitCode
+    monkeypatch: pytest.MonkeyPatch, status: Code, kind: type[GpushareError], exit_code: ExitCode
 ) -> None:
     found = changes(connect(A100))
 
@@ -96,7 +96,7 @@ def test_an_activation_status_is_never_success(
     monkeypatch.setattr(library_mig, "set_mode", pending)
     error = raised(found.set_mode, 0, enabled=True)
     assert isinstance(error, kind)
-    assert (error.code, error.exit_code) == (code, exit_code)
+    assert (error.code, error.exit_code) == ("mode_pending", exit_code)
     assert found.mode(0) == (False, True)
 
 

@@ -17,7 +17,6 @@ from gpushare.connect import connect
 from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
-from gpushare.host.process import ProcessInfo
 from gpushare.mig.holders import blockers_text, gpu_holders, instance_holders, open_device_files, remedy
 from gpushare.sim import admin
 
@@ -128,26 +127,6 @@ def test_from_another_pid_namespace_nobody_is_seen(host: Host) -> None:
     assert not open_device_files(host).complete
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (("/usr/bin/python3", "/usr/bin/gpushare", "run", "--mig", "1g.10gb", "--", "timeslice"), "gpushare run"),
-        (("gpushare", "--host", "local", "timeslice", "keep"), "gpushare timeslice"),
-        (("gpushare", "top"), "gpushare"),
-        (None, "gpushare"),
-    ],
-)
-def test_gpushare_is_named_with_its_command(
-    host: Host, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...] | None, name: str
-) -> None:
-    pid = admin.add_process(A100, name="gpushare", holder=True, memory_bytes=0)
-    seen = ProcessInfo(pid=pid, user="alice", name="gpushare", command_line=words)
-    monkeypatch.setattr(type(host.processes), "describe", lambda _self, _pid: seen)
-    (holder,) = gpu_holders(host, gpu_of(host))
-    assert holder.name == name
-    assert name in blockers_text([holder])
-
-
 def test_nothing_of_it_fails_a_command(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = gpu_of(host)
     assert instance_holders(replace(host, capabilities=Capabilities(tmp_path)), gpu) == {}
@@ -187,8 +166,6 @@ def test_the_line_of_an_error() -> None:
         ("slurmstepd", "HWLOC_COMPONENTS=-opencl"),
         ("nsys-launcher", "nsys shutdown"),
         ("nvidia-cuda-mps-server", "gpushare mps stop"),
-        ("gpushare run", "wait until that gpushare run ends"),
-        ("gpushare timeslice", "stop gpushare timeslice keep"),
         ("gpushare", "end that gpushare command"),
         *((other, None) for other in ("python3", "Xyz", "xorg-like", "nv")),
     ],

@@ -32,7 +32,7 @@ def test_only_as_many_compute_instances_go_as_must() -> None:
 
 def test_the_hint_names_the_compute_instances_that_would_go() -> None:
     refused = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4/1,1,1")], parse_wish("1c.3g.40gb"))
-    assert "gpushare mig destroy 0/404/0 " in refused.hint
+    assert "gpushare mig destroy 0/404/0;" in refused.hint
 
 
 def test_a_busy_part_goes_only_when_it_may() -> None:

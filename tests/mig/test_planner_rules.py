@@ -148,7 +148,7 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bo
 def test_the_hint_names_what_would_go() -> None:
     gpu = layout("h100", "3g.40gb:0", "3g.40gb:4!")
     refused = plan_add([gpu], parse_wish("1g"))
-    assert "gpushare mig destroy 0/400 " in refused.hint
+    assert "gpushare mig destroy 0/400;" in refused.hint
     assert "--may-destroy" in refused.hint
     busy = plan_exact([gpu], {0: ()})
     assert busy.hint.endswith(" --evict 0/404")
@@ -283,18 +283,18 @@ def test_what_does_not_exist_is_not_destroyed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "wish", "reason"),
+    ("model", "wish"),
     [
-        ("h100", "7g 1g", "they need 9 memory slices, it has 8"),
-        ("rtx-pro-6000", "1g+me 2g+me.all", "a GPU has at most one with +me"),
-        ("rtx-pro-6000", "1g 2g+me.all", "with +me.all only -me profiles are possible"),
-        ("h100-pcie", "4g 1g*4", "they need 8 compute slices, it has 7"),
+        ("h100", "7g 1g"),
+        ("rtx-pro-6000", "1g+me 2g+me.all"),
+        ("rtx-pro-6000", "1g 2g+me.all"),
+        ("h100-pcie", "4g 1g*4"),
     ],
 )
-def test_never_together(model: str, wish: str, reason: str) -> None:
+def test_never_together(model: str, wish: str) -> None:
     never = plan_exact([layout(model)], {0: parse_wish(wish)})
     assert never.why is Why.NEVER
-    assert f"do not fit on GPU 0, even empty: {reason}" in never.message
+    assert "do not fit together on GPU 0, even empty" in never.message
     assert never.instead is None
 
 

@@ -95,24 +95,6 @@ def test_no_undo_is_printed_that_would_lose_grants(cli: Cli, monkeypatch: pytest
     assert cli("mig", "recover", "-n", host=A100, output="json").ok().data["undo"] is None
 
 
-def test_a_complete_change_that_was_interrupted_can_be_undone(cli: Cli) -> None:
-    host = World.new(A100)
-    assert host.run("mig", "apply", "3g.40gb", "2g.20gb", "--name", "big,small").code == 0
-    assert host.run("mig", "grant", "big", "nobody").code == 0
-    before, names = [gpu.places for gpu in host.look()], host.names()
-    crashed(host, "disable", "--destroy", "-y", step=5)
-    shown = cli("mig", "recover", "-n", host=A100, output="json").ok().data["undo"]
-    answer = cli("mig", "recover", host=A100, output="json").ok()
-    assert answer.data["undo"] == shown
-    assert "GPU 0: MIG is off" in answer.data["done"][0]
-    assert "'big' is missing" in answer.data["done"][0]
-    assert host.names() == {}
-    for command in shown.split(" && "):
-        cli(*command.split()[1:], host=A100, asks=True).ok()
-    assert ([gpu.places for gpu in host.look()], host.names()) == (before, names)
-    assert "for nobody only" in cli("mig", "status", host=A100).ok().out
-
-
 def test_what_was_interrupted_is_undone_before_a_change_is_refused(cli: Cli) -> None:
     """It may be all that is in the way; and what it was comes before what is wanted now."""
     host = World.new(A100)

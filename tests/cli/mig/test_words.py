@@ -52,7 +52,7 @@ def parted(write: Write) -> str:
 
 @pytest.mark.parametrize(
     ("config", "said"),
-    [("some", "entry 1 names GPU 9, which is not here"), ("more", "entry 2 names GPU 7, 9, which are not here")],
+    [("some", "entry 1 names GPU 9, not on this host"), ("more", "entry 2 names GPU 7, 9, not on this host")],
 )
 def test_a_gpu_of_the_file_that_is_not_here_is_said(cli: Cli, parted: str, config: str, said: str) -> None:
     dry = cli("mig", "apply", "-n", "-f", parted, "-c", config, host=TWO).ok()
@@ -75,7 +75,7 @@ def test_a_file_whose_gpus_are_all_here_says_nothing(cli: Cli, parted: str) -> N
 def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: str) -> None:
     for words in (("mig", "apply"), ("mig", "apply", "-n"), ("mig", "check")):
         text = refused(*words, "-f", parted, "-c", "none", code="no_gpu", exit_code=6, host=TWO)
-        assert "entry 1 names GPU 7, 9, which are not here" in text
+        assert "entry 1 names GPU 7, 9, not on this host" in text
 
 
 # -- what names an instance ------------------------------------------------------------------------
