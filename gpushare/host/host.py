@@ -244,7 +244,12 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         _make_directories(path, mode)
         target, itself = path.stat(), path.lstat()
     except OSError as error:
-        raise _uncreatable_error(path, error, variable) from None
+        short = "short " if variable == "GPUSHARE_RUN_DIR" else ""
+        raise NoPermission(
+            f"cannot create the directory {path}: {error.strerror}",
+            f"make room (df -h), or set {variable} to a {short}directory that you may write",
+            code="directory_unwritable",
+        ) from None
     # Through a link another user could choose where our files go.
     strangers = {target.st_uid, itself.st_uid} - {os.geteuid(), 0}
     if strangers:
@@ -263,13 +268,6 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
             f"close it: chmod go-w {shlex.quote(str(path))}",
             code="directory_open",
         )
-
-
-def _uncreatable_error(path: Path, error: OSError, variable: str) -> NoPermission:
-    """Return the error about a directory that cannot be created; ``variable`` is the one that moves it."""
-    short = "short " if variable == "GPUSHARE_RUN_DIR" else ""
-    hint = f"make room (df -h), or set {variable} to a {short}directory that you may write"
-    return NoPermission(f"cannot create the directory {path}: {error.strerror}", hint, code="directory_unwritable")
 
 
 def is_trusted_directory(directory: Path, *below: str) -> bool:

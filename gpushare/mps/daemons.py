@@ -520,11 +520,11 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     return tuple(indexes)
 
 
-def foreign_daemon_error(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") -> InUse:
-    """Return the error for a daemon of others that serves a device; ``instead`` is a hint before the one to stop it."""
+def foreign_daemon_error(found: FoundDaemon, where: str, gpu: Gpu) -> InUse:
+    """Return the error for a daemon of others that serves a device."""
     return InUse(
         f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
-        f"{instead}{found.stop_hint}",
+        found.stop_hint,
         gpu=gpu.index,
         code="foreign_daemon",
     )

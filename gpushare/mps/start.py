@@ -23,7 +23,6 @@ from gpushare.mps.home import (
     STARTING,
     DaemonHome,
     DaemonRecord,
-    anybody_changes,
     own_home,
     pipe_users,
     set_pipe_users,
@@ -64,15 +63,11 @@ def plan_start(
     start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
     _refuse_second(host, device, find_daemons(host, [device.gpu], deep=False))
-    notes = _start_notes(host, device, home)
+    notes = _outside_notes(host, device)
     if users is not None:
         notes.append(
             "the programs of all users share one server, which runs as root: the fault of one ends the work of all, and its "
             "limits hold for each process"
-        )
-    if start.previous is not None and not exclusive:
-        notes.append(
-            f"a dead daemon had changed the compute mode of {device.title}; mps stop restores {start.previous.title}"
         )
     title = in_force_title(device, limits) + _users_text(users)
     if exclusive:
@@ -366,31 +361,20 @@ def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -
                 continue
             raise _daemon_exists_error(device, daemon.pid)
         if not daemon.ours and item.serves(host, device.gpu.index):
-            pipe = shlex.quote(daemon.pipe_directory or "")
-            use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if item.trusted else ""
-            raise foreign_daemon_error(item, device.title, device.gpu, use)
+            raise foreign_daemon_error(item, device.title, device.gpu)
 
 
-def _start_notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
-    """Return what to know before a start: programs outside MPS, who may change its limits."""
-    notes = []
+def _outside_notes(host: Host, device: Device) -> list[str]:
+    """Return a note about the programs on a device that are outside MPS, if there are some."""
     outside = [
-        process
+        process.pid
         for process in host.nvml.processes(device.gpu.index) or ()
         if process.compute and not process.mps and device.has(process)
     ]
-    if outside:
-        pids = first_few((process.pid for process in outside), 5)
-        runs = f"{counted(len(outside), 'process')} on {device.title} {'runs' if len(outside) == 1 else 'run'}"
-        notes.append(f"{runs} outside MPS ({pids}); restart {'it' if len(outside) == 1 else 'them'} to use it")
-    driver = host.nvml.driver_version()
-    if host.uid == 0 and anybody_changes(home.pipe, driver):
-        notes.append(
-            f"under driver {driver} every user may change this daemon's limits (from 550 on only its owner); "
-            "list the users who may connect: 'users' of mps in the file of gpushare apply; "
-            f"or allow only root: chmod 700 {shlex.quote(str(home.pipe))}"
-        )
-    return notes
+    if not outside:
+        return []
+    processes = f"{counted(len(outside), 'process')} on {device.title}: {first_few(outside, 5)}"
+    return [f"outside MPS until restarted: {processes}"]
 
 
 def _start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:

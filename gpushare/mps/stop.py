@@ -21,7 +21,6 @@ from gpushare.base.errors import (
     NotFound,
     OperationFailed,
     TimedOut,
-    or_none,
 )
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select_for_change
@@ -207,23 +206,12 @@ class Stop:
     def _programs_text(
         self, clients: Sequence[int], job_names: Callable[[Sequence[int]], Mapping[int, str]]
     ) -> str | None:
-        """Return the programs that lose the daemon, in words: clients, and programs that are no client yet; None: none."""
-        home = self.found.home
-        leases = None if home is None else or_none(home.live_leases)
-        # A lease is of a `gpushare run`; what is lost is its program, even before its first context.
-        families = [
-            pids for pids in self._host.processes.families(leases or ()).values() if not set(pids) & set(clients)
-        ]
-        names = job_names([*clients, *(pid for pids in families for pid in pids)])
-        programs = set(clients)
-        for pids in families:
-            first_of_job = next((pid for pid in pids if pid in names), None)
-            if first_of_job is not None:
-                programs.add(first_of_job)
-        if not programs:
+        """Return the clients, which lose the daemon, in words; None: there are none."""
+        names = job_names(clients)
+        if not clients:
             return None
-        described = processes_text(self._host.processes, sorted(programs), jobs=names)
-        return f"{counted(len(programs), 'program')} on it: {described}"
+        described = processes_text(self._host.processes, clients, jobs=names)
+        return f"{counted(len(clients), 'program')} on it: {described}"
 
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""

@@ -93,11 +93,9 @@ def start(
         option = f"-{letter[1] or letter[2]}" if letter else word.partition("=")[0]
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
-    from gpushare.host.records import sweep_leftovers
     from gpushare.run.detach import detach, not_started_error, was_started
 
     host = _host()
-    sweep_leftovers(host)
     values = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
     words = ["-o", "json", "run"]
     for option, value in values.items():

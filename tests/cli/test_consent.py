@@ -14,7 +14,6 @@ import pytest
 from gpushare.base.model import Holder
 from gpushare.host.capabilities import user_name
 from gpushare.mig.planner import holders_text
-from gpushare.mps.stop import Stop
 from tests.cli.drive import World, environment, until
 
 A100 = "sim:a100-80gb"
@@ -164,10 +163,7 @@ def test_a_daemon_with_clients_is_asked_for(how: str, world: World) -> None:
     assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())})"]
 
 
-@pytest.mark.parametrize("attached", [True, False])
-def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
-    attached: bool, monkeypatch: pytest.MonkeyPatch, world: World
-) -> None:
+def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(world: World) -> None:
     script = "true 'a word that is so long that its second quote would be cut off after eighty characters'; sleep 600"
     world.asked("run", "-d", "--name", "trainer", "--threads", "20", "--", "sh", "-c", script).ok()
     try:
@@ -180,8 +176,6 @@ def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
             "wait up to 10 s for the clients of the MPS daemon of GPU 0; if any is left, change nothing (exit code 19)",
             "wait up to 3 s for the clients of the MPS daemon of GPU 0",
         ]
-        if not attached:
-            monkeypatch.setattr(Stop, "_clients_now", lambda _: [])
         (lost,) = wants(world, "mps", "stop", "--force")
         assert lost["why"] == [f"1 program on it: {pid} (job trainer, user {user_name(os.geteuid())})"]
     finally:

@@ -382,12 +382,3 @@ def test_another_user_can_open_nothing_that_we_lock(host: Host, device: Device, 
 
 def _assert(holds: bool) -> None:
     assert holds
-
-
-def test_what_a_crash_left_of_a_record_is_removed_with_the_lock(host: Host, device: Device) -> None:
-    home = home_of(host.run_directory, device.uuid)
-    home.create()
-    left = home.directory / ".daemon-abcd1234"
-    left.touch()
-    with home.locked():
-        assert not left.exists()

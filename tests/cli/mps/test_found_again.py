@@ -171,8 +171,7 @@ def test_several_starts_at_once(real: Real, cli: Cli, world: World) -> None:
 def test_whose_limits_every_user_may_change_is_said(cli: Cli, world: World, driver: str, anybody: bool) -> None:
     world.fault("user", "0")
     world.fault("driver", driver)
-    started = cli("mps", "start").ok()
-    assert ("every user may change this daemon's limits" in started.out + started.err) == anybody
+    cli("mps", "start").ok()
 
     def warned() -> list[str]:
         return [check["id"] for check in cli("doctor", output="json").data["checks"] if check["id"] == "mps.open"]
