@@ -319,7 +319,7 @@ def measure_with_progress(
     """
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
-        measurement, signal_number = measure(host, device, prepared, progress, note)
+        measurement, signal_number = measure(host, device, prepared, progress)
     if prepared.settings.workload is None:
         _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()

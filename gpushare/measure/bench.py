@@ -15,7 +15,7 @@ from gpushare.base.benchmark import BuiltInWorkload, CopiesResult, CopyResult, L
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.model import Way
 from gpushare.base.selection import Device
-from gpushare.base.units import counted, format_bytes, format_copies, quoted
+from gpushare.base.units import counted, format_bytes, format_copies
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Printed, within
@@ -51,34 +51,26 @@ class Launch:
 
 @dataclass
 class Slices:
-    """The time-slice that each copy gets as soon as it has a context.
-
-    ``microseconds`` None: a slice is read and not set, which tells whether one could be. ``refused`` is why it could not.
-    """
+    """The time-slice that each copy gets as soon as it has a context."""
 
     experiment: Experiment
-    microseconds: int | None
-    refused: GpushareError | None = None
+    microseconds: int
     _due: float = -math.inf
 
     def try_copies(self, copies: Sequence[_Copy], at: float) -> None:
-        """Set, or only read, the slices of the copies that have none yet; not at each look, because that asks NVML."""
+        """Set the slices of the copies that have none yet; not at each look, because that asks NVML."""
         if at < self._due:
             return
         for copy in copies:
             if not copy.program.runs or copy.sliced or copy.unsliced is not None:
                 continue
             try:
-                if self.microseconds is None:
-                    self.experiment.slice_of(copy.program)
-                else:
-                    self.experiment.set_slice(copy.program, self.microseconds)
+                self.experiment.set_slice(copy.program, self.microseconds)
                 copy.sliced = True
             except GpushareError as error:
                 # Else the copy has no context yet.
                 if error.code not in PASSING:
                     copy.unsliced = error.message
-                    self.refused = error
         self._due = at + _SLICE_SECONDS
 
 
@@ -112,8 +104,6 @@ class Copies:
     clock: Callable[[], float] = time.monotonic
     # None: each has the driver's default.
     slices: Slices | None = None
-    # Called once, when copies have run for long and are not measured yet.
-    on_wait: Callable[[], None] | None = None
 
     def together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies at the same time.
@@ -173,14 +163,10 @@ class Copies:
                 opened = at
                 usage.restart()
             if opened is None:
-                hopeless = any(copy.printed.is_hopeless(at - copy.program.started) for copy in running)
-                hung = hopeless or at - first >= self.limit
+                hung = at - first >= self.limit
             measured = opened is not None and self.window is not None and at - opened >= self.window
             if measured or hung or interrupted:
                 break
-            if opened is None and self.on_wait is not None and at - first >= _WAITS_SECONDS:
-                self.on_wait()
-                self.on_wait = None
             poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
             interrupted = self.signals.asked(poll_seconds)
         closed = self.clock()
@@ -193,15 +179,10 @@ class Copies:
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
-    @property
-    def _needs_slices(self) -> bool:
-        """Return whether a copy counts only with its slice; not if slices are only read."""
-        return self.slices is not None and self.slices.microseconds is not None
-
     def _is_measurable(self, copy: _Copy) -> bool:
         """Return whether a copy has printed a number, and has its slice or never will."""
         has_tried = copy.sliced or copy.unsliced is not None
-        return bool(copy.printed.values) and (has_tried or not self._needs_slices)
+        return bool(copy.printed.values) and (has_tried or self.slices is None)
 
     def _look(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
         """Read what was printed, see which copies ended, and return the time."""
@@ -266,28 +247,21 @@ class Copies:
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
-        if self._needs_slices and not copy.sliced:
+        if self.slices is not None and not copy.sliced:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.ended_by_us and hung:
             if window is not None and not copy.printed.values:
-                reason = _no_number_text(copy.printed)
-                return reason if copy.printed.refused else f"{reason} in {self.limit:g} s"
+                return f"{_NO_NUMBER} in {self.limit:g} s"
             return f"did not end within {self.limit:g} s"
         if window is not None and not copy.ended_by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
             when = "" if opened is None else f" in the measured {window:g} s"
-            return f"{_no_number_text(copy.printed)}{when}"
+            return f"{_NO_NUMBER}{when}"
         return None
 
 
-def _no_number_text(printed: Printed) -> str:
-    """Return why a program has no number for a window: --metric matched nothing in it, or only what is not a number at all."""
-    if printed.refused is not None and not printed.values:
-        return f"printed {quoted(printed.refused)} where --metric matches, which is not a rate or time"
-    return "printed no number that --metric matches"
-
-
+_NO_NUMBER: Final = "printed no rate or time that --metric matches"
 # A cell that failed this often is not tried again.
 _MOST_FAILURES: Final = 2
 # A copy hangs when it takes this much longer than all of them in turn would.
@@ -296,8 +270,6 @@ _HANG_SECONDS: Final = 60.0
 # Limits for one copy alone, before anything is known: how long it may run, and when it must have printed its number.
 _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
-# After this time, the user is told what bench waits for.
-_WAITS_SECONDS: Final = 15.0
 
 _OUTSIDE: Final = BenchWay(name=ALONE, kind=Way.WHOLE)
 
@@ -380,10 +352,7 @@ def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step,
 
 
 class Bench:
-    """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left.
-
-    ``note`` gets what it waits for, if that takes long.
-    """
+    """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left."""
 
     def __init__(
         self,
@@ -393,7 +362,6 @@ class Bench:
         experiment: Experiment,
         signals: Wakeups,
         progress: Callable[[str, int, int, float | None], None],
-        note: Callable[[str], None],
     ) -> None:
         self._host = host
         self._device = device
@@ -401,19 +369,17 @@ class Bench:
         self._experiment = experiment
         self._signals = signals
         self._progress = progress
-        self._note = note
         # How long the last run of a cell took, in seconds.
         self._took: dict[Cell, float] = {}
         # When processes of others were first seen on the GPU, by PID.
         self._strangers: dict[int, float] = {}
-        # Why time-slices cannot be set.
-        self._unsliced: GpushareError | None = None
         self.measurement = Measurement(settings=settings)
 
     def go(self) -> Measurement:
         measurement = self.measurement
         total = 1 + len(schedule(self._settings)) * self._settings.repeat
-        self._progress("warm-up: one copy alone", 0, total, None)
+        until = "it ends" if self._settings.window is None else "it prints a number"
+        self._progress(f"warm-up: one copy alone, until {until}", 0, total, None)
         warm = self._run(0, self._settings.alone_cell)
         if warm.result.interrupted:
             measurement.interrupted = True
@@ -427,7 +393,7 @@ class Bench:
             )
         else:
             try:
-                self._leave_out_impossible(warm)
+                self._leave_out_too_large(warm)
                 self._rounds(schedule(self._settings))
             except GpushareError as error:
                 if not measurement.runs:
@@ -480,17 +446,11 @@ class Bench:
             return alone
         return alone * copies
 
-    def _leave_out_impossible(self, warm: RunResult) -> None:
-        """Leave out what one copy alone has shown not to work: slices that cannot be set, and copies without room."""
+    def _leave_out_too_large(self, warm: RunResult) -> None:
+        """Leave out copies without room, by the memory of one copy alone."""
         settings = self._settings
         peak = warm.usage.memory_peak_bytes
         total = self._device.memory_total_bytes
-        unsliced = self._unsliced
-        if unsliced is not None and all(way.kind is Way.SLICES for way, _ in settings.cells):
-            raise unsliced
-
-        def why_no_slice(way: BenchWay) -> str | None:
-            return None if unsliced is None or way.kind is not Way.SLICES else f"{unsliced.message}; {unsliced.hint}"
 
         def why_too_large(way: BenchWay, number: int) -> str | None:
             way, copies = measured_as((way, number), settings)
@@ -500,7 +460,7 @@ class Bench:
                 return None
             return f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
 
-        cells, left_out = sort_out(settings.cells, why_no_slice, why_too_large)
+        cells, left_out = sort_out(settings.cells, lambda _: None, why_too_large)
         self._settings = self.measurement.settings = replace(settings, cells=cells)
         self.measurement.left_out += left_out
 
@@ -509,14 +469,12 @@ class Bench:
         way, copies = cell
         before = time.monotonic()
         meter = self._new_meter(cell)
-        runner = self._new_runner(number, cell)
+        runner = self._new_runner(cell)
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
             result = runner.in_turn(launches, meter) if way.kind is Way.WHOLE else runner.together(launches, meter)
             self._experiment.restore_slices()
-        if runner.slices is not None and runner.slices.microseconds is None:
-            self._unsliced = runner.slices.refused
         self._took[cell] = time.monotonic() - before
         usage = meter.usage()
         invalid = self._experiment.grounds.why_mps_failed() if self._under_mps(way) else None
@@ -545,27 +503,16 @@ class Bench:
             activity=cell == self._settings.alone_cell and self._device.mig is None,
         )
 
-    def _new_runner(self, number: int, cell: Cell) -> Copies:
-        """Return what runs the copies of a cell; the warm-up, which has number 0, tells the user if it takes long."""
+    def _new_runner(self, cell: Cell) -> Copies:
+        """Return what runs the copies of a cell."""
         way, copies = cell
         settings = self._settings
         runner = Copies(
             self._experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies)
         )
-        if way.slice_us is not None or self._tries_slices(number):
+        if way.slice_us is not None:
             runner.slices = Slices(self._experiment, way.slice_us)
-        if number == 0:
-            # The others end within a limit that follows from this run.
-            runner.on_wait = lambda: self._note(_awaited_text(settings))
         return runner
-
-    def _tries_slices(self, number: int) -> bool:
-        """Return whether a run is the warm-up, of one copy outside MPS, and has to tell if slices can be set here."""
-        return (
-            number == 0
-            and self._settings.alone.kind is Way.WHOLE
-            and any(way.kind is Way.SLICES for way, _ in self._settings.cells)
-        )
 
     def _under_mps(self, way: BenchWay) -> bool:
         """Return whether the copies are MPS clients: also those of other ways, if no program but clients gets in."""
@@ -597,14 +544,6 @@ class Bench:
         if alone is None:
             return _FIRST_SECONDS if self._settings.window is None else _FIRST_PRINT_SECONDS
         return _HANG_SECONDS + _HANG_FACTOR * alone * copies
-
-
-def _awaited_text(settings: Settings) -> str:
-    """Return what the run of one copy alone waits for, and the options for a program that never does that."""
-    if settings.window is not None:
-        return "waiting for one copy alone to print a number; to give up earlier: --timeout 60s"
-    metric = "" if settings.metric.printed else " --metric 'rate=([0-9.]+)'"
-    return f"waiting for one copy alone to end; for a program that does not end: --for 20s{metric}"
 
 
 def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | None:
@@ -682,18 +621,7 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
     settings = replace(wished, cells=cells, alone=alone)
     uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit_notes(host, device) if uncapped else ()
-    return Prepared(settings=settings, left_out=left_out, notes=(*notes, *_shut_out_notes(device, settings)))
-
-
-def _shut_out_notes(device: Device, settings: Settings) -> tuple[str, ...]:
-    """Return a note if runs without MPS are clients of the MPS server too, as no other program gets in."""
-    kinds = {settings.alone.kind, *(way.kind for way, _ in settings.cells)}
-    if Way.MPS not in kinds or kinds == {Way.MPS} or not one_at_a_time(device):
-        return ()
-    mode = "" if device.gpu.compute_mode is None else device.gpu.compute_mode.title
-    return (
-        f"{device.title} is in compute mode {mode}: its MPS server shuts out other programs, so single runs are its clients too",
-    )
+    return Prepared(settings=settings, left_out=left_out, notes=notes)
 
 
 def default_limit_notes(host: Host, device: Device) -> tuple[str, ...]:
@@ -733,7 +661,6 @@ def measure(
     device: Device,
     prepared: Prepared,
     progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
-    note: Callable[[str], None] = lambda _: None,
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings = prepared.settings
@@ -743,29 +670,14 @@ def measure(
     # Around set-up and clean-up: no signal interrupts either.
     with Wakeups() as signals:
         grounds = Grounds(host, device, settings.argv[0])
-        settings, unset = _open_grounds(grounds, settings, instances_needed)
+        grounds.open(mps=any(way.kind is Way.MPS for way, _ in schedule(settings)), instances=instances_needed)
         with Experiment(host, grounds) as experiment:
             settings, more = _with_instances(settings, len(grounds.instances))
-            bench = Bench(host, device, settings, experiment, signals, progress, note)
-            bench.measurement.left_out += [*prepared.left_out, *unset, *more]
+            bench = Bench(host, device, settings, experiment, signals, progress)
+            bench.measurement.left_out += [*prepared.left_out, *more]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, signals.first if measurement.interrupted else None
-
-
-def _open_grounds(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
-    """Set up what the ways need; leave MPS out if its daemon cannot be started and other ways can be measured."""
-    mps = any(way.kind is Way.MPS for way, _ in schedule(settings))
-    try:
-        grounds.open(mps=mps, instances=instances)
-    except GpushareError as error:
-        reason = f"{error.message}; {error.hint}"
-        rest, unset = sort_out(settings.cells, lambda way: reason if way.kind is Way.MPS else None)
-        if not mps or not rest or settings.alone.kind is Way.MPS:
-            raise
-        grounds.open(mps=False, instances=instances)
-        return replace(settings, cells=rest), unset
-    return settings, []
 
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:

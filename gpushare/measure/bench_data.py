@@ -74,7 +74,6 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
     runs = measurement.runs_of(cell)
     alone = measurement.runs_of(settings.alone_cell)
     good = [run for run in runs if run.throughput is not None]
-    slowdowns = _slowdowns(good, alone, settings)
     return BenchCell(
         way=way.name,
         copies=copies,
@@ -83,7 +82,7 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
         runs=len(good),
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(speeds(good, metric), speeds(alone, metric)),
-        slowdown=mean_known(slowdowns),
+        slowdown=mean_known(_slowdowns(good, alone, settings)),
         memory_peak_bytes=max((run.memory_peak_bytes for run in good if run.memory_peak_bytes), default=None),
         power_watts=mean_known(run.usage.power_watts for run in good),
         joules=mean_known(_joules(run, metric) for run in good),

@@ -22,9 +22,6 @@ _PERCENTILE: Final = re.compile(
 # The unit of a latency, in its name or behind the number: "latency_ms=0.41", "latency: 3.2 ms".
 _UNIT: Final = re.compile(r"(?<![a-z])(ms|us|s)(?![a-z])", re.IGNORECASE)
 _MICROSECONDS: Final = {"us": 1.0, "ms": 1e3, "s": 1e6}
-# After this many matches, over this time, that are never a number, the pattern matches something else.
-_REFUSALS: Final = 3
-_REFUSED_SECONDS: Final = 30.0
 
 
 def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency: str | None = None) -> Metric:
@@ -43,9 +40,6 @@ class Printed:
     latencies: list[tuple[float, float]] = field(default_factory=list)
     # The 50th and 99th percentile of many requests, as the program prints them.
     percentiles: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: {50: [], 99: []})
-    # The last match of the pattern that is not a rate, and how many there were.
-    refused: str | None = None
-    refusals: int = 0
     # Microseconds in a unit of the latencies; None: the program does not say it.
     latency_us: float | None = None
     # When each line was seen, if lines are counted.
@@ -64,10 +58,7 @@ class Printed:
         if self.metric.pattern is not None:
             for match in re.finditer(self.metric.pattern, line):
                 value = amount(match.group(1))
-                if value is None:
-                    self.refused = (match.group(1) or "")[:40]
-                    self.refusals += 1
-                else:
+                if value is not None:
                     self.values.append((at, value))
         for match in re.finditer(self.metric.latency or _LATENCY, line):
             value = number(match.group(1))
@@ -81,10 +72,6 @@ class Printed:
             value = number(match.group(2))
             if value is not None:
                 self.percentiles[int(match.group(1))].append((at, value))
-
-    def is_hopeless(self, seconds: float) -> bool:
-        """Return whether, ``seconds`` after its start, the pattern has matched often but never a number."""
-        return not self.values and self.refusals >= _REFUSALS and seconds >= _REFUSED_SECONDS
 
     def between(self, start: float, end: float) -> float | None:
         """Return the mean of the numbers seen after ``start`` up to ``end``, or None."""

@@ -247,7 +247,6 @@ class GpuUse(Use):
 
     gpu: RecordedGpu
     unanswered: int
-    memory_mean_bytes: int | None
     error: str | None = None
 
 
@@ -311,8 +310,6 @@ class _Sums:
     conclusive: int = 0
     contended: int = 0
     peak: int | None = None
-    memory_sum: int = 0
-    memory_samples: int = 0
     seen_from_seconds: float = 0.0
     seen_to_seconds: float = 0.0
     unanswered: int = 0
@@ -338,8 +335,6 @@ class _Sums:
             self.busy += busy
         if memory is not None:
             self.peak = max(self.peak or 0, memory)
-            self.memory_sum += memory
-            self.memory_samples += 1
 
     @property
     def busy_share(self) -> float | None:
@@ -350,10 +345,6 @@ class _Sums:
         if self.known and 2 * self.conclusive >= self.known:
             return round(self.busy / self.conclusive, 4)
         return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
-
-    @property
-    def memory_mean(self) -> int | None:
-        return self.memory_sum // self.memory_samples if self.memory_samples else None
 
     def common(self) -> dict[str, Any]:
         """Return the fields of `Use`."""
@@ -420,7 +411,6 @@ class Tally:
                 GpuUse(
                     gpu=gpu,
                     unanswered=self._gpus[gpu.index].unanswered,
-                    memory_mean_bytes=self._gpus[gpu.index].memory_mean,
                     error=self._gpus[gpu.index].error,
                     **self._gpus[gpu.index].common(),
                 )

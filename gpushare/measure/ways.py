@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpushare.base.benchmark import LeftOut
-from gpushare.base.errors import BadUsage, GpushareError, or_none
+from gpushare.base.errors import BadUsage, GpushareError, error_of, or_none
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import format_slice, parse_slice, quoted
@@ -19,7 +19,7 @@ from gpushare.mps.daemons import find_daemons
 from gpushare.mps.limits import VOLTA, Limits, max_clients
 from gpushare.run.share import MpsShare
 from gpushare.timeslice.policy import plan_level
-from gpushare.timeslice.slices import LEAST_US, MOST_US
+from gpushare.timeslice.slices import LEAST_US, MOST_US, check_settable
 
 # One process does the work of all copies, which only the built-in workload can.
 IN_ONE: Final = frozenset({Way.STREAMS, Way.THREADS})
@@ -147,8 +147,9 @@ class Reasons:
     mig: str | None
     # The most clients of an MPS server; None: unknown.
     most_clients: int | None
-    # A time-slice level of the GPU.
+    # A time-slice level of the GPU, and a time-slice of each copy.
     level: str | None = None
+    slices: str | None = None
     # Whether the command can run as streams or threads of one process.
     in_one: bool = False
 
@@ -158,7 +159,9 @@ class Reasons:
             return f"only the built-in workload runs as {way.kind.value} of one process"
         if way.kind in {Way.WHOLE, *IN_ONE}:
             return self.outside
-        if way.kind in {Way.TIMESLICE, Way.SLICES}:
+        if way.kind is Way.SLICES:
+            return self.outside or self.timeslice or self.slices
+        if way.kind is Way.TIMESLICE:
             return self.outside or self.timeslice or (self.level if way.level is not None else None)
         if way.kind is Way.MIG:
             return self.mig
@@ -191,8 +194,13 @@ def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reason
         if device.mig is not None
         else max_clients(or_none(lambda: probe_version(host.programs)), capability),
         level=_why_not_level(host, device),
+        slices=None if (refusal := error_of(lambda: check_settable(host))) is None else _sentence(refusal),
         in_one=in_one,
     )
+
+
+def _sentence(error: GpushareError) -> str:
+    return f"{error.message}; {error.hint}"
 
 
 def _why_not_level(host: Host, device: Device) -> str | None:
@@ -201,7 +209,7 @@ def _why_not_level(host: Host, device: Device) -> str | None:
         need_root(host, f"setting the time-slice of {device.title}")
         plan_level(host, [device], TimeSlice.DEFAULT, beside_mps=True)
     except GpushareError as error:
-        return f"{error.message}; {error.hint}"
+        return _sentence(error)
     return None
 
 
@@ -244,7 +252,7 @@ def _why_not_mps(host: Host, device: Device, program: str, *, served: bool) -> s
         share.steps()
         return _why_another_user_blocks(host, device)
     except GpushareError as error:
-        return f"{error.message}; {error.hint}"
+        return _sentence(error)
 
 
 def _why_another_user_blocks(host: Host, device: Device) -> str | None:

@@ -36,9 +36,9 @@ def test_a_progress_bar_can_be_measured_for_a_while(together: Together) -> None:
 
 
 @pytest.mark.parametrize("text", ["-5", "nan", "1.2.3", "many"])
-def test_what_is_no_rate_is_named(together: Together, text: str) -> None:
+def test_what_is_no_rate_is_no_number(together: Together, text: str) -> None:
     (copy,) = together(f"echo rate={text}", metric=RATE).copies
-    assert copy.failure == f"printed '{text}' where --metric matches, which is not a rate or time"
+    assert copy.failure == "printed no rate or time that --metric matches"
     assert copy.last_line == f"rate={text}"
 
 
@@ -79,8 +79,8 @@ def request(script: str, ways: str, metric: Metric = RATE) -> Settings:
     ("script", "message", "hint"),
     [
         ("echo rate=0", "a rate of 0", "--for"),
-        ("echo tempo=5", "printed no number that --metric matches", "its last line: tempo=5"),
-        ("echo rate=fast", "printed 'fast' where --metric matches", "its last line: rate=fast"),
+        ("echo tempo=5", "printed no rate or time that --metric matches", "its last line: tempo=5"),
+        ("echo rate=fast", "printed no rate or time that --metric matches", "its last line: rate=fast"),
         ("echo boom; exit 3", "exit code 3: boom", "by hand"),
     ],
 )
@@ -94,22 +94,6 @@ def test_a_command_that_cannot_be_measured_is_told_how_it_could(
         True,
         True,
     ), caught.value
-
-
-def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
-    host: Host, monkeypatch: pytest.MonkeyPatch, device: Device
-) -> None:
-    def refuse(*_: object) -> None:
-        raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
-
-    monkeypatch.setattr("gpushare.measure.experiment.MpsShare.open", refuse)
-    found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
-    assert {(one.way, one.copies, one.reason) for one in found.left_out} == {
-        (way, None, "the daemon did not answer; end it: gpushare mps stop") for way in ("mps", "mps:100/n")
-    }
-    assert {run.way for run in found.runs} == {"alone", "timeslice"}
-    with pytest.raises(TimedOut):
-        measure(host, device, prepare(host, device, request("echo rate=2", "mps")))
 
 
 # -- an expression that never ends -------------------------------------------------------------------

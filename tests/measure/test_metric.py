@@ -73,11 +73,6 @@ def test_a_rate_can_be_added_up(text: str, value: float | None) -> None:
     assert amount(text) == value
 
 
-@pytest.mark.parametrize(("times", "seconds", "is_so"), [(3, 30.0, True), (2, 300.0, False), (1000, 29.0, False)])
-def test_what_is_never_a_number_is_not_waited_for(times: int, seconds: float, is_so: bool) -> None:
-    assert Printed(RATE, refusals=times).is_hopeless(seconds) is is_so
-
-
 def test_only_the_numbers_of_the_window_count() -> None:
     found = Printed(RATE)
     for at in range(1, 6):
