@@ -253,9 +253,9 @@ LIKE: Final[Mapping[str, Mapping[str, Any]]] = {
     "jupyter": {"pattern": "interactive", "saturating": False},
     "spark": {"users": "same", "cooperating": False, "saturating": False},
     "ci": {"pattern": "bursty", "saturating": False},
-    "rendering": {"pattern": "bursty", "needs": "graphics"},
+    "rendering": {"pattern": "bursty", "graphics": True},
     "hpc": {"users": "same", "cooperating": True, "saturating": False},
-    "serving": {"latency": "yes", "saturating": False, "needs": "server"},
+    "serving": {"latency": "yes", "saturating": False, "server": True},
     "training": {"pattern": "steady", "saturating": True},
 }
 
@@ -265,6 +265,8 @@ def flags_like(kind: str) -> str:
     words = []
     for key, value in LIKE[kind].items():
         name = f"--{key}" if value is not False else f"--no-{key}"
+        if key in NEEDS:
+            name = f"--needs {key}"
         words.append(name if isinstance(value, bool) else f"{name} {value}")
     return " ".join(words)
 
@@ -290,13 +292,7 @@ def _with_usual_properties(words: Mapping[str, Any]) -> Mapping[str, Any]:
         return words
     kind = _parse_choice("like", words["like"], list(LIKE), str)
     given = {key: value for key, value in words.items() if value is not None}
-    merged = {**LIKE[kind], **given, "like": kind}
-    # A kind has at most one usual need. It is added to the needs that the user gives, unless one is its opposite.
-    usual_need = LIKE[kind].get("needs")
-    if usual_need is not None and "needs" in given:
-        needs = _split_words(given["needs"])
-        merged["needs"] = needs if f"no-{usual_need}" in needs else [usual_need, *needs]
-    return merged
+    return {**LIKE[kind], **given, "like": kind}
 
 
 def _with_counts(workload: Workload) -> Workload:

@@ -9,9 +9,9 @@ from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.facts import has_static_partitions, too_old_for_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.steps import FIRST_SLICES
-from gpushare.advice.ways import ALL_MPS, LEAVING
+from gpushare.advice.ways import LEAVING
 from gpushare.base.model import ComputeMode, Way
-from gpushare.base.units import format_bytes
+from gpushare.base.units import counted, format_bytes
 
 Condition = Callable[[Situation, Way], "bool | None"]
 # The first driver branch that copies a job out of a GPU.
@@ -19,9 +19,8 @@ _FIRST_CHECKPOINT: Final = 570
 # Up to this target, in seconds, no priority under MPS keeps the p99 (Tally-bench: a server that answers in 4 ms).
 _MILLISECONDS: Final = 0.005
 # Replicas of one GPU with MPS under the Kubernetes device plugin, which takes 7.0 for older than Volta.
-_REPLICAS: Final = 48
+MOST_REPLICAS: Final = 48
 _REPLICAS_BEFORE_7_5: Final = 16
-_FIRST_WITH_ALL_REPLICAS: Final = (7, 5)
 
 
 def _wants(kind: Isolation) -> Condition:
@@ -48,10 +47,7 @@ def _gpus_idle(s: Situation, _: Way) -> str:
 
 def _replicas(s: Situation) -> int:
     """Return how many replicas the Kubernetes device plugin accepts with MPS on this GPU."""
-    capability = s.gpu.compute_capability
-    if capability is not None and capability < _FIRST_WITH_ALL_REPLICAS:
-        return _REPLICAS_BEFORE_7_5
-    return _REPLICAS
+    return _REPLICAS_BEFORE_7_5 if (s.gpu.compute_capability or (7, 5)) < (7, 5) else MOST_REPLICAS
 
 
 def _pods_idle(s: Situation, way: Way) -> bool:
@@ -100,14 +96,6 @@ def _mig_occupied(s: Situation, _: Way) -> bool:
     return occupied and bool(s.gpu.mig_capable) and not s.gpu.mig_enabled
 
 
-def _programs_in_the_way(s: Situation, _: Way) -> bool | None:
-    """Return whether programs that run now keep the GPU from being partitioned; None: unknown."""
-    if s.gpu.mig_enabled:
-        # Only turning MIG on needs an idle GPU.
-        return False
-    return None if s.gpu.processes is None else s.gpu.processes > 0
-
-
 def _why_no_instances(s: Situation, way: Way) -> str | None:
     """Return why the instances for a way do not fit; None: they do, or are there already."""
     if s.free_instances(way) is not None:
@@ -142,20 +130,6 @@ def _nearest_sizes(s: Situation, way: Way) -> str:
     return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {wanted}"
 
 
-def _mig_sms(s: Situation, _: Way) -> str:
-    """Return how many SMs the largest instance has, of those of the GPU."""
-    profiles = s.gpu.layout.profiles if s.gpu.layout else ()
-    largest = max((profile.multiprocessors or 0 for profile in profiles), default=0)
-    return f"{largest or '-'} of {s.gpu.multiprocessors or '-'}"
-
-
-def _why_no_mig_for_all(s: Situation, _: Way) -> str:
-    """Return why there is no instance for each user, for the text of a rule."""
-    if s.gpu.mig_capable is False:
-        return "this GPU has no MIG"
-    return f"there are more users than the {s.most_instances} MIG instances of this GPU"
-
-
 # -- MPS, slices, memory -------------------------------------------------------------------------------
 
 
@@ -167,12 +141,6 @@ def _too_many_clients(s: Situation, way: Way) -> bool | None:
         return None
     # In waves, never more run than the server accepts.
     return clients > accepted and s.wave_size(way) is None
-
-
-def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
-    """Return whether limits of MPS are needed on a GPU older than Volta, where it has none."""
-    asked_for = Isolation.QUOTA in s.isolation or bool(s.case.any("containment")) or bool(s.case.any("weights"))
-    return bool(s.before_volta) and (asked_for or way in {Way.MPS_PRIORITY, Way.MPS_STATIC})
 
 
 def _driver_before(branch: int) -> Condition:
@@ -340,7 +308,10 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "mig_stays": _mig_stays,
     "instances_may_go": _instances_may_go,
     "mig_occupied": _mig_occupied,
-    "programs_in_the_way": _programs_in_the_way,
+    # Only turning MIG on needs an idle GPU.
+    "programs_in_the_way": lambda s, _: (
+        False if s.gpu.mig_enabled else None if s.gpu.processes is None else s.gpu.processes > 0
+    ),
     "instances_to_create": lambda s, way: not s.gpu.mig_enabled or s.free_instances(way) is None,
     "mig_too_small": lambda s, way: _why_no_instances(s, way) is not None,
     "sms_short": lambda s, way: bool(s.short_of_sms(way)),
@@ -362,7 +333,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     # Stated, not only concluded from a full GPU.
     "without_gaps": lambda s, _: any(work.gaps is False for work in s.case.workloads),
     "pods_idle": _pods_idle,
-    "mps_limits_before_volta": _mps_limits_before_volta,
     "limits_tight": _limits_tight,
     # memory
     "too_much_memory": lambda s, way: s.budget_of(way).may_fit is False,
@@ -406,26 +376,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
 }
 
 
-def _programs_here(s: Situation, _: Way) -> str:
-    """Return how many programs are on the GPU, as the beginning of a sentence."""
-    if not s.gpu.processes:
-        return "programs are"
-    return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
-
-
-def _without_limits(s: Situation, _: Way) -> str:
-    """Return what follows where MPS cannot have limits, for the text of a rule."""
-    if Isolation.QUOTA in s.isolation:
-        return "so a program may run out of memory at its limit"
-    return "so no limit is enforced by MPS"
-
-
-def _why_so_many_at_a_time(s: Situation, way: Way) -> str:
-    """Return in brackets how many clients MPS accepts, if that is the size of a wave; else an empty text."""
-    accepted = s.clients_accepted(way) if way in ALL_MPS else None
-    return "" if accepted is None or s.wave_size(way) != accepted else f" (MPS accepts {accepted} clients)"
-
-
 WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "name": lambda s, _: s.gpu.name or "this GPU",
     "driver": lambda s, _: s.host.driver,
@@ -440,12 +390,11 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
     "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
-    "mig_sms": _mig_sms,
+    "most_instances": lambda s, _: s.most_instances,
     "why_no_instances": _why_no_instances,
-    "why_no_mig_for_all": _why_no_mig_for_all,
     "nearest_sizes": _nearest_sizes,
     "sms_short": lambda s, way: s.short_of_sms(way),
-    "processes_here": _programs_here,
+    "processes_here": lambda s, _: counted(s.gpu.processes or 0, "process"),
     "total": lambda s, way: format_bytes(s.budget_of(way).total_bytes),
     "needed": lambda s, way: format_bytes(s.budget_of(way).needed_bytes),
     "short": lambda s, way: format_bytes(-(s.budget_of(way).left_bytes or 0)),
@@ -455,8 +404,6 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
     "memory_free": lambda s, _: format_bytes(_free_now(s)),
     "at_a_time": lambda s, way: s.wave_size(way),
-    "why_so_many_at_a_time": _why_so_many_at_a_time,
-    "without_limits": _without_limits,
     "host_needed": lambda s, way: "-" if (cost := s.leaving_cost(way)) is None else format_bytes(cost.host_bytes),
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
     "cost": lambda s, way: "" if (cost := s.leaving_cost(way)) is None else cost.sentence,

@@ -190,12 +190,13 @@ def _read_levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
 
 def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
     """Return the facts of one GPU; what NVML does not tell is None."""
+    ours = [daemon for daemon in daemons if daemon.ours and daemon.error is None]
     always_known: dict[str, Any] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
         "mps_daemons": sum(gpu.index in (daemon.gpu_index, *daemon.gpu_indexes) for daemon in daemons),
-        "mps": next((Limits.of(daemon) for daemon in daemons if _is_our_daemon_of(daemon, gpu)), None),
+        "mps": next((Limits.of(daemon) for daemon in ours if gpu.uuid and daemon.device_uuid == gpu.uuid), None),
     }
     if gpu.error is not None:
         return GpuFacts(**always_known, error=gpu.error)
@@ -232,11 +233,6 @@ def _vgpu_capable(virtualization: int | None, model: GpuModel | None) -> bool | 
     if virtualization == _GUEST or (model is not None and model.vgpu is False):
         return False
     return None
-
-
-def _is_our_daemon_of(daemon: MpsDaemon, gpu: Gpu) -> bool:
-    """Return whether a daemon is ours, answers, and serves this whole GPU and no other."""
-    return daemon.ours and daemon.error is None and daemon.device_uuid is not None and daemon.device_uuid == gpu.uuid
 
 
 def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFacts:

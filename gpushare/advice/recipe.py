@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.advice.case import Isolation, Pattern, Role
-from gpushare.advice.conditions import wakes_late
+from gpushare.advice.conditions import MOST_REPLICAS, wakes_late
 from gpushare.advice.facts import HOPPER
 from gpushare.advice.limits import (
     client_job_memory,
@@ -503,22 +503,7 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
     # One process alone claims only what it needs, too.
     claims_its_size = s.memory_decides or (s.placed_processes == 1 and work.memory is not None)
     memory = job_memory(s, Way.WHOLE, work) if claims_its_size else None
-    what = program_text(count, label_of(work), _turn_text(s, work))
-    steps.add_job(what, work, wait=True, memory=memory, **options)
-
-
-def _turn_text(s: Situation, work: Workload) -> str | None:
-    """Return in words when a job gets a whole GPU; None: it is the only one."""
-    if s.placed_processes <= s.gpu_sets:
-        own_gpus = "a GPU of its own" if s.gpus_each == 1 else f"{s.gpus_each} GPUs of its own"
-        return f"each gets {own_gpus}" if s.placed_processes > 1 else None
-    if s.memory_decides:
-        return "as many at a time as fit"
-    if s.pair:
-        return "first" if work.role is Role.PRODUCTION else "when production has ended"
-    if s.gpus_each > 1 and s.gpu_sets > 1:
-        return f"{s.gpu_sets} at a time"
-    return "one at a time" if s.gpu_sets == 1 else "one at a time on each GPU"
+    steps.add_job(program_text(count, label_of(work)), work, wait=True, memory=memory, **options)
 
 
 def _one_job(steps: Steps) -> None:
@@ -724,15 +709,11 @@ def _fix(steps: Steps, _: Way) -> None:
     steps.measure.append(measure)
 
 
-# The device plugin takes no more replicas of a GPU with MPS.
-_MOST_PODS: Final = 48
-
-
 def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
     # Where only some fit at a time, the other pods wait in the cluster.
-    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, _MOST_PODS))
+    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, MOST_REPLICAS))
     # What `export` reads of the GPUs of the host; empty where they stay as they are.
     layout = ""
     shares_text = f"{pods} pods share each GPU"
@@ -784,8 +765,8 @@ def recipe(s: Situation, way: Way) -> Recipe:
         )
     if way in LEAVING:
         steps.undo.append(AdviceStep("nothing of the host is changed; a job that is out comes back by itself"))
-    if way is not Way.FIX and any(map(s.case.any, ("replicas", "multi_model", "cuda_graphs"))):
-        steps.measure += _measures_of_one_server(s)
+    if way is not Way.FIX and s.several and not s.apart and any(map(s.case.any, ("replicas", "cuda_graphs"))):
+        steps.measure.append("several copies of one model, against one server with continuous or dynamic batching")
     return steps.made()
 
 
@@ -805,19 +786,6 @@ def _turn_off_obstacles(steps: Steps, way: Way) -> None:
                 steps.undo_first([AdviceStep("start the MPS daemon again the same way")])
             else:
                 steps.add_change("stop the running MPS daemon; waits for its programs", s, Verb.MPS_STOP)
-
-
-def _measures_of_one_server(s: Situation) -> list[str]:
-    """Return what to measure against the way where an inference server may do the sharing itself."""
-    if s.case.any("multi_model"):
-        return ["instances of each model and dynamic batching in the server itself"]
-    if not s.several or s.apart:
-        # One server does not keep its models apart.
-        return []
-    kind = "one engine with continuous batching (vLLM, TensorRT-LLM, SGLang)"
-    if s.case.any("replicas") and not s.case.any("cuda_graphs"):
-        kind = "one server with several instances of the model and dynamic batching; for an LLM, " + kind
-    return [f"several copies of one model, against {kind}"]
 
 
 _RECIPES: Final[dict[Way, Callable[[Steps, Way], None]]] = {

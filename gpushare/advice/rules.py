@@ -168,13 +168,6 @@ _PREFERENCES: Final = (Kind.FOR, Kind.AGAINST)
 _EXACTLY: Final = {"yes": True, "no": False, "unknown": None}
 
 
-def _ways_named(names: Iterable[str] | None) -> tuple[Way, ...]:
-    """Return the ways of a rule; a name with a star is a group, and None is all ways of sharing at the same time."""
-    if names is None:
-        return CONCURRENT
-    return tuple(way for name in names for way in _GROUPS.get(name) or (Way(name),))
-
-
 def condition(text: str) -> Condition:
     """Return the condition that a rule's ``when`` says.
 
@@ -213,7 +206,9 @@ def _parse_rule(row: Mapping[str, Any]) -> Rule:
     if kind in _PREFERENCES:
         ways = {Way(name): weight for name, weight in ways_of_row.items()}
     else:
-        ways = dict.fromkeys(_ways_named(ways_of_row), 0)
+        # A name with a star is a group; none means all ways of sharing at the same time.
+        named = [_GROUPS.get(name) or (Way(name),) for name in ways_of_row or ["concurrent*"]]
+        ways = dict.fromkeys((way for group in named for way in group), 0)
     needs = row.get("needs")
     if needs is not None:
         needs = Requirement(**{"floor": needs["wanted"], "inside": row.get("inside", True), **needs})

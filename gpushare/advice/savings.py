@@ -21,11 +21,10 @@ _CENT: Final = Decimal("0.01")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work on one GPU now: mean load, 95th percentile and peak memory; None where unknown."""
+    """The work on one GPU now: mean load and peak memory; None where unknown."""
 
     name: str
     load: Decimal
-    p95: Decimal | None = None
     memory_bytes: int | None = None
 
 
@@ -45,13 +44,12 @@ class Consolidation:
     """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom. ``cost`` is None without a price.
 
     ``places`` has one list per GPU, with the names of those whose work goes on it. ``max_load_percent`` is the load of the
-    fullest GPU, ``max_p95_percent`` the largest sum of 95th percentiles on one GPU, as if all peaks coincided; None if unknown.
+    fullest GPU.
     """
 
     gpus: int
     places: tuple[tuple[str, ...], ...]
     max_load_percent: Decimal
-    max_p95_percent: Decimal | None
     max_memory_bytes: int | None
     verdict: str
     cost: Decimal | None
@@ -196,10 +194,8 @@ def _consolidate(
     """Return what work on these GPUs comes to: load, peaks, memory and cost, against all GPUs now."""
     gpus = len(bins)
     max_load = max(sum((workload.load for workload in place), Decimal(0)) for place in bins)
-    max_p95 = max_memory = None
+    max_memory = None
     # Of some work alone, a sum would say too little.
-    if all(workload.p95 is not None for place in bins for workload in place):
-        max_p95 = max(sum((workload.p95 or Decimal(0) for workload in place), Decimal(0)) for place in bins)
     if all(workload.memory_bytes is not None for place in bins for workload in place):
         max_memory = max(sum(workload.memory_bytes or 0 for workload in place) for place in bins)
     new_cost = None if price is None else price.cost(gpus)
@@ -210,7 +206,6 @@ def _consolidate(
         gpus=gpus,
         places=tuple(tuple(workload.name for workload in place) for place in bins),
         max_load_percent=max_load,
-        max_p95_percent=max_p95,
         max_memory_bytes=max_memory,
         verdict=verdict,
         cost=new_cost,
@@ -255,10 +250,6 @@ def _warnings(
             warnings.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
             warnings.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
-        if option.recommended and option.max_p95_percent is not None and option.max_p95_percent > 100:
-            warnings.append(
-                f"{where}, simultaneous peaks need {plain(option.max_p95_percent)} % (sum of the 95th percentiles)"
-            )
     if len(work) > 1 and not any(option.recommended for option in options):
         warnings.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
     if len(work) > 1 and (capacity is None or any(workload.memory_bytes is None for workload in work)):

@@ -186,8 +186,6 @@ class LeavingCost:
     wait_seconds: float | None
     # The free host memory that the copies need.
     host_bytes: int
-    # The free host memory now; None: unknown.
-    host_free_bytes: int | None
     # Whether the times are estimated from smaller jobs, because no job of this size was measured.
     estimated: bool
     source: str
@@ -386,17 +384,8 @@ def _weighted_profiles(
     return next((choice for choice in choices if _fit_together(room, choice)), None)
 
 
-def _enlarge(room: Layout, candidates: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+def _enlarge(room: Layout, candidates: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> Sequence[Profile]:
     """Return the chosen profiles enlarged, the smallest first, as long as all fit; each becomes one of its candidates."""
-    while (enlarged := _enlarge_one(room, candidates, chosen)) is not None:
-        chosen = enlarged
-    return chosen
-
-
-def _enlarge_one(
-    room: Layout, candidates: Sequence[Sequence[Profile]], chosen: Sequence[Profile]
-) -> list[Profile] | None:
-    """Return the chosen profiles with the smallest that can grow by one step enlarged; None if none can."""
     smallest_first = sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0))
     for number in smallest_first:
         current = chosen[number]
@@ -406,8 +395,8 @@ def _enlarge_one(
                 continue
             enlarged = [*chosen[:number], larger, *chosen[number + 1 :]]
             if _fit_together(room, enlarged):
-                return enlarged
-    return None
+                return _enlarge(room, candidates, enlarged)
+    return chosen
 
 
 def _fitting_instances(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuInstance] | None:
@@ -710,7 +699,6 @@ class Situation:
             kept_share=None if turn is None else kept_share(turn, out + back),
             wait_seconds=None if wait is None else round(wait, 1),
             host_bytes=host_bytes(sum(size * count for size, count in leavers)),
-            host_free_bytes=self.host.host_memory_bytes,
             estimated=beyond_measured(largest),
             source=SOURCE,
         )

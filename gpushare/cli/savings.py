@@ -63,7 +63,7 @@ def savings(
         if capacity is None:
             capacity = _smallest_memory(uses)
     saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
-    notes.append("the overhead of sharing is not included: measure before you give machines back")
+    notes.append("the overhead of sharing and peaks are not included: measure before you give machines back")
     answer = SavingsAnswer(
         **vars(saved),
         instance=instance,
@@ -138,7 +138,6 @@ def _recorded_work(use: GpuUse) -> Work:
     return Work(
         name=f"GPU {use.gpu.index}",
         load=Decimal(str(use.activity.mean)),
-        p95=Decimal(str(use.activity.p95)),
         memory_bytes=use.memory_peak_bytes,
     )
 
@@ -188,7 +187,6 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
         Column("saving", "saving", right=True, format=money),
         Column("saving_percent", "saving %", right=True, rank=1),
         Column("max_load_percent", "fullest %", right=True),
-        Column("max_p95_percent", "sum of p95 %", right=True, rank=2, optional=True),
         Column("max_memory_bytes", "memory", right=True, rank=1, optional=True, format=format_bytes),
         Column("verdict", "verdict", format=lambda value: _VERDICTS.get(value, str(value))),
         Column(

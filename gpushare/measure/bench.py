@@ -418,7 +418,9 @@ class Bench:
                 if failed.get(cell, 0) >= _MOST_FAILURES:
                     done += 1
                     continue
-                title = f"{_cell_title(cell)}, round {number} of {repeat}"
+                way, copies = cell
+                what = ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
+                title = f"{what}, round {number} of {repeat}"
                 self._progress(title, done, total, self._seconds_left(order[place:], number))
                 run = self._run(number, cell)
                 if run.result.interrupted:
@@ -564,12 +566,6 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     if not speeds or total <= 0:
         return None
     return metric.speed(sum(speed * seconds for speed, seconds in speeds) / total)
-
-
-def _cell_title(cell: Cell) -> str:
-    """Return a cell for the progress: ``mps, 4 copies``."""
-    way, copies = cell
-    return ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
 
 
 def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed:

@@ -214,6 +214,9 @@ def bench_answer(
 ) -> BenchAnswer:
     """Return a measurement, judged and with the picks, as the answer of `bench`; figures are rounded."""
     settings = measurement.settings
+    reason: Literal["finished", "interrupted", "failed"] = "interrupted" if measurement.interrupted else "finished"
+    if measurement.error is not None:
+        reason = "failed"
     cells = judge(measurement)
     answers = picks(measurement, cells)
     chosen = {(pick.way, pick.copies) for pick in answers}
@@ -230,7 +233,7 @@ def bench_answer(
         workload=settings.workload,
         started_at=started_at,
         seconds=round(measurement.seconds, 3),
-        reason=_reason_of_end(measurement),
+        reason=reason,
         metric=settings.metric,
         window_seconds=settings.window,
         repeat=settings.repeat,
@@ -245,12 +248,6 @@ def bench_answer(
         notes=tuple(notes),
         runs=rounded(tuple(measurement.runs)),
     )
-
-
-def _reason_of_end(measurement: Measurement) -> Literal["finished", "interrupted", "failed"]:
-    if measurement.error is not None:
-        return "failed"
-    return "interrupted" if measurement.interrupted else "finished"
 
 
 def check_new(option: str, text: str) -> Path:

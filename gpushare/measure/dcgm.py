@@ -24,8 +24,7 @@ UTILIZATION: Final = "DCGM_FI_DEV_GPU_UTIL"
 ENGINE: Final = "DCGM_FI_PROF_GR_ENGINE_ACTIVE"
 USED: Final = "DCGM_FI_DEV_FB_USED"
 FREE: Final = "DCGM_FI_DEV_FB_FREE"
-RESERVED: Final = "DCGM_FI_DEV_FB_RESERVED"
-_METRICS: Final = frozenset({SM, UTILIZATION, ENGINE, USED, FREE, RESERVED})
+_METRICS: Final = frozenset({SM, UTILIZATION, ENGINE, USED, FREE})
 _LARGEST: Final = 256 * MIB
 _HEAD: Final = 64 << 10
 _QUERY: Final = (
@@ -190,12 +189,8 @@ def _indexes(gpus: Mapping[str, _Seen]) -> dict[str, int]:
 
 
 def _recorded_gpu(index: int, seen: _Seen) -> RecordedGpu:
-    """Return a GPU with the largest memory total that its values add up to: used, free and reserved."""
-    totals = [
-        values[USED] + values[FREE] + values.get(RESERVED, 0.0)
-        for values in seen.values.values()
-        if USED in values and FREE in values
-    ]
+    """Return a GPU with the largest memory total that its values add up to: used and free."""
+    totals = [values[USED] + values[FREE] for values in seen.values.values() if USED in values and FREE in values]
     return RecordedGpu(
         index=index,
         uuid=seen.labels.get("UUID"),

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpushare.base.benchmark import Metric
-from gpushare.base.errors import GpushareError, OperationFailed
+from gpushare.base.errors import GpushareError, OperationFailed, or_none
 from gpushare.base.selection import Device
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.claims import HeldClaim
@@ -163,28 +164,15 @@ class Grounds:
 
 
 def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[InstancePlace, HeldClaim]]:
-    """Claim up to ``most`` free instances without a name, all of one profile: the one of which the most could be had."""
-    try:
-        places = [place for place in places_on(host, device.gpu) if place.name is None]
-    except GpushareError:
-        return []
-    profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
-    best: list[tuple[InstancePlace, HeldClaim]] = []
-    for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
-        claimed = _claim_of_profile(host, device, profile, most)
-        best, fewer = (claimed, best) if len(claimed) > len(best) else (best, claimed)
-        for _, claim in fewer:
-            claim.release()
-    return best
-
-
-def _claim_of_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[InstancePlace, HeldClaim]]:
-    """Claim free instances of one profile until there are enough, or none is free."""
+    """Claim up to ``most`` free instances without a name, all of one profile: the most common one of which one is free."""
+    places = or_none(lambda: [place for place in places_on(host, device.gpu) if place.name is None]) or []
+    profiles = Counter(place.mig.profile for place in places if place.mig.profile)
     claimed: list[tuple[InstancePlace, HeldClaim]] = []
-    while len(claimed) < most:
-        try:
-            claimed.append(InstanceWish(host=host, text=profile, gpu=str(device.gpu.index)).take())
-        except GpushareError:
+    for profile, _ in profiles.most_common():
+        wish = InstanceWish(host=host, text=profile, gpu=str(device.gpu.index))
+        while len(claimed) < most and (taken := or_none(wish.take)) is not None:
+            claimed.append(taken)
+        if claimed:
             break
     return claimed
 

@@ -634,14 +634,13 @@ def workloads_of(recording: Recording) -> tuple[ProcessUse, ...]:
 NO_WORK_SHARE: Final = 0.01
 # A bare CUDA context holds up to about 500 MiB; less than this is no data.
 HELD_BYTES: Final = 256 * MIB
-# Below this mean a GPU is a candidate for sharing; its 95th percentile shows whether it has peaks.
+# Below this mean a GPU is a candidate for sharing; its 95th percentile, which is shown, tells whether it has peaks.
 LOW_MEAN_PERCENT: Final = 30.0
-LOW_P95_PERCENT: Final = 50.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Underuse:
-    """One finding. ``kind`` is empty, held_idle, low, peaks or idle_process; ``why`` is for people."""
+    """One finding. ``kind`` is empty, held_idle, low or idle_process; ``why`` is for people."""
 
     gpu: int
     kind: str
@@ -653,8 +652,7 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     """Return what is underused, by GPU.
 
     empty: no process was on it. held_idle: memory is held, and no kernel ran in 99 % of the samples. low: the mean is
-    below 30 % and the 95th percentile below 50 %. peaks: the mean is below 30 %, the 95th percentile is not.
-    idle_process: a process that holds memory without work next to others that work.
+    below 30 %. idle_process: a process that holds memory without work next to others that work.
     """
     underuses: list[Underuse] = []
     for use in recording.gpus:
@@ -689,17 +687,15 @@ def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool
 
 
 def _low_gpu(use: GpuUse, activity: Distribution, processes: list[ProcessUse]) -> Underuse:
-    """Return that the mean activity of a GPU was low: with peaks, or all the time."""
+    """Return that the mean activity of a GPU was low."""
     measure = "SM activity" if use.sm else "utilization"
     figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
-    kind = "low"
-    why = f"low all the time: {figures}; a candidate for sharing"
-    if activity.p95 >= LOW_P95_PERCENT:
-        kind = "peaks"
-        why = f"low mean with peaks: {figures}; a candidate for sharing if the other work can wait during peaks"
-    elif use.sm and use.utilization and use.utilization.mean >= LOW_MEAN_PERCENT:
-        why += f"; utilization ({use.utilization.mean:g} %) hides this: it shows only that a kernel ran"
-    return Underuse(gpu=use.gpu.index, kind=kind, why=why, pids=_pids(filter(_is_program, processes)))
+    return Underuse(
+        gpu=use.gpu.index,
+        kind="low",
+        why=f"low: {figures}; a candidate for sharing",
+        pids=_pids(filter(_is_program, processes)),
+    )
 
 
 def _idle_processes(gpu: GpuUse, processes: list[ProcessUse]) -> list[Underuse]:

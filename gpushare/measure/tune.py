@@ -424,7 +424,12 @@ class Tuner:
 
     def _search_way(self, stage: Stage, way: Way) -> None:
         """Measure the settings of a way until there is an answer; `_Over` ends it, and what was measured is kept."""
-        while (wanted := next_setting(self._search, way, self._known, late=self._is_ending(way))) is not None:
+        while True:
+            # The end of the budget is for making the best setting certain, in the last way.
+            is_ending = self.seconds_left() < _ANSWER_PART * self.options.most_seconds
+            wanted = next_setting(self._search, way, self._known, late=is_ending and self._is_last(way))
+            if wanted is None:
+                break
             setting, again = wanted
             if again is not None and self._should_go_on_to_caps(way):
                 return
@@ -447,10 +452,6 @@ class Tuner:
 
     def _is_last(self, way: Way) -> bool:
         return way is Way.CAPS or Way.CAPS not in self._search.ways
-
-    def _is_ending(self, way: Way) -> bool:
-        """Return whether the rest of the budget is for making the best setting certain, in the last way."""
-        return self._is_last(way) and self.seconds_left() < _ANSWER_PART * self.options.most_seconds
 
     def _should_go_on_to_caps(self, way: Way) -> bool:
         """Return whether slices have had their part of the budget, and caps may be better."""

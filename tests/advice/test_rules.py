@@ -104,7 +104,11 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "mps-clients": ("mps", of({**RANKS, "processes": 49}), of({**RANKS, "processes": 48})),
     "mps-not-installed": ("mps", of(facts={"mps_program": False}), of()),
     "mps-dynamic-parallelism": ("mps", four(dynamic_parallelism=True), four()),
-    "mps-limits-before-volta": ("mps-priority", of(host="t4", facts=OLD), of(host="t4")),
+    "mps-limits-before-volta": (
+        "mps",
+        of({**FOUR, "isolation": "quota"}, host="t4", facts=OLD),
+        of({**FOUR, "isolation": "quota"}, host="t4"),
+    ),
     "mps-static-old": ("mps-static", of(), of(facts=NEW)),
     "streams-need-code": ("streams", one(code=False), one(code=True)),
     "streams-running": ("streams", one(running=True), one(running=False)),
@@ -438,7 +442,7 @@ def test_a_rule_has_an_id_of_its_own() -> None:
 
 
 def test_how_many_are_in_the_way_and_which_mode_is_said() -> None:
-    for count, text in ((1, "1 process is running on it now"), (3, "3 processes are running on it now")):
+    for count, text in ((1, "work on it: 1 process"), (3, "work on it: 3 processes")):
         (reason,) = spoken(verdict(of(facts={"processes": count}), "mig"), "mig-busy")
         assert text in reason.text
     mode = ComputeMode.EXCLUSIVE_PROCESS

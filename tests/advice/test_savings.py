@@ -98,14 +98,6 @@ def test_memory_that_nobody_told_is_not_checked_and_that_is_said() -> None:
     )
 
 
-def test_peaks_that_meet_are_warned_of() -> None:
-    work = [Work(name=name, load=Decimal(20), p95=Decimal(80)) for name in ("GPU 0", "GPU 1")]
-    found = savings(work)
-    assert found.options[0].max_p95_percent == 160
-    assert any("160 %" in warning for warning in found.warnings)
-    assert savings([*work, Work(name="GPU 2", load=Decimal(1))]).options[0].max_p95_percent is None
-
-
 def test_without_a_price_there_are_no_amounts() -> None:
     found = savings(alike(4, "20"))
     assert (found.cost, found.options[0].cost, found.options[0].saving) == (None, None, None)
@@ -143,10 +135,9 @@ def test_numbers_are_plain(number: str, text: str) -> None:
 
 
 LOADS = st.decimals(min_value=0, max_value=100, places=1)
-WORK = st.lists(st.tuples(LOADS, st.integers(0, 16), LOADS), min_size=1, max_size=9).map(
+WORK = st.lists(st.tuples(LOADS, st.integers(0, 16)), min_size=1, max_size=9).map(
     lambda rows: [
-        Work(name=f"GPU {number}", load=load, p95=p95, memory_bytes=memory * GIB)
-        for number, (load, memory, p95) in enumerate(rows)
+        Work(name=f"GPU {number}", load=load, memory_bytes=memory * GIB) for number, (load, memory) in enumerate(rows)
     ]
 )
 PRICES = st.decimals(min_value="0.001", max_value=1000, places=3)

@@ -34,8 +34,7 @@ CSV = {
     "reserve": "gpu user seconds_left gpu_uuid",
     "swap list": "gpu pid name user state memory_bytes gpu_uuid since",
     "pause list": "pid name user state since until by processes",
-    "savings --gpus 4 --load 25": "gpus cost saving saving_percent max_load_percent max_p95_percent max_memory_bytes"
-    " verdict places",
+    "savings --gpus 4 --load 25": "gpus cost saving saving_percent max_load_percent max_memory_bytes verdict places",
     "sim list": "spec gpus processes daemons directory",
 }
 # Of the tables that have columns which only some hosts fill: `-o plain` shows them always.

@@ -101,7 +101,7 @@ def test_a_way_is_explained(cli: Cli, way: str) -> None:
 
 
 def test_the_table_of_ways_has_no_column_for_them(refused: Refused) -> None:
-    assert "gpushare explain turns" in refused("compare", "turns", code="bad_way", exit_code=2)
+    assert "give streams, mps" in refused("compare", "turns", code="bad_way", exit_code=2)
 
 
 def test_other_words_for_them() -> None:

@@ -56,7 +56,7 @@ def test_a_narrow_terminal_cuts_no_finding_and_shows_the_job(
     answer = cli("observe", "--from", str(path), output="table").ok()
     assert "…" not in answer.out
     shown = " ".join(answer.out.split())
-    assert "GPU 0 low all the time: SM activity mean 20 %, 95th percentile 20 %; a candidate for sharing" in shown
+    assert "GPU 0 low: SM activity mean 20 %, 95th percentile 20 %; a candidate for sharing" in shown
     assert "PID job name" in shown
     assert " train " in shown
     assert "1 unreadable line skipped" in answer.err
@@ -213,7 +213,7 @@ def test_what_dcgm_exporter_measured_is_shown(cli: Cli, refused: Refused, tmp_pa
     file = tmp_path / "range.json"
     file.write_text(json.dumps({"status": "success", "data": {"resultType": "matrix", "result": result}}))
     done = cli("observe", "--from", str(file), host=None).ok()
-    assert "low all the time: SM activity mean 20 %" in done.out
+    assert "low: SM activity mean 20 %" in done.out
     assert "processes were not recorded" in done.out
     assert "gpushare advise --from" not in done.err
     assert cli("observe", "--from", str(file), host=None, output="json").ok().data["processes_known"] is False
