@@ -361,7 +361,7 @@ def _with_replicas(gpu: GpuDescription, replicas: int | None, mig_replicas: int 
         of_instance = None if mig_replicas == 1 else mig_replicas
         instances = tuple(replace(mig, replicas=of_instance) for mig in gpu.mig)
     is_shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
-    return replace(gpu, replicas=(replicas or gpu.replicas) if is_shared else None, mig=instances)
+    return replace(gpu, replicas=replicas if is_shared else None, mig=instances)
 
 
 def _wanted_on_live_devices(
@@ -398,13 +398,8 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
             raise with_place_in_file(error, file, gpu.index, entry) from None
-    # Where the MIG devices of the file exist, the host itself is described: they have UUIDs and capability nodes. How many
-    # programs share a device is only in the file.
-    with_mig = [
-        gpu
-        for gpu in state.gpus
-        if profiles.get(gpu.index) and not any(instance.replicas for instance in matched.entries[gpu.index].mig)
-    ]
+    # Where the MIG devices of the file exist, the host itself is described: they have UUIDs and capability nodes.
+    with_mig = [gpu for gpu in state.gpus if profiles.get(gpu.index)]
     applied = {
         live.gpu.index for live in live_gpus(state, with_mig) if not points(live, matched.entries[live.gpu.index])
     }

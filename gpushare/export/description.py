@@ -300,11 +300,9 @@ def wished(
 def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) -> GpuDescription:
     """Return a GPU as its entry wants it; what it is, such as its UUID, stays."""
     alone = entry.sharing is Way.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive)
-    replicas = entry.mps.replicas if entry.mps is not None else entry.replicas
     return replace(
         gpu,
         sharing=entry.sharing,
-        replicas=replicas,
         time_slice=entry.time_slice if entry.sharing is Way.TIMESLICE else None,
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
         mps=_plain_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
@@ -337,7 +335,6 @@ def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescr
                     memory_total_bytes=gpu_profile.memory_bytes,
                     name=instance.name,
                     granted=bool(instance.users),
-                    replicas=instance.replicas,
                     mps=None if instance.mps is None else _plain_mps(instance.mps),
                 )
                 migs.append(device)
@@ -374,7 +371,6 @@ def with_live_devices(
                     device,
                     name=mig.name,
                     granted=mig.granted,
-                    replicas=mig.replicas,
                     mps=_with_pipe(mig.mps, device, pipe_of),
                 )
             )

@@ -5,7 +5,7 @@ An entry names its GPUs (``match``: all, or index, uuid or model) and exactly on
     version: 1
     gpus:
     - match: {index: [0, 1]}
-      timeslice: long                  # or {level: long, replicas: 4}
+      timeslice: long
     - match: {model: h100}
       mps: {threads: 25, memory: 4G, priority: low, users: [alice], exclusive: true}
     - match: {uuid: GPU-...}
@@ -76,7 +76,6 @@ class MpsWish:
     """An MPS daemon as a file wants it, or as it runs.
 
     ``users`` may connect; empty: all. ``exclusive``: nothing else runs on the GPU (compute mode exclusive-process).
-    ``replicas`` is the number of programs that share it, for other engines.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -84,7 +83,6 @@ class MpsWish:
     exclusive: bool = False
     # Several users at the same time, in one server of root.
     multiuser: bool = False
-    replicas: int | None = None
     # Where its clients find it, of one that runs or whose place is known.
     pipe_directory: str | None = field(default=None, compare=False)
 
@@ -101,7 +99,6 @@ class InstanceWish:
     name: str | None = None
     users: tuple[str, ...] = ()
     mps: MpsWish | None = None
-    replicas: int | None = None
     mark: Mark = field(default=Mark(), compare=False)
 
 
@@ -112,7 +109,6 @@ class Entry:
     match: Match
     sharing: FileWay
     time_slice: TimeSlice | None = None
-    replicas: int | None = None
     mps: MpsWish | None = None
     mig: tuple[InstanceWish, ...] = ()
     mark: Mark = field(default=Mark(), compare=False)
@@ -211,8 +207,7 @@ def _sharing_document(entry: Entry) -> object:
     if entry.sharing is Way.MPS:
         return _mps_document(entry.mps or MpsWish())
     if entry.sharing is Way.TIMESLICE:
-        level = (entry.time_slice or TimeSlice.DEFAULT).title
-        return level if entry.replicas is None else {"level": level, "replicas": entry.replicas}
+        return (entry.time_slice or TimeSlice.DEFAULT).title
     return True
 
 
@@ -225,8 +220,6 @@ def _instance_document(wish: InstanceWish) -> object:
         keys["users"] = list(wish.users)
     if wish.mps is not None:
         keys["mps"] = _mps_document(wish.mps)
-    if wish.replicas is not None:
-        keys["timeslice"] = {"replicas": wish.replicas}
     return keys if len(keys) > 1 else wish.wish
 
 
@@ -247,8 +240,6 @@ def _mps_document(mps: MpsWish) -> dict[str, object]:
         keys["exclusive"] = True
     if mps.multiuser:
         keys["multiuser"] = True
-    if mps.replicas is not None:
-        keys["replicas"] = mps.replicas
     return keys
 
 

@@ -353,6 +353,6 @@ def _rank(want: WantedDevice, device: PlacedDevice) -> tuple[bool, int, bool]:
 def limits_key(wish: MpsWish | None) -> tuple[object, ...]:
     """Return a key that is equal for daemons with the same limits and users; without a daemon one of its own.
 
-    The defaults count as written. ``replicas`` do not count: they are for other engines.
+    The defaults count as written.
     """
     return () if wish is None else (wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive, wish.multiuser)

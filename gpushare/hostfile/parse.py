@@ -66,7 +66,6 @@ _LONGEST: Final = converted(
     "a time from 0m to 12h, like 90m or 4h",
     parse_seconds,
 ).about("The longest lease of a user, at most 12h; 0m: none.")
-_REPLICAS: Final = whole(2, 1024).about("How many programs shall share it; for other engines (gpushare export).")
 _LEVEL: Final = choice({level.title: level for level in TimeSlice})
 _MOST_RULES: Final = 256
 
@@ -83,7 +82,6 @@ def _mps_wish(fields: Mapping[str, Any]) -> MpsWish:
         users=fields.get("users", ()),
         exclusive=fields.get("exclusive", False),
         multiuser=fields.get("multiuser", False),
-        replicas=fields.get("replicas"),
     )
 
 
@@ -96,19 +94,16 @@ _DAEMON_KEYS: Final[Mapping[str, Form[Any]]] = {
     "priority": choice({level.title: level for level in Priority}),
     "users": _USERS,
     "multiuser": yes_or_no().about("These users, or all, at the same time, in one server of root (driver 580)."),
-    "replicas": _REPLICAS,
 }
 _EXCLUSIVE: Final = yes_or_no().about("No program runs outside MPS: compute mode exclusive-process.")
 
 
-def _check_instance(value: Value, fields: Mapping[str, Value]) -> None:
-    """Raise BadUsage if options of a MIG device exclude each other, or lack the name that they need."""
+def _check_instance(_value: Value, fields: Mapping[str, Value]) -> None:
+    """Raise BadUsage if a name is for several MIG devices, or users have no name to be granted."""
     if "name" in fields and "*" in str(fields["wish"].raw):
         raise fields["name"].wrong("is for one instance: write one item per instance", "drop the *COUNT")
     if "users" in fields and "name" not in fields:
         raise fields["users"].wrong("needs a name: access is granted to a named instance", "add: name: NAME")
-    if "mps" in fields and "timeslice" in fields:
-        raise value.wrong("has both mps and timeslice: it needs one of them")
 
 
 _INSTANCE: Final = either(
@@ -119,14 +114,12 @@ _INSTANCE: Final = either(
             "name": _NAME,
             "users": _USERS,
             "mps": mapping(_DAEMON_KEYS, lambda fields, _: _mps_wish(fields)),
-            "timeslice": mapping({"replicas": _REPLICAS}, lambda fields, _: fields.get("replicas")),
         },
         lambda fields, value: InstanceWish(
             wish=fields["wish"],
             name=fields.get("name"),
             users=fields.get("users", ()),
             mps=fields.get("mps"),
-            replicas=fields.get("timeslice"),
             mark=value.mark,
         ),
         need=("wish",),
@@ -134,7 +127,6 @@ _INSTANCE: Final = either(
         schema={
             "dependentRequired": {"users": ["name"]},
             "dependentSchemas": {"name": {"properties": {"wish": {"pattern": "^[^*]*$"}}}},
-            "not": {"required": ["mps", "timeslice"]},
         },
     ),
     lambda wish, value: InstanceWish(wish=wish, mark=value.mark),
@@ -170,33 +162,23 @@ _MATCH: Final = all_or(
 def _entry_of(fields: Mapping[str, Any], value: Value) -> Entry:
     """Return an entry; its form makes sure that it has exactly one way of sharing."""
     way = next(key for key in fields if key != "match")
-    level, replicas = fields.get("timeslice", (None, None))
     return Entry(
         match=fields["match"],
         sharing=cast("FileWay", Way(way)),
-        time_slice=level,
-        replicas=replicas,
+        time_slice=fields.get("timeslice"),
         mps=fields.get("mps"),
         mig=fields.get("mig", ()),
         mark=value.mark,
     )
 
 
-_TIME_SLICE: Final[Form[tuple[TimeSlice, int | None]]] = either(
-    _LEVEL,
-    mapping(
-        {"level": _LEVEL, "replicas": _REPLICAS},
-        lambda fields, _: (fields.get("level", TimeSlice.DEFAULT), fields.get("replicas")),
-    ),
-    lambda level, _: (level, None),
-)
 _ENTRY: Final = mapping(
     {
         "match": _MATCH,
         "exclusive": constant(True, "is not true: drop the entry, or give another way of sharing").about(
             "One process at a time: compute mode exclusive-process, no MPS daemon."
         ),
-        "timeslice": _TIME_SLICE,
+        "timeslice": _LEVEL,
         "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda fields, _: _mps_wish(fields)),
         "mig": several(_INSTANCE).about("Exactly these MIG devices; an empty list is MIG without an instance."),
     },
@@ -344,11 +326,7 @@ def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     if raw is None:
         raise value.wrong("is empty", write_hint(shown))
     if isinstance(raw, dict) and "mig-configs" in raw:
-        command = f"gpushare mig apply -f {shlex.quote(shown)}"
-        names = list(raw["mig-configs"]) if isinstance(raw["mig-configs"], dict) else []
-        if len(names) > 1 and names[0] is not None:
-            command += f" -c {shlex.quote(str(names[0])[:40])}"
-        raise value.wrong("is for mig-parted", f"apply it: {command}")
+        raise value.wrong("is for mig-parted", f"apply it: gpushare mig apply -f {shlex.quote(shown)}")
     return _FILE.read(value)
 
 

@@ -31,14 +31,14 @@ def read(*entries: str, described: HostDescription = H100S) -> HostDescription:
 
 def test_each_way_of_sharing() -> None:
     parsed = read(
-        "timeslice: {level: long, replicas: 3}",
-        "mps: {threads: 25, memory: 4G, priority: low, exclusive: true, replicas: 4}",
+        "timeslice: long",
+        "mps: {threads: 25, memory: 4G, priority: low, exclusive: true}",
         "exclusive: true",
     )
     sliced, clients, alone, untouched = parsed.gpus
-    assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Way.TIMESLICE, TimeSlice.LONG, 3)
+    assert (sliced.sharing, sliced.time_slice) == (Way.TIMESLICE, TimeSlice.LONG)
     assert (clients.mps.limits.threads_percent, clients.mps.limits.memory_limit_bytes) == (25.0, 4 * GIB)
-    assert (clients.mps.limits.priority, clients.replicas) == (Priority.LOW, 4)
+    assert clients.mps.limits.priority is Priority.LOW
     assert clients.compute_mode is alone.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     assert alone.sharing is Way.EXCLUSIVE
     # No entry is for it.
@@ -71,7 +71,9 @@ def test_a_profile_that_the_gpu_never_has() -> None:
 
 
 def test_engines_take_it() -> None:
-    alike = read(*['mig: [{wish: "1g.10gb*7", timeslice: {replicas: 2}}]'] * 4)
+    alike = read(*['mig: ["1g.10gb*7"]'] * 4)
+    shared = (replace(gpu, mig=tuple(replace(each, replicas=2) for each in gpu.mig)) for gpu in alike.gpus)
+    alike = replace(alike, gpus=tuple(shared))
     assert sharing_of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
     assert check_kubernetes(k8s.operator_export(alike)) == 3
     # Each device is shared by its own pods, so each has its own claim.
@@ -144,10 +146,10 @@ def test_a_daemon_that_is_not_up_yet_listens_where_it_will() -> None:
 
 def test_what_is_named_goes_to_its_name() -> None:
     there = divided(replace(HALVES[0], name="b"), replace(HALVES[1], name="a"))
-    both = "mig: [{wish: 3g.40gb, name: a, timeslice: {replicas: 3}}, {wish: 3g.40gb, name: b}]"
+    both = "mig: [{wish: 3g.40gb, name: a}, {wish: 3g.40gb, name: b}]"
     found = found_in(there, both)
     assert numbers(found) == [4, 0]
-    assert [(instance.name, instance.replicas) for instance in found.gpus[0].mig] == [("a", 3), ("b", None)]
+    assert [instance.name for instance in found.gpus[0].mig] == ["a", "b"]
     # A name that is to be given goes to one that has none.
     fresh = divided(replace(HALVES[0], name="b"), HALVES[1])
     assert numbers(found_in(fresh, "mig: [{wish: 3g.40gb, name: c}]")) == [4]

@@ -38,12 +38,12 @@ gpus:
 - match: {index: [0, 1]}
   timeslice: long
 - match: {model: h100}
-  mps: {threads: 25, memory: 4G, priority: low, users: [alice], exclusive: true, replicas: 4}
+  mps: {threads: 25, memory: 4G, priority: low, users: [alice], exclusive: true}
 - match: {uuid: GPU-d6ed5cdc-0278-5de8-9bc3-edc91cebc70e}
   mig:
   - 1g.10gb*2
   - {wish: "3g.40gb:4", name: train, users: [alice, bob], mps: {threads: 50.5, memory: 1500M}}
-  - {wish: 1c.2g.20gb, timeslice: {replicas: 3}}
+  - 1c.2g.20gb
 - match: all
   exclusive: true
 slices:
@@ -62,7 +62,6 @@ memory:
 
 # -- written and read back ---------------------------------------------------------------------------
 
-replicas = st.none() | st.integers(2, 1024)
 users = st.lists(st.from_regex(r"[a-z][a-z0-9_-]{0,8}", fullmatch=True), max_size=3, unique=True).map(tuple)
 limits = st.builds(
     Limits,
@@ -77,7 +76,6 @@ instance_daemons = st.builds(
     limits=limits,
     users=users,
     multiuser=st.booleans(),
-    replicas=replicas,
 )
 daemons = st.builds(lambda wish, exclusive: replace(wish, exclusive=exclusive), instance_daemons, st.booleans())
 profiles = st.sampled_from(
@@ -99,7 +97,6 @@ def instances(draw: st.DrawFn) -> InstanceWish:
         name=name,
         users=draw(users) if name is not None else (),
         mps=mps,
-        replicas=draw(replicas) if mps is None else None,
     )
 
 
@@ -122,7 +119,6 @@ entries = st.one_of(
         match=matches,
         sharing=st.just(Way.TIMESLICE),
         time_slice=st.sampled_from(TimeSlice),
-        replicas=replicas,
     ),
     st.builds(Entry, match=matches, sharing=st.just(Way.MPS), mps=daemons),
     st.builds(Entry, match=matches, sharing=st.just(Way.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
@@ -170,7 +166,6 @@ def test_a_whole_file() -> None:
         limits=Limits(threads_percent=25.0, memory_limit_bytes=4 * GIB, priority=Priority.LOW),
         users=("alice",),
         exclusive=True,
-        replicas=4,
     )
     assert [instance.wish for instance in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
     assert str(third.mig[1].mark) == "10:5"
@@ -273,7 +268,6 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "exclusive: false\n", "4:14", "is not true"),
         (ONE + "timslice: long\n", "4:3", "unknown key 'timslice'"),
         (ONE + "timeslice: fast\n", "4:14", "'fast', not one of: default, short, medium, long"),
-        (ONE + "timeslice: {level: long, replicas: 1}\n", "4:38", "not a whole number from 2"),
         (ONE + "timeslice:\n", "4:13", "is empty, not one of: default, short, medium, long"),
         (ONE + "timeslice: 3\n", "4:14", "is 3, not one of: default"),
         (ONE + "mps: []\n", "4:8", "not a mapping"),
@@ -288,7 +282,6 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mps: {users: [1000]}\n", "4:17", "1000, not the name or id"),
         (ONE + "mps: {users: [bob, bob]}\n", "4:22", "is given twice: 'bob'"),
         (ONE + "mps: {exclusive: 1}\n", "4:20", "neither true nor false"),
-        (ONE + "mps: {replicas: 2.5}\n", "4:19", "not a whole number"),
         (ONE + "mig: 3g.40gb\n", "4:8", "not a list"),
         (ONE + "mig:\n  - 5c.3g.40gb\n", "5:5", "not a MIG profile"),
         (ONE + "mig:\n  - 3g.40gb 1g.10gb\n", "5:5", "not a MIG profile"),
@@ -296,7 +289,6 @@ ONE = "version: 1\ngpus:\n- match: all\n  "
         (ONE + "mig:\n  - {wish: 1g*2, name: train}\n", "5:24", "is for one instance"),
         (ONE + "mig:\n  - {wish: 1g, name: 3g}\n", "5:22", "not a name"),
         (ONE + "mig:\n  - {wish: 1g, users: [bob]}\n", "5:23", "needs a name"),
-        (ONE + "mig:\n  - {wish: 1g, mps: {}, timeslice: {}}\n", "5:5", "has both mps and timeslice"),
         (ONE + "mig:\n  - {wish: 1g, mps: {exclusive: true}}\n", "5:22", "unknown key 'exclusive'"),
         ("version: 1\ngpus:\n- match: some\n  mig: []\n", "3:10", "'some', not one of: all"),
         ("version: 1\ngpus:\n- match: {}\n  mig: []\n", "3:10", "exactly one of index, uuid, model"),
@@ -387,8 +379,6 @@ GROUPS = (
     ["bob", "bob"],
     [[]],
     {"index": 0},
-    {"level": "long"},
-    {"replicas": 2},
     {"threads": 0.04},
     {"user": "bob"},
     {"command": "*", "gpu": [0]},
@@ -396,7 +386,7 @@ GROUPS = (
 JUNK = st.sampled_from([None, True, False, *NUMBERS, *WORDS, *LINES, *GROUPS])
 KEYS = st.sampled_from(
     [
-        *("version", "gpus", "match", "index", "uuid", "model", "exclusive", "timeslice", "level", "replicas"),
+        *("version", "gpus", "match", "index", "uuid", "model", "exclusive", "timeslice"),
         *("mps", "threads", "memory", "priority", "users", "mig", "wish", "name", "unknown", "slices", "user"),
         *("group", "container", "command", "cgroup", "gpu", "slice", "weight", "role", "limit"),
     ]
@@ -501,12 +491,11 @@ def test_what_is_not_there_is_said() -> None:
     assert found.notes == ("gpushare.yaml:4:3: no GPU of this host is model a30",)
 
 
-@pytest.mark.parametrize(("configs", "more"), [("{all: []}", ""), ("{small: [], large: []}", " -c small")])
-def test_a_file_of_mig_parted_is_told_where_it_belongs(configs: str, more: str) -> None:
+def test_a_file_of_mig_parted_is_told_where_it_belongs() -> None:
     with pytest.raises(BadUsage) as refused:
-        parse(f"version: v1\nmig-configs: {configs}\n", "my layouts.yaml")
+        parse("version: v1\nmig-configs: {small: [], large: []}\n", "my layouts.yaml")
     assert (refused.value.code, "is for mig-parted" in refused.value.message) == ("bad_file", True)
-    assert refused.value.hint == f"apply it: gpushare mig apply -f 'my layouts.yaml'{more}"
+    assert refused.value.hint == "apply it: gpushare mig apply -f 'my layouts.yaml'"
 
 
 @pytest.mark.parametrize("longest", ["4h", "90m", "0m", "12h"])

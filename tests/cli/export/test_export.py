@@ -348,14 +348,11 @@ def test_one_replica_is_a_gpu_that_is_not_shared(cli: Cli) -> None:
 
 
 def test_a_file_says_what_the_host_is_not_yet(cli: Cli, write: Write) -> None:
-    path = write("version: 1\ngpus:\n- {match: all, timeslice: {level: default, replicas: 3}}\n")
-    done = cli("export", "k8s", "-f", path, host=T4S).ok()
-    assert plugin_of(done.out)[0] == "timeslice-3"
-    assert "--replicas" not in done.err
-    # The command line goes over the file.
-    assert plugin_of(cli("export", "k8s", "-f", path, "--replicas", "7", host=T4S).ok().out)[0] == "timeslice-7"
-    assert "Count=3" in cli("export", "slurm", "-f", path, host=T4S).ok().out
-    assert "nvidia.com/gpu: '12'" in cli("export", "karpenter", "-f", path, host=T4S).ok().out
+    path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
+    three = ("-f", path, "--replicas", "3")
+    assert plugin_of(cli("export", "k8s", *three, host=T4S).ok().out)[0] == "timeslice-3"
+    assert "Count=3" in cli("export", "slurm", *three, host=T4S).ok().out
+    assert "nvidia.com/gpu: '12'" in cli("export", "karpenter", *three, host=T4S).ok().out
 
 
 def test_mig_of_a_file(cli: Cli, write: Write) -> None:
