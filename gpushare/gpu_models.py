@@ -97,7 +97,16 @@ def load_models() -> dict[str, GpuModel]:
 @cache
 def model_of(key: str) -> GpuModel:
     """Return the model with this key, which is in the catalogue; only the models in use are built."""
-    return _build_model(_catalogue()[key])
+    raw = _catalogue()[key]
+    return GpuModel(
+        **{field: raw[field] for field in _SAME_NAME},
+        aliases=tuple(raw["aliases"]),
+        pci_device_ids=tuple(raw["pci_device_ids"] or ()),
+        multiprocessors=raw["sm"],
+        profiles=tuple(map(_build_profile, raw["gi_profiles"])),
+        confidence={profile["name"]: profile["confidence"] for profile in raw["gi_profiles"]},
+        peer_to_peer={profile["name"]: profile["p2p"] for profile in raw["gi_profiles"]},
+    )
 
 
 @lru_cache(maxsize=1)
@@ -144,18 +153,6 @@ _SAME_NAME: Final = (
     *("power_limit_watts", "max_sm_clock_mhz", "time_slice", "vgpu", "mig", "axis", "compute_slices"),
     "reset_for_mode_change",
 )
-
-
-def _build_model(raw: dict[str, Any]) -> GpuModel:
-    return GpuModel(
-        **{field: raw[field] for field in _SAME_NAME},
-        aliases=tuple(raw["aliases"]),
-        pci_device_ids=tuple(raw["pci_device_ids"] or ()),
-        multiprocessors=raw["sm"],
-        profiles=tuple(map(_build_profile, raw["gi_profiles"])),
-        confidence={profile["name"]: profile["confidence"] for profile in raw["gi_profiles"]},
-        peer_to_peer={profile["name"]: profile["p2p"] for profile in raw["gi_profiles"]},
-    )
 
 
 def _build_profile(raw: dict[str, Any]) -> Profile:

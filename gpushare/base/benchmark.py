@@ -66,9 +66,6 @@ class Summary:
     """
 
     mean: _Mean
-    median: float
-    min: float
-    max: float
     low: float | None
     high: float | None
     spread: float | None

@@ -30,9 +30,6 @@ def summarize(values: Sequence[float]) -> Summary | None:
         half = t_quantile(len(values) - 1) * deviation(values) / math.sqrt(len(values))
     return Summary(
         mean=middle,
-        median=percentile(values, 50),
-        min=min(values),
-        max=max(values),
         low=None if half is None else middle - half,
         high=None if half is None else middle + half,
         spread=(max(values) - min(values)) / abs(middle) if half is not None and middle else None,

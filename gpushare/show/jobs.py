@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from gpushare.base.model import LinePlace, ListedJob, Snapshot
-from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
+from gpushare.base.units import WORTH_NAMING, first_few, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table, records
 from gpushare.show.status import (
@@ -21,8 +21,6 @@ from gpushare.show.status import (
 )
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
-# Names in a cell.
-_MOST_NAMED: Final = 2
 CSV: Final = (
     # The completions of shells read the first two.
     "pid", "name", "state", "user", "role", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name",
@@ -64,14 +62,6 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     )
 
 
-def _first_names(names: Sequence[str]) -> str | None:
-    """Return the first of some names, and how many more there are; None: there is no name."""
-    text = ", ".join(names[:_MOST_NAMED])
-    if len(names) > _MOST_NAMED:
-        text += f" +{len(names) - _MOST_NAMED}"
-    return text or None
-
-
 def holders(line: LinePlace) -> list[str]:
     """Return who has the memory for which a job waits: ``other programs 60.0 GiB``, then the jobs."""
     others = line.others_bytes or 0
@@ -84,12 +74,6 @@ def _memory_text(value: tuple[int | None, int | None]) -> str:
     """Return the memory that a job holds, of its limit if it has one; both in bytes."""
     held, limit = value
     return format_bytes(held) if limit is None else used_of_total((held, limit))
-
-
-def _way_of_job(job: ListedJob) -> str | None:
-    return way_text(
-        job.way, threads_percent=job.threads_percent, slice_us=job.slice_us, profile=job.mig_profile, name=job.mig_name
-    )
 
 
 # What the verbs take as JOB, which has to be typed; then what tells a job from its namesake.
@@ -110,7 +94,7 @@ def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
         _USER,
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
-        Column("way", "way", rank=2, of=_way_of_job),
+        Column("way", "way", rank=2, of=lambda job: way_text(job.way, job.threads_percent, job.slice_us, job.mig_profile, job.mig_name)),
         Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory_text),
         Column("swapped_bytes", "swapped", right=True, rank=5, optional=True, format=format_bytes),
         Column("sm_percent", "SM", right=True, rank=3, format=format_percent),
@@ -137,7 +121,12 @@ def _waiting_table(jobs: Sequence[ListedJob]) -> Table:
             of=lambda job: candidates_text(job.line.count, job.gpu_indexes, job.line.lost_uuids),
         ),
         Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
-        Column("waits_for", "waits for", rank=2, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
+        Column(
+            "waits_for",
+            "waits for",
+            rank=2,
+            of=lambda job: first_few([*job.line.behind, *holders(job.line)], 2) or None,
+        ),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,13 +15,12 @@ from gpushare.mig.planner import fragmentation, free_profiles, holders_text, los
 from gpushare.mig.profile import GpuInstance, Layout, Placement
 from gpushare.show.result import Column, Table, plain_value, records
 from gpushare.show.status import silent_word
+from gpushare.show.text import wrapped
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
 _CELL: Final = 9
 _WIDTH: Final = 8 * _CELL
 _COLUMNS: Final = 80
-# Marks in pictures of a plan. A profile may have a + inside: 1g.10gb+me.
-_MARKS: Final = {r"\*": "* in use", r"[| ]\+": "+ new", "~": "~ changed inside"}
 
 
 def placements_text(placements: Sequence[Placement] | None) -> str:
@@ -188,7 +187,8 @@ def layout_text(layout: Layout, *, uuids: bool = True) -> str:
         for row in free_profiles(layout)
         if row.count
     ]
-    return "\n".join([*lines, *_wrapped_items("  still fits: ", free or ["nothing"])])
+    lead = "  still fits: "
+    return "\n".join([*lines, *wrapped("; ".join(free) or "nothing", _COLUMNS, lead, " " * len(lead))])
 
 
 def grouped_text(texts: Sequence[tuple[int, str]]) -> str:
@@ -241,19 +241,6 @@ def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
     )
 
 
-def _wrapped_items(title: str, items: Sequence[str]) -> Iterator[str]:
-    """Yield a title and items as lines of at most 80 columns, broken between items only."""
-    line = title + items[0]
-    for item in items[1:]:
-        # Three columns for the "; " before the item and the ";" after it.
-        if len(line) + len(item) > _COLUMNS - 3:
-            yield line + ";"
-            line = " " * len(title) + item
-        else:
-            line += "; " + item
-    yield line
-
-
 def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
     """Return the slices of each GPU that a plan changes, before and after, with a legend of the marks."""
     lines = []
@@ -266,11 +253,9 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
                 f"before {picture_now(layout)}",
                 f"after  {picture_after(layout, gpu)}",
             ]
-    pictures = "".join(line for line in lines if line.startswith(("before", "after")))
-    legend = [meaning for mark, meaning in _MARKS.items() if re.search(mark, pictures)]
-    if legend:
-        lines.append(f"       {', '.join(legend)}")
-    return "\n".join(lines) or "nothing to do: it exists already"
+    return (
+        "\n".join([*lines, "       * in use, + new, ~ changed inside"]) if lines else "nothing to do: it exists already"
+    )
 
 
 def profiles_table(rows: Sequence[ProfileRow]) -> Table:

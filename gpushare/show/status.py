@@ -25,7 +25,17 @@ from gpushare.base.model import (
     WayInForce,
     sharing_now,
 )
-from gpushare.base.units import GIB, MIB, counted, format_bytes, format_duration, format_percent, format_slice, ranges
+from gpushare.base.units import (
+    GIB,
+    MIB,
+    counted,
+    first_few,
+    format_bytes,
+    format_duration,
+    format_percent,
+    format_slice,
+    ranges,
+)
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table, plain_value, records
 
@@ -250,7 +260,12 @@ def daemon_table(snapshot: Snapshot) -> Table:
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
         _USER,
-        Column("started_by", "started by", rank=5, of=_started_by),
+        Column(
+            "started_by",
+            "started by",
+            rank=5,
+            of=lambda daemon: "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others",
+        ),
         Column("status", "server", of=_server_word, style=_alarm_style),
         Column("clients", "clients", right=True, rank=1, of=_clients_text),
         _percent("threads_percent", "threads", rank=2),
@@ -268,10 +283,6 @@ def _shown_daemons(snapshot: Snapshot) -> list[MpsDaemon]:
     # Those that could be asked come first, and of these the ones of root.
     others.sort(key=lambda daemon: (daemon.unasked, daemon.user != "root"))
     return [*(daemon for daemon in snapshot.daemons if daemon.ours), *others[:_MOST_OTHERS]]
-
-
-def _started_by(daemon: MpsDaemon) -> str:
-    return "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
 
 
 def _clients_text(daemon: MpsDaemon) -> str | None:
@@ -362,13 +373,8 @@ def _waiting_table(snapshot: Snapshot) -> Table:
 
 def candidates_text(count: int, indexes: Sequence[int], lost_uuids: Sequence[str]) -> str | None:
     """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``; a lost one by its UUID."""
-    parts = [ranges(indexes)] if indexes else []
-    parts += lost_uuids[:1]
-    if not parts:
-        return None
-    more = f" +{len(lost_uuids) - 1}" if len(lost_uuids) > 1 else ""
-    text = f"{', '.join(parts)}{more}"
-    return text if count == 1 else f"{count} of {text}"
+    text = first_few(filter(None, [ranges(indexes), *lost_uuids]), 2)
+    return f"{count} of {text}" if text and count > 1 else text or None
 
 
 def wanted_memory(value: int | None) -> str:
@@ -408,7 +414,6 @@ def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
 
 def way_text(
     way: str | None,
-    *,
     threads_percent: float | None = None,
     slice_us: int | None = None,
     profile: str | None = None,
@@ -476,8 +481,10 @@ def _process_table(snapshot: Snapshot) -> Table:
 def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
     """Yield a row per process on a GPU, those of an instance together, the largest first."""
     for gpu in snapshot.gpus:
-        for process in sorted(gpu.processes or (), key=_by_instance_then_memory):
-            instance = next((each for each in gpu.mig_instances if each.has(process)), None)
+        for process in sorted(
+            gpu.processes or (), key=lambda each: (each.gpu_instance_id or 0, -(each.memory_used_bytes or 0), each.pid)
+        ):
+            instance = next((each for each in gpu.mig_instances if each.has(process)), MigInstance(uuid=""))
             yield {
                 **vars(process),
                 "gpu": gpu.index,
@@ -485,11 +492,7 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 "age": None if snapshot.taken_at is None else _since(snapshot, process.started_at),
                 "idle": _idle_seconds(process, snapshot),
                 "way": way_text(
-                    process.way,
-                    threads_percent=process.threads_percent,
-                    slice_us=process.slice_us,
-                    profile=None if instance is None else instance.profile,
-                    name=None if instance is None else instance.name,
+                    process.way, process.threads_percent, process.slice_us, instance.profile, instance.name
                 ),
                 "paused": _since(snapshot, process.paused_since),
                 "command": command_of(process),
@@ -503,11 +506,6 @@ def _idle_seconds(process: GpuProcess, snapshot: Snapshot) -> float | None:
     seconds = (snapshot.taken_at or 0.0) - process.last_work_at
     # Less would be shown as 0s.
     return seconds if seconds >= 1.0 else None
-
-
-def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
-    instance = -1 if process.gpu_instance_id is None else process.gpu_instance_id
-    return (instance, -(process.memory_used_bytes or 0), process.pid)
 
 
 def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:

@@ -177,10 +177,7 @@ def _answer_text(data: TuneAnswer) -> str:
     if data.low_priority_helps is False:
         lines.append("low priority makes no difference")
     elif data.low_priority_helps:
-        # If it helps, the line says why a best setting by caps is nevertheless one without it.
-        unused = best is not None and best.way is Way.CAPS and not best.low_priority
-        reason = ", and leaves the other less than a lower cap without it" if unused else ""
-        lines.append(f"low priority spares production{reason}")
+        lines.append("low priority spares production")
     if data.curve:
         lines.append(_LEGEND)
     return "\n".join(part for line in lines for part in wrapped(line, _WIDTH, rest="  "))

@@ -198,13 +198,8 @@ def _connect(
 
 
 def _memory_limit_mib(process: SimulatedProcess, devices: list[Device], server_limit: int | None) -> int | None:
-    """Return the memory limit of a client on the first of its devices: its own or its server's, whichever is lower.
-
-    If one of its own limits is for a GPU that it cannot see, neither holds.
-    """
+    """Return the memory limit of a client on the first of its devices: its own or its server's, whichever is lower."""
     own_limits = mps_servers.parse_memory_limits(process.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    if mps_servers.names_invisible(own_limits, devices):
-        return None
     limits = (server_limit, mps_servers.limit_of(own_limits, devices, devices[0]))
     return min((limit for limit in limits if limit is not None), default=None)
 

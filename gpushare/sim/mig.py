@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
@@ -104,7 +104,7 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
     if divided is not None:
         hint = "give the GPU instance; divide it by: gpushare mig apply"
         raise BadUsage(f"{divided} has compute instances of its own", hint, code="bad_profile")
-    wanted = [_Wanted(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
+    wanted = [(resolve(wish, model.profiles), wish.start) for wish in wishes for _ in range(wish.count)]
     # 3g and 4g fit only from the last memory slice down.
     layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):
@@ -125,20 +125,11 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
     return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
 
 
-class _Wanted(NamedTuple):
-    """A GPU instance to place, at ``start`` (memory slice) or (None) anywhere."""
-
-    profile: Profile
-    start: int | None
-
-
-def _lay_out(wanted: Sequence[_Wanted], choose: Callable[[list[int]], int]) -> list[Occupied]:
-    """Place instances, each at the free start that ``choose`` takes; return none if one does not fit."""
+def _lay_out(wanted: Sequence[tuple[Profile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
+    """Place instances, each at its start (memory slice) or (None) the free one that ``choose`` takes; none if one does not fit."""
     placed: list[Occupied] = []
     # Fixed places first, then the largest: they have the fewest choices left.
-    for profile, start in sorted(
-        wanted, key=lambda each: (each.start is None, -(each.profile.size or 0), each.profile.name)
-    ):
+    for profile, start in sorted(wanted, key=lambda each: (each[1] is None, -(each[0].size or 0), each[0].name)):
         starts = [free for free in free_starts(profile, placed) if start in {None, free}]
         if not starts or not may_join(profile, placed):
             return []

@@ -242,15 +242,6 @@ def _set_priority(request: MpsRequest, owner: _Owner) -> str:
     return ""
 
 
-def _get_priority(_request: MpsRequest, owner: _Owner) -> str:
-    """Print 0 for normal, 1 for below normal."""
-    return f"{owner.priority}\n"
-
-
-def _server_list(request: MpsRequest) -> str:
-    return "".join(f"{server.pid}\n" for server in request.daemon.servers)
-
-
 def _server_status(request: MpsRequest) -> str:
     if not re.match("[+-]?[0-9]", request.word(0)):
         return "A server PID is required\n"
@@ -309,7 +300,8 @@ _OF_DAEMON: dict[str, Callable[[MpsRequest, _Owner], str]] = {
     "set_default_active_thread_percentage": _set_threads,
     "get_default_device_pinned_mem_limit": _get_memory_limit,
     "set_default_device_pinned_mem_limit": _set_memory_limit,
-    "get_default_client_priority": _get_priority,
+    # 0 is normal, 1 below normal.
+    "get_default_client_priority": lambda _, owner: f"{owner.priority}\n",
     "set_default_client_priority": _set_priority,
 }
 # The settings of the server whose PID is the first word.
@@ -320,7 +312,7 @@ _OF_SERVER: dict[str, Callable[[MpsRequest, _Owner], str]] = {
     "set_device_pinned_mem_limit": _set_memory_limit,
 }
 _COMMANDS: dict[str, Callable[[MpsRequest], str | None]] = {
-    "get_server_list": _server_list,
+    "get_server_list": lambda request: "".join(f"{server.pid}\n" for server in request.daemon.servers),
     "get_server_status": _server_status,
     "ps": _ps,
     "quit": _quit,

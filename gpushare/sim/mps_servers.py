@@ -118,12 +118,6 @@ def parse_memory_limits(text: str | None) -> dict[str, int]:
     return {key: limit for key, limit in limits.items() if limit is not None}
 
 
-def names_invisible(entries: Mapping[str, int], devices: list[Device]) -> bool:
-    """Return whether one of these limits is for a GPU that is not among the devices that the process sees."""
-    uuids = {device.uuid for device in devices}
-    return any(int(key) >= len(devices) if key.isdigit() else key not in uuids for key in entries)
-
-
 # "Binary version" of the MPS programs by driver branch: the CUDA version times 1000.
 _VERSIONS = (
     (615, 13040),

@@ -386,14 +386,11 @@ class StateFile:
         )
 
     @contextlib.contextmanager
-    def changed(self, new: SimulatedHostState | None = None) -> Iterator[SimulatedHostState]:
-        """Yield the state under the lock and write it back, unless the block raises.
-
-        A host that was never used begins with ``new``, or (None) as its spec says.
-        """
+    def changed(self) -> Iterator[SimulatedHostState]:
+        """Yield the state under the lock and write it back, unless the block raises."""
         with self.locked():
             before = self._read_text()
-            state = (new or initial_state(self.spec)) if before is None else self._parse_state(before)
+            state = initial_state(self.spec) if before is None else self._parse_state(before)
             yield state
             after = json.dumps(state, default=vars)
             if after != before:

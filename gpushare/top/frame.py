@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, or_none
 from gpushare.base.model import Gpu, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
@@ -85,13 +85,6 @@ class Frame:
         return self.sm.get((gpu.index, None if instance is None else instance.gpu_instance_id))
 
 
-class _Reading(NamedTuple):
-    """What a process used of the host until a time."""
-
-    at: float
-    usage: ProcessUsage
-
-
 class Reader:
     """Reads a host again and again. ``with_memory`` adds the ledger of memory, and who has reserved GPUs, to a snapshot.
 
@@ -111,8 +104,8 @@ class Reader:
         self._looks = 0
         self._recorders: dict[tuple[int, int | None], ActivityRecorder] = {}
         self._traffic: dict[int, tuple[int | None, int | None]] = {}
-        # The last reading of each process, by PID.
-        self._readings: dict[int, _Reading] = {}
+        # By PID: when each process was last read, and what it had used of the host.
+        self._readings: dict[int, tuple[float, ProcessUsage]] = {}
         self._load: Load | None = None
         self._xids: tuple[Xid, ...] | None = None
         self._xids_until = 0.0
@@ -219,16 +212,17 @@ class Reader:
                 trees[job.pid] = self._tree(families[job.pid], use_by_pid)
         return uses, trees
 
-    def _process_use(self, pid: int, now: float, earlier: _Reading | None) -> HostUse | None:
+    def _process_use(self, pid: int, now: float, earlier: tuple[float, ProcessUsage] | None) -> HostUse | None:
         """Return what a process uses of the host, and keep the reading: CPU percent are since the earlier one."""
         usage = self._host.processes.usage(pid)
         if usage is None:
             return None
-        self._readings[pid] = _Reading(now, usage)
+        self._readings[pid] = now, usage
+        read_at, usage_then = earlier or (now, usage)
         percent = None
         # With another start, another process has the PID now.
-        if earlier is not None and earlier.usage.started == usage.started and now > earlier.at:
-            percent = 100 * max(0.0, usage.cpu_seconds - earlier.usage.cpu_seconds) / (now - earlier.at)
+        if usage_then.started == usage.started and now > read_at:
+            percent = 100 * max(0.0, usage.cpu_seconds - usage_then.cpu_seconds) / (now - read_at)
         return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
 
     def _tree(self, family: Sequence[int], uses: Mapping[int, HostUse | None]) -> tuple[Member, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.model import MPS_SERVER, GpuSensors, ListedJob
 from gpushare.base.units import counted, format_bytes
@@ -41,29 +41,22 @@ def _share(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else min(1.0, part / whole)
 
 
-class _Point(NamedTuple):
-    """The values of a GPU at one time."""
-
-    at: float
-    values: dict[str, float | None]
-
-
 class History:
     """The values of each GPU over the last five minutes."""
 
     def __init__(self) -> None:
-        # By GPU index, the newest last.
-        self._points: dict[int, deque[_Point]] = {}
+        # By GPU index: times with the values then, the newest last.
+        self._points: dict[int, deque[tuple[float, dict[str, float | None]]]] = {}
 
     def add(self, frame: Frame) -> None:
         """Keep a frame. Those after its time are forgotten: a replay that went back shows another past."""
         for gpu in frame.snapshot.gpus:
             points = self._points.setdefault(gpu.index, deque(maxlen=_MOST_POINTS))
-            while points and points[-1].at >= frame.at:
+            while points and points[-1][0] >= frame.at:
                 points.pop()
-            while points and points[0].at < frame.at - SECONDS:
+            while points and points[0][0] < frame.at - SECONDS:
                 points.popleft()
-            points.append(_Point(frame.at, gpu_values(frame, gpu)))
+            points.append((frame.at, gpu_values(frame, gpu)))
 
     def means(self, index: int, series: str, width: int) -> list[float | None]:
         """Return the means of a series of a GPU in ``width`` equal parts of the five minutes up to now."""
@@ -72,11 +65,11 @@ class History:
             return [None] * width
         # Parts begin at whole multiples on the clock, so that old ones do not change their height as they move on.
         part_seconds = SECONDS / width
-        newest_part = int(points[-1].at / part_seconds)
+        newest_part = int(points[-1][0] / part_seconds)
         values_of_part: list[list[float]] = [[] for _ in range(width)]
-        for point in points:
-            value = point.values[series]
-            parts_ago = newest_part - int(point.at / part_seconds)
+        for at, point in points:
+            value = point[series]
+            parts_ago = newest_part - int(at / part_seconds)
             if value is not None and parts_ago < width:
                 values_of_part[-1 - parts_ago].append(value)
         means: list[float | None] = []
@@ -126,16 +119,8 @@ def _may_be_unseen(job: ListedJob, frame: Frame) -> bool:
     return job.name is None and not silent_gpus.isdisjoint(job.gpu_indexes)
 
 
-class _JobKey(NamedTuple):
-    """What tells jobs apart: the name, as a requeued job has a new program, or the PID of one without a name."""
-
-    name: str | None
-    pid: int | None
-    waits: bool
-
-    @classmethod
-    def of(cls, job: ListedJob) -> _JobKey:
-        return cls(job.name, job.pid if job.name is None else None, job.line is not None)
+# What tells jobs apart: the name, as a requeued job has a new program, or the PID of one without a name; and if it waits.
+_JobKey = tuple[str | int | None, bool]
 
 
 class Events:
@@ -203,7 +188,11 @@ class Events:
         """Return jobs by their keys, without those that have ended and the processes of named jobs."""
         listed = [job for job in jobs if job.name is not None or job.pid not in self._pids_of_named_jobs]
         # The end of an MPS server is an event of its daemon.
-        return {_JobKey.of(job): job for job in listed if job.state != ENDED and program_of(job) != MPS_SERVER}
+        return {
+            (job.name or job.pid, job.line is not None): job
+            for job in listed
+            if job.state != ENDED and program_of(job) != MPS_SERVER
+        }
 
     def _gpu_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
         """Yield what has happened to the GPUs: silent, back, throttled (once a minute), Xids."""

@@ -13,7 +13,6 @@ from rich.style import Style
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.geometry import Region
-from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
@@ -107,14 +106,6 @@ FOOTER_KEYS: Final = {
     for key in reversed(KEYS)
     if key.action in {**FOOTER, **REPLAY_FOOTER}
 }
-
-
-class NewFrame(Message):
-    """The host was read."""
-
-    def __init__(self, frame: Frame) -> None:
-        super().__init__()
-        self.frame = frame
 
 
 # Where the head shows how many rows are out of view: after the title of the first column, which is wider than its title.
@@ -288,7 +279,8 @@ class Cockpit(App[None]):
         self._recolour()
         self._jobs.styles.height = "1fr"
         self._jobs.focus()
-        self.watch_host.deliver = lambda frame: self.post_message(NewFrame(frame))
+        # From the thread that reads: it posts a message.
+        self.watch_host.deliver = partial(self.call_later, self._take_unless_held)
         if self.watch_host.latest is not None:
             self.take(self.watch_host.latest)
         # So that a look that hangs is seen.
@@ -300,9 +292,9 @@ class Cockpit(App[None]):
     def on_unmount(self) -> None:
         self.watch_host.end()
 
-    def on_new_frame(self, message: NewFrame) -> None:
+    def _take_unless_held(self, frame: Frame) -> None:
         if not self.watch_host.held:
-            self.take(message.frame)
+            self.take(frame)
 
     def on_resize(self) -> None:
         """Draw in the new size, which Textual notes only after this: a held screen has no next frame that would."""

@@ -49,14 +49,6 @@ def _job_word(job: ListedJob) -> str:
     return str(job.pid) if job.pid is not None else str(job.name)
 
 
-def _slice_words(job: ListedJob, text: str) -> Sequence[str]:
-    return ["timeslice", "set", text, _job_word(job)] if text else ["timeslice", "reset", _job_word(job)]
-
-
-def _move_words(job: ListedJob, text: str) -> Sequence[str]:
-    return ["move", _job_word(job), *(["-g", text] if text else [])]
-
-
 def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
     # An instance has a daemon of its own.
     devices = job.device_uuids if job.mig_profile is not None else job.gpu_indexes
@@ -69,9 +61,9 @@ ACTIONS: Final = (
     Action("r", "resume it", lambda job, _: ["resume", _job_word(job)]),
     Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job_word(job)]),
     Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job_word(job)]),
-    Action("n", "set its time-slice or weight", _slice_words, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
+    Action("n", "set its time-slice or weight", lambda job, text: ["timeslice", *(["set", text] if text else ["reset"]), _job_word(job)], "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
     Action("m", "limits of its MPS daemon", _limit_words, "options of mps set, for clients that start from now on", "--threads 50 --memory 8G", mps=True),
-    Action("v", "move it to another GPU", _move_words, "to which GPU; empty: any of the same model", "1"),
+    Action("v", "move it to another GPU", lambda job, text: ["move", _job_word(job), *(["-g", text] if text else [])], "to which GPU; empty: any of the same model", "1"),
 )  # fmt: skip
 
 

@@ -30,12 +30,10 @@ def summary(values: list[float]) -> Summary:
 
 
 @given(VALUES)
-def test_mean_and_median_lie_between_least_and_most(values: list[float]) -> None:
+def test_the_mean_lies_between_least_and_most(values: list[float]) -> None:
     found = summary(values)
-    slack = 1e-9 * found.max
-    assert found.min - slack <= found.mean <= found.max + slack
-    assert found.min <= found.median <= found.max
-    assert found.median == pytest.approx(statistics.median(values))
+    slack = 1e-9 * max(values)
+    assert min(values) - slack <= found.mean <= max(values) + slack
     assert found.runs == len(values)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from gpushare.sim.state import (
     SimulatedHostState,
     SimulatedProcess,
     StateFile,
-    initial_state,
     parse_spec,
 )
 
@@ -25,8 +23,8 @@ from gpushare.sim.state import (
 def new_host(spec: str, **changes: Any) -> StateFile:
     """Write the state of a new simulated host and return its file."""
     file = StateFile(parse_spec(spec).text)
-    with file.changed(dataclasses.replace(initial_state(spec), **changes)):
-        pass
+    with file.changed() as state:
+        vars(state).update(changes)
     return file
 
 

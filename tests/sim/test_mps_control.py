@@ -330,13 +330,6 @@ def test_server_limits_hold_for_upcoming_clients_only(h200: Mps) -> None:
     assert (lower.threads, lower.memory_limit_bytes, higher.threads) == (20.0, 1 << 30, 30.0)
 
 
-def test_a_limit_for_an_invisible_gpu_drops_all_limits(h200: Mps) -> None:
-    h200.start()
-    h200.ask("set_default_device_pinned_mem_limit 0 1G")
-    client = h200.client(environment={"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=512M,1=512M"}, memory_bytes=4 << 30)
-    assert (client.memory_limit_bytes, client.memory_bytes) == (None, 4 << 30)
-
-
 def test_the_daemons_environment_sets_its_defaults(h200: Mps) -> None:
     h200.start(
         CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="40", CUDA_MPS_CLIENT_PRIORITY="1", CUDA_MPS_PINNED_DEVICE_MEM_LIMIT="0=2G"
