@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 from gpushare.base.errors import NotFound
 from gpushare.base.package import package_rows
@@ -71,25 +71,28 @@ class Explanation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
-    """An explanation, with the first line of the text that it explains, its number, and the number of such lines."""
+class Explained(Explanation):
+    """One error, log line or concept, and where a log has it."""
 
-    explanation: Explanation
+    # The first such line of the log.
     line: str
-    lines: int = 1
+    # The number of that line.
     number: int = 1
+    # How many such lines the log has.
+    lines: int = 1
+    json_properties: ClassVar = ("title", "normal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
     """What is known of a log: its explained lines, and how many lines it has."""
 
-    matches: tuple[Match, ...]
+    matches: tuple[Explained, ...]
     lines: int
 
     @property
-    def faults(self) -> tuple[Match, ...]:
-        return tuple(match for match in self.matches if not match.explanation.normal)
+    def faults(self) -> tuple[Explained, ...]:
+        return tuple(match for match in self.matches if not match.normal)
 
     @property
     def verdict(self) -> str:
@@ -101,7 +104,7 @@ class Log:
         first = min(faults, key=lambda match: match.number)
         where = f"line {first.number} of {self.lines}"
         more = "" if len(faults) == 1 else f"; {counted(len(faults), 'kind')} of errors in all"
-        return f"{first.explanation.meaning} First in {where}{more}."
+        return f"{first.meaning} First in {where}{more}."
 
 
 @lru_cache(maxsize=1)
@@ -131,7 +134,7 @@ def explanations() -> tuple[Explanation, ...]:
     )
 
 
-def explain(text: str) -> tuple[Match, ...]:
+def explain(text: str) -> tuple[Explained, ...]:
     """Return what explains a code (``805``, ``Xid 31``), a name, or each line of a pasted text.
 
     A bare number may be several codes: all of them are returned.
@@ -145,18 +148,18 @@ def explain(text: str) -> tuple[Match, ...]:
         entries = _explanations_of_code((code[1] or "").lower(), int(code[2]))
         if not entries:
             raise _not_explained_error(asked)
-        return tuple(Match(explanation=entry, line=asked) for entry in entries)
+        return tuple(Explained(**vars(entry), line=asked) for entry in entries)
     concepts = [
         entry
         for entry in explanations()
         if entry.kind == "concept" and plain_name(asked) in map(plain_name, entry.names)
     ]
     if asked and concepts:
-        return tuple(Match(explanation=entry, line=asked) for entry in concepts)
+        return tuple(Explained(**vars(entry), line=asked) for entry in concepts)
     matches = list(explain_log(text.splitlines()).matches)
     own_code = _OWN.fullmatch(asked)
     if own_code is not None and own_code[1] in own_codes():
-        matches.insert(0, Match(explanation=own_codes()[own_code[1]], line=asked))
+        matches.insert(0, Explained(**vars(own_codes()[own_code[1]]), line=asked))
     if not matches:
         raise _not_explained_error(asked)
     return tuple(matches)
@@ -196,7 +199,7 @@ _LONGEST: Final = 4096
 
 def explain_log(lines: Iterable[str]) -> Log:
     """Return what explains the lines of a log of any length."""
-    matches: dict[Explanation, Match] = {}
+    matches: dict[Explanation, Explained] = {}
     known_beginnings = _known_beginnings()
     number = 0
     for number, text in enumerate(lines, 1):
@@ -209,7 +212,7 @@ def explain_log(lines: Iterable[str]) -> Log:
         for entry in _explanations_of(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
             match = matches.get(entry)
             if match is None:
-                matches[entry] = Match(explanation=entry, line=line, number=number)
+                matches[entry] = Explained(**vars(entry), line=line, number=number)
             else:
                 matches[entry] = replace(match, lines=match.lines + 1)
     return Log(matches=tuple(matches.values()), lines=number)

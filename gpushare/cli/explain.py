@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from gpushare.advice import explain as facts
-from gpushare.advice.explain import Explanation, Match
+from gpushare.advice.explain import Explained
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
@@ -48,19 +48,8 @@ def explain(
     # Of a code, a name or a single line all is shown, and a verdict would say nothing more.
     single = path is None and log.lines <= 1
     verdict = None if single else log.verdict
-    explanations = tuple(
-        Explained(
-            **vars(match.explanation),
-            title=match.explanation.title,
-            normal=match.explanation.normal,
-            line=match.line,
-            number=match.number,
-            lines=match.lines,
-        )
-        for match in log.matches
-    )
     return Result(
-        data=ExplainAnswer(verdict=verdict, lines=log.lines, explanations=explanations),
+        data=ExplainAnswer(verdict=verdict, lines=log.lines, explanations=log.matches),
         text=explained_text(log.matches if settings.verbose or single else log.faults, verdict),
     )
 
@@ -68,15 +57,13 @@ def explain(
 def _explain_words(text: str) -> facts.Log:
     """Return what the words of the command line mean. Raises NotFound (``not_explained``)."""
     columns = tuple(
-        Match(
-            explanation=Explanation(
-                kind="column",
-                names=(head,),
-                meaning=meaning,
-                cause="- is unknown, never zero.",
-                next=("gpushare status --legend",),
-                source="gpushare",
-            ),
+        Explained(
+            kind="column",
+            names=(head,),
+            meaning=meaning,
+            cause="- is unknown, never zero.",
+            next=("gpushare status --legend",),
+            source="gpushare",
             line=text,
         )
         for head, meaning in HEADS.items()
@@ -108,21 +95,6 @@ def _read_log(path: str) -> facts.Log:
             code="not_explained",
         )
     return log
-
-
-@dataclass(frozen=True, kw_only=True)
-class Explained(Explanation):
-    """One error, log line or concept, and where a log has it."""
-
-    title: str
-    # Whether it is no sign of a fault.
-    normal: bool
-    # The first such line of the log.
-    line: str
-    # The number of that line.
-    number: int
-    # How many such lines the log has.
-    lines: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +132,7 @@ def _is_stdin_piped() -> bool:
 _LONGEST_LINE: Final = 1 << 16
 
 
-def explained_text(matches: Sequence[Match], verdict: str | None = None) -> str:
+def explained_text(matches: Sequence[Explained], verdict: str | None = None) -> str:
     """Return a verdict and explanations as paragraphs of at most 80 columns."""
     paragraphs = ["\n".join(_match_lines(match)) for match in matches]
     if verdict:
@@ -169,23 +141,20 @@ def explained_text(matches: Sequence[Match], verdict: str | None = None) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _match_lines(match: Match) -> Iterator[str]:
+def _match_lines(match: Explained) -> Iterator[str]:
     """Yield the lines about one match: title, the line of the log, meaning, cause, next commands, source."""
-    explanation = match.explanation
-    names = ", ".join(explanation.names)
-    yield from wrapped(f"{explanation.title}  {names}" if names else explanation.title, _WIDTH, "", "  ")
-    if explanation.pattern is not None or match.lines > 1:
+    names = ", ".join(match.names)
+    yield from wrapped(f"{match.title}  {names}" if names else match.title, _WIDTH, "", "  ")
+    if match.pattern is not None or match.lines > 1:
         more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
         yield from _labelled_lines("line", visible(match.line) + more)
-    if explanation.text is not None:
-        yield from _labelled_lines("says", explanation.text)
-    yield from _labelled_lines("means", explanation.meaning)
-    yield from _labelled_lines(
-        "sharing" if explanation.kind == "concept" and explanation.pattern is None else "cause", explanation.cause
-    )
-    for number, command in enumerate(explanation.next):
+    if match.text is not None:
+        yield from _labelled_lines("says", match.text)
+    yield from _labelled_lines("means", match.meaning)
+    yield from _labelled_lines("sharing" if match.kind == "concept" and match.pattern is None else "cause", match.cause)
+    for number, command in enumerate(match.next):
         yield from _labelled_lines("" if number else "next", command)
-    yield from _labelled_lines("source", explanation.source)
+    yield from _labelled_lines("source", match.source)
 
 
 def _labelled_lines(label: str, text: str) -> list[str]:

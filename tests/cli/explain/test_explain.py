@@ -46,7 +46,7 @@ CONCEPTS = (
 
 
 def titles(text: str) -> list[str]:
-    return [one.explanation.title for one in explain(text)]
+    return [one.title for one in explain(text)]
 
 
 def test_every_explanation_is_whole() -> None:
@@ -80,7 +80,7 @@ def test_what_must_be_known_is() -> None:
 def test_each_exit_code_of_gpushare_and_the_signal_of_a_job_are_explained() -> None:
     for code in ExitCode:
         assert f"exit code {int(code)}" in titles(str(int(code)))
-    assert explain("exit code 138")[0].explanation.meaning == "Signal 10 ended the program (128 + 10)."
+    assert explain("exit code 138")[0].meaning == "Signal 10 ended the program (128 + 10)."
 
 
 def test_nvml_says_what_the_library_says() -> None:
@@ -162,7 +162,7 @@ def test_a_real_log() -> None:
     matches = explain(FAULT_LOG)
     assert [match.lines for match in matches] == [1, 2, 1, 1]
     assert "{PID: 507" in matches[1].line
-    assert "807" in matches[3].explanation.meaning
+    assert "807" in matches[3].meaning
 
 
 def test_lines_of_the_simulated_daemon(cli: Cli, world: World) -> None:
@@ -432,8 +432,8 @@ def test_a_code_of_gpushare_as_it_is_printed(cli: Cli, text: str) -> None:
 )
 def test_a_full_disk_is_explained(text: str) -> None:
     (match,) = explain(text)
-    assert match.explanation.names[0] == "full disk"
-    assert "gpushare doctor" in match.explanation.next
+    assert match.names[0] == "full disk"
+    assert "gpushare doctor" in match.next
 
 
 def test_the_help_names_every_concept() -> None:
@@ -491,7 +491,7 @@ def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
     ],
 )
 def test_words_on_the_screens_of_top_observe_and_savings_are_explained(word: str) -> None:
-    assert [match.explanation.kind for match in explain(word)] == ["concept"]
+    assert [match.kind for match in explain(word)] == ["concept"]
 
 
 def test_a_log_that_is_not_there(refused: Refused) -> None:
