@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
-from gpushare.base.model import MpsDaemon
+from gpushare.base.model import ComputeMode, MpsDaemon
 from gpushare.base.selection import Device, select_for_change, select_one
 from gpushare.base.units import counted, first_few, parse_seconds, quoted
 from gpushare.base.values import dataclass
@@ -44,7 +44,7 @@ from gpushare.mps.home import DaemonHome, client_environment, home_of, own_home
 from gpushare.mps.limits import LimitOptions, Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
+from gpushare.mps.stop import Stop, daemons_to_stop
 from gpushare.plan import Plan, one_plan
 from gpushare.run.jobs import forget_ended, job_names
 from gpushare.run.look import only_gpus
@@ -190,8 +190,6 @@ class StoppedDaemon:
     pipe_directory: str | None
     # The plain command that stops it.
     command: str | None
-    # How long gpushare waited for its clients; null in a dry run.
-    waited_seconds: float | None = None
     # Whether its clients were ended; null in a dry run.
     forced: bool | None = None
     # The compute mode that is restored.
@@ -205,20 +203,17 @@ class MpsStopAnswer(PlanAnswer):
     stopped: tuple[StoppedDaemon, ...]
 
 
-def stopped_row(stop: Stop, done: Stopped | None = None) -> StoppedDaemon:
-    """Return the row of a daemon that is stopped; without ``done``, that of a dry run."""
+def stopped_row(stop: Stop, *, dry_run: bool) -> StoppedDaemon:
     daemon, record = stop.found.daemon, stop.found.record
-    row = StoppedDaemon(
+    mode = None if record is None else record.previous_compute_mode
+    return StoppedDaemon(
         pid=daemon.pid,
         gpu=daemon.gpu_index,
         pipe_directory=daemon.pipe_directory,
         command=stop.command,
-        compute_mode=None if record is None else record.previous_compute_mode,
+        forced=None if dry_run else stop.forced,
+        compute_mode=None if mode is None else ComputeMode[mode].title,
     )
-    if done is None:
-        return row
-    mode = None if done.compute_mode is None else done.compute_mode.title
-    return replace(row, waited_seconds=round(done.waited_seconds, 3), forced=done.forced, compute_mode=mode)
 
 
 def _wait_reporter() -> Callable[[list[int], float], None]:
@@ -370,7 +365,8 @@ def stop(
         consent=tuple(losses),
     )
     if settings.dry_run:
-        return with_answer(plan_result(plan, dry_run=True), MpsStopAnswer, stopped=tuple(map(stopped_row, stops)))
+        stopped = tuple(stopped_row(each, dry_run=True) for each in stops)
+        return with_answer(plan_result(plan, dry_run=True), MpsStopAnswer, stopped=stopped)
     consented(plan)
 
     rows: list[StoppedDaemon] = []
@@ -381,7 +377,8 @@ def stop(
     for each in stops:
         each.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
-            row = stopped_row(each, each.run())
+            each.run()
+            row = stopped_row(each, dry_run=False)
             rows.append(row)
             done.append((stopped_sentence(row), each.undo))
         except GpushareError as error:

@@ -88,8 +88,8 @@ class Host:
     open_checkpoint: Callable[[], Checkpoint] = field(default=late("host.checkpoint:Checkpoint"))
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
     makes_vgpus: Callable[[], bool] = field(default=lambda: os.path.isdir(_VGPU_MODULE))
-    # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
-    origin: Callable[..., Origin | None] = field(default=late("host.origin:origin_of"))
+    # Returns the user, the groups, the cgroup and the command line of a PID.
+    origin: Callable[[int], Origin | None] = field(default=late("host.origin:origin_of"))
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
     user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_no_directories)
     shared_run_directories: Sequence[Path] = field(default=())

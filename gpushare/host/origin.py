@@ -46,15 +46,12 @@ class Origin:
     started: int = 0
 
 
-def origin_of(pid: int, *, command: bool = True) -> Origin | None:
-    """Return where a process comes from; None: there is no such process, or it has changed meanwhile.
-
-    Without ``command`` its command line is not read.
-    """
+def origin_of(pid: int) -> Origin | None:
+    """Return where a process comes from; None: there is no such process, or it has changed meanwhile."""
     before = identity_of(pid)
     text = read_proc(f"/proc/{pid}/cgroup", _MOST_OF_CGROUPS) or b""
     status = read_proc(f"/proc/{pid}/status") or b""
-    command_line = _command(pid) if command else None
+    command_line = _command(pid)
     # The PID may have been given to another process while this was read.
     if before is None or identity_of(pid) != before:
         return None

@@ -49,9 +49,6 @@ class Drain:
 
     seconds: float
     by: str
-    source: str | None
-    before_percent: float | None
-    after_percent: float | None
 
 
 class Ending:
@@ -68,7 +65,7 @@ class Ending:
         self._started = starts_of(host.processes, pids)
         self._stopped: list[int] = []
         self._before: Activity | None = None
-        self.drain = Drain(seconds=0.0, by="bound", source=None, before_percent=None, after_percent=None)
+        self.drain = Drain(seconds=0.0, by="bound")
 
     def steps(self) -> tuple[Step, ...]:
         pids = " ".join(map(str, self._started))
@@ -172,8 +169,8 @@ def wait_for_drain(
     """
     started = clock()
     readings: list[float] = []
-    source, before_percent = (None, None) if before is None else (before.source, before.percent)
-    least_seconds = _LEAST_SECONDS if source == "gpm" else max(_LEAST_SECONDS, _UTILIZATION_LAG_SECONDS)
+    is_instant = before is not None and before.source == "gpm"
+    least_seconds = _LEAST_SECONDS if is_instant else max(_LEAST_SECONDS, _UTILIZATION_LAG_SECONDS)
     while clock() - started < bound_seconds:
         activity = meter.read()
         waited = clock() - started
@@ -183,20 +180,8 @@ def wait_for_drain(
         readings.append(activity.percent)
         sign = _sign_of_end(before, readings)
         if sign is not None and waited >= least_seconds:
-            return Drain(
-                seconds=waited,
-                by=sign,
-                source=activity.source,
-                before_percent=before_percent,
-                after_percent=activity.percent,
-            )
-    return Drain(
-        seconds=clock() - started,
-        by="bound",
-        source=source,
-        before_percent=before_percent,
-        after_percent=readings[-1] if readings else None,
-    )
+            return Drain(seconds=waited, by=sign)
+    return Drain(seconds=clock() - started, by="bound")
 
 
 def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | None:

@@ -25,7 +25,6 @@ from gpushare.base.errors import (
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, first_few
-from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host, ending_hint
@@ -136,21 +135,11 @@ def _listening_daemon(host: Host, daemons: Sequence[FoundDaemon], directory: str
     return chosen
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stopped:
-    """What a stop did: seconds waited for clients, whether force was needed, what was restored."""
-
-    pid: int | None
-    waited_seconds: float
-    forced: bool
-    compute_mode: ComputeMode | None = None
-
-
 class Stop:
     """The stop of one daemon: ``steps`` are what ``--dry-run`` prints and `run` carries out.
 
     It waits up to ``drain_seconds`` for the clients. If some are left, ``force`` shuts the servers down and the clients
-    lose their contexts; without it nothing is changed.
+    lose their contexts; without it nothing is changed. ``forced``: clients or the daemon were ended so.
     """
 
     def __init__(
@@ -165,8 +154,7 @@ class Stop:
     ) -> None:
         self._host, self.found, self._device = host, found, device
         self.drain_seconds, self._force, self._on_wait = drain_seconds, force, on_wait
-        self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
-        self._restored: ComputeMode | None = None
+        self._pid, self.forced = found.daemon.pid, False
         # The clients that the user agreed to lose; None: all.
         self._agreed: frozenset[int] | None = None
 
@@ -259,7 +247,13 @@ class Stop:
         what = f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}"
         if not self._force:
             what += f"; if any is left, change nothing (exit code {ExitCode.IN_USE.value})"
-        return [Step(what=what, command=control_command(daemon.pipe_directory or "", "ps"), do=self._wait)]
+        return [
+            Step(
+                what=what,
+                command=control_command(daemon.pipe_directory or "", "ps"),
+                do=lambda: self._wait_for_clients(self.drain_seconds),
+            )
+        ]
 
     def _ending_steps(self) -> list[Step]:
         """Return the steps that end the daemon, restore the compute mode, and remove its files."""
@@ -292,7 +286,7 @@ class Stop:
             )
         return steps
 
-    def run(self) -> Stopped:
+    def run(self) -> None:
         """Stop the daemon and check that its process is gone.
 
         Raises:
@@ -312,12 +306,6 @@ class Stop:
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
             if not _has_ended_meanwhile(host, item):
                 carry_out(Plan(title=title, steps=tuple(self._ending_steps())))
-        return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
-
-    def _wait(self) -> None:
-        started = time.monotonic()
-        self._wait_for_clients(self.drain_seconds)
-        self._waited = time.monotonic() - started
 
     def _wait_for_clients(self, seconds: float) -> list[int]:
         """Wait for the clients to end; return those left. Raises InUse: some are left and ``force`` is False."""
@@ -361,7 +349,7 @@ class Stop:
         clients = self._wait_for_clients(0.0)
         self._refuse_new(clients)
         signaled = end_daemon(host, item.control(host), self._pid, started=started, force=self._force)
-        self._forced = bool(clients) or signaled
+        self.forced = bool(clients) or signaled
 
     def _refuse_new(self, clients: Sequence[int]) -> None:
         """Raise InUse if one of these clients came after the user agreed to lose those of then."""
@@ -378,7 +366,7 @@ class Stop:
 
     def _restore(self) -> None:
         if self.found.record is not None:
-            self._restored = restore_mode(self._host, self.found.record, self._device)
+            restore_mode(self._host, self.found.record, self._device)
 
 
 def _has_ended_meanwhile(host: Host, found: FoundDaemon) -> bool:

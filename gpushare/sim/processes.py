@@ -196,18 +196,18 @@ class SimulatedProcesses(Processes):
         """Return whether the process has the driver's library loaded: here everybody on a GPU has."""
         return True
 
-    def origin(self, pid: int, *, command: bool = True) -> Origin | None:
+    def origin(self, pid: int) -> Origin | None:
         """Return where a process comes from; a real one that runs here has the simulated user."""
         from gpushare.host.origin import MOST_OF_COMMAND, Origin, origin_of
 
         process = current(self._state_file).process(pid)
         if process is None:
-            return origin_of(pid, command=command) if pid < FIRST_SIMULATED_PID else None
+            return origin_of(pid) if pid < FIRST_SIMULATED_PID else None
         return Origin(
             uid=process.uid,
             gids=frozenset(process.gids),
             container=process.container,
-            command=" ".join(process.command_line)[:MOST_OF_COMMAND] if command else None,
+            command=" ".join(process.command_line)[:MOST_OF_COMMAND],
             cgroup=process.cgroup,
             of_root=process.cgroup_of_root,
             started=process.started,

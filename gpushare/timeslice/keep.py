@@ -31,7 +31,7 @@ from gpushare.host.slice_lock import probed_channels, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
-from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, name_commands
+from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide
 from gpushare.timeslice.slices import (
     note_restored,
     note_slice,
@@ -211,7 +211,7 @@ class Keeper:
         """
         record = KEEPS.read(KEEPS.path(self._host, _KEY))
         for kept in () if record is None else record.processes:
-            origin = self._origin_of(kept.pid)
+            origin = self._host.origin(kept.pid)
             if origin is not None and origin.started == kept.started:
                 slices = {slices.key: slices for slices in kept.slices}
                 self._processes[kept.pid] = _Process(
@@ -266,7 +266,7 @@ class Keeper:
                 continue
             if len(self._processes) >= _MOST_PROCESSES:
                 break
-            origin = self._origin_of(pid)
+            origin = self._host.origin(pid)
             if origin is not None:
                 self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
         if any(process.slices for process in ended):
@@ -288,13 +288,9 @@ class Keeper:
                     listed[process.pid] = _Listed(earlier.gpus | {index}, earlier.mps or process.mps)
         return listed, silent_gpus
 
-    def _origin_of(self, pid: int) -> Origin | None:
-        """Return the origin of a process, with its command line only if a rule names one; None: it has ended."""
-        return self._host.origin(pid, command=name_commands(self._policy.rules))
-
     def _renew_origin(self, process: _Process) -> None:
         """Read again what the rules go by: another program may run in this process by now."""
-        origin = self._origin_of(process.pid)
+        origin = self._host.origin(process.pid)
         if origin is not None and origin.started == process.origin.started:
             process.origin = origin
 

@@ -205,8 +205,3 @@ def fits_glob(glob: str, text: str) -> bool:
 @lru_cache(maxsize=1024)
 def _pattern_of(glob: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(glob.replace("[", "[[]")))
-
-
-def name_commands(rules: Iterable[Rule]) -> bool:
-    """Return whether a rule names command lines: only then are they read."""
-    return any(rule.match.commands for rule in rules)

@@ -36,11 +36,6 @@ def test_a_process_of_ours(sleeper: int) -> None:
     assert "time.sleep(60) two\nlines xxx" in origin.command
 
 
-def test_the_command_line_is_read_only_when_it_is_asked_for(sleeper: int) -> None:
-    origin = origin_of(sleeper, command=False)
-    assert origin.command is None
-
-
 def test_no_process() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()

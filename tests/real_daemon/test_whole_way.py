@@ -120,8 +120,9 @@ def test_each_gpu_has_a_daemon_of_its_own(real_control: str, sim_dir: Path) -> N
 
 def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
-    done = Stop(host, found, device, drain_seconds=0.0, force=False).run()
-    assert (done.pid, done.forced) == (found.daemon.pid, False)
+    stop = Stop(host, found, device, drain_seconds=0.0, force=False)
+    stop.run()
+    assert not stop.forced
     assert daemons_below(sim_dir) == []
     assert daemon_pid(host, str(found.daemon.pipe_directory)) is None
     assert find_daemons(host, [device.gpu]) == []
@@ -161,8 +162,9 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: P
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
     until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
-    done = Stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False).run()
-    assert (done.pid, done.forced) == (None, False)
+    stop = Stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False)
+    stop.run()
+    assert not stop.forced
     assert find_daemons(host, [device.gpu]) == []
     assert home_of(host.run_directory, device.uuid).leftovers() == []
 
@@ -210,8 +212,9 @@ def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
 def test_a_forced_stop_ends_a_hanging_daemon(host: Host, device: Device, impatient: None, sim_dir: Path) -> None:
     found = start(host, device)
     suspend(found.daemon.pid or 0)
-    done = Stop(host, found, device, drain_seconds=0.0, force=True).run()
-    assert done.forced
+    stop = Stop(host, found, device, drain_seconds=0.0, force=True)
+    stop.run()
+    assert stop.forced
     assert daemons_below(sim_dir) == []
     assert find_daemons(host, [device.gpu]) == []
 

@@ -23,7 +23,6 @@ from gpushare.timeslice.rules import (
     Rule,
     decide,
     fits_glob,
-    name_commands,
 )
 from gpushare.timeslice.slices import MOST_US
 
@@ -176,11 +175,6 @@ def test_a_hostile_glob_ends(glob: str) -> None:
 def test_a_glob_sees_the_beginning_of_a_long_command_line() -> None:
     assert fits_glob("*train*", "python train.py " + "x" * (2 << 20))
     assert not fits_glob("*train*", "x" * (2 << 20) + "train")
-
-
-def test_only_what_a_rule_names_is_read() -> None:
-    assert name_commands([rule(1000, commands=("x",))])
-    assert not name_commands([rule(1000, users=("alice",))])
 
 
 def test_roles_and_weights_have_slices() -> None:

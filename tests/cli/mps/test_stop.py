@@ -110,7 +110,7 @@ def test_clients_that_stay_are_not_forced_unasked(
 def test_force_does_not_wait(cli: Cli, world: World, slept: list[float]) -> None:
     world.client()
     (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
-    assert (row["forced"], row["waited_seconds"], slept) == (True, 0.0, [0.0])
+    assert (row["forced"], slept) == (True, [0.0])
 
 
 def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
@@ -118,7 +118,6 @@ def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
     begun = time.monotonic()
     (row,) = cli("mps", "stop", "--drain", "0.3s", output="json").ok().data["stopped"]
     assert row["forced"]
-    assert row["waited_seconds"] >= 0.3
     assert time.monotonic() - begun >= 0.3
     assert world.process(pid).broken
     assert daemon not in [daemon.pid for daemon in world.state.daemons]
@@ -308,7 +307,7 @@ def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(c
     assert found.record is not None
     transient = replace(found, record=replace(found.record, transient=True))
     cli("mps", "stop").ok()
-    assert stop.Stop(world.host, transient, None, drain_seconds=0, force=False).run().pid == found.daemon.pid
+    stop.Stop(world.host, transient, None, drain_seconds=0, force=False).run()
 
 
 def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
