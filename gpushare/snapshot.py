@@ -191,7 +191,7 @@ class Observer:
             state.start_reading_levels()
         paused = _paused_since(self._host)
         slices = _set_slices(self._host)
-        gpus = tuple(replace(gpu, processes=self._described(gpu, paused, slices)) for gpu in state.gpus)
+        gpus = tuple(self._described(gpu, paused, slices) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
@@ -206,28 +206,24 @@ class Observer:
         return Snapshot(
             host=self._host.spec,
             driver_version=self._driver,
-            gpus=tuple(self._with_settings(gpu) for gpu in gpus),
+            gpus=tuple(replace(gpu, time_slice=self._levels.get(gpu.index)) for gpu in gpus),
             daemons=daemons,
             warnings=tuple(warnings),
             taken_at=time.time(),
             vgpu_sessions=_vgpu_sessions(self._host, gpus),
         )
 
-    def _with_settings(self, gpu: Gpu) -> Gpu:
-        """Return a GPU with its time-slice level, and its power if that was asked for."""
-        gpu = replace(gpu, time_slice=self._levels.get(gpu.index))
-        return self._host.nvml.with_power(gpu) if self._power and gpu.error is None else gpu
-
-    def _described(
-        self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]
-    ) -> tuple[GpuProcess, ...] | None:
-        """Return the processes of a GPU with owners, pauses and time-slices; None: unknown."""
+    def _described(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> Gpu:
+        """Return a GPU with the owners, pauses and time-slices of its processes, and its power if that was asked for."""
+        if self._power and gpu.error is None:
+            gpu = self._host.nvml.with_power(gpu)
         if gpu.processes is None:
-            return None
-        return tuple(
+            return gpu
+        processes = (
             replace(self._with_owner(process), paused_since=paused.get(process.pid), slice_us=slices.get(process.pid))
             for process in gpu.processes
         )
+        return replace(gpu, processes=tuple(processes))
 
     def _with_owner(self, process: GpuProcess) -> GpuProcess:
         """Return a process with what /proc says about it."""

@@ -106,11 +106,13 @@ class CopyResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CopiesResult:
-    """How all copies did; ``seconds`` is from the first start to the last end, or the window. ``hung``: a limit was reached."""
+    """How all copies did; ``seconds`` is from the first start to the last end, or the window."""
 
     copies: tuple[CopyResult, ...]
     seconds: float
+    # A limit of time was reached.
     hung: bool = False
+    # The user has ended it.
     interrupted: bool = False
 
     @property
@@ -131,10 +133,11 @@ class Usage:
     other_names: Mapping[int, str] = field(default_factory=dict)
     # Processes of the run that were outside MPS, where they do not belong.
     outside: tuple[int, ...] = ()
-    # Of the whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran. None: unknown,
-    # or not asked for.
+    # Busy SMs of the whole GPU (GPM); null, also of the next two: unknown, or not asked for.
     sm_percent: float | None = None
+    # The memory bandwidth of the whole GPU (GPM).
     dram_percent: float | None = None
+    # The time in which a kernel ran on the GPU.
     busy_percent: float | None = None
 
     @property
@@ -149,36 +152,17 @@ class RunResult:
     round: int
     way: str
     copies: int
-    result: CopiesResult = field(metadata=NOT_STORED)
+    # How its copies did.
+    result: CopiesResult
     throughput: float | None
-    usage: Usage = field(metadata=NOT_STORED)
+    # What it used.
+    usage: Usage
     # Why the whole run does not count.
     invalid: str | None = None
-    json_properties: ClassVar = ("seconds", "energy_joules", "memory_peak_bytes", "others", "results")
 
     @property
     def failures(self) -> list[str]:
         return [*self.result.failures, *([] if self.invalid is None else [self.invalid])]
-
-    @property
-    def seconds(self) -> float:
-        return self.result.seconds
-
-    @property
-    def energy_joules(self) -> float | None:
-        return self.usage.energy_joules
-
-    @property
-    def memory_peak_bytes(self) -> int | None:
-        return self.usage.memory_peak_bytes
-
-    @property
-    def others(self) -> tuple[int, ...]:
-        return self.usage.others
-
-    @property
-    def results(self) -> tuple[CopyResult, ...]:
-        return self.result.copies
 
 
 @dataclass(frozen=True, kw_only=True)

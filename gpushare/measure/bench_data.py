@@ -83,13 +83,15 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(speeds(good, metric), speeds(alone, metric)),
         slowdown=mean_known(_slowdowns(good, alone, settings)),
-        memory_peak_bytes=max((run.memory_peak_bytes for run in good if run.memory_peak_bytes), default=None),
+        memory_peak_bytes=max(
+            (run.usage.memory_peak_bytes for run in good if run.usage.memory_peak_bytes), default=None
+        ),
         power_watts=mean_known(run.usage.power_watts for run in good),
         joules=mean_known(_joules(run, metric) for run in good),
         latency_p50=_latency(good, 50),
         latency_p99=_latency(good, 99),
         failures=tuple(f"round {run.round}: {text}" for run in runs for text in run.failures),
-        others=tuple(sorted({pid for run in runs for pid in run.others})),
+        others=tuple(sorted({pid for run in runs for pid in run.usage.others})),
         slice_us=way.slice_us,
         time_slice=None if way.level is None else way.level.title,
     )
@@ -121,17 +123,17 @@ def _copy_speeds(run: RunResult, settings: Settings) -> list[float]:
     if metric.printed:
         # One process prints the sum of its streams.
         parts = run.copies if run.way in IN_ONE_OPTIONS else 1
-        values = [metric.speed(copy.value) if copy.value else copy.value for copy in run.results]
+        values = [metric.speed(copy.value) if copy.value else copy.value for copy in run.result.copies]
         return [speed / parts for speed in values if speed is not None]
-    return [1 / copy.seconds for copy in run.results if copy.seconds > 0] if settings.window is None else []
+    return [1 / copy.seconds for copy in run.result.copies if copy.seconds > 0] if settings.window is None else []
 
 
 def _joules(run: RunResult, metric: Metric) -> float | None:
     """Return the energy of one unit of work in joules; None: unknown."""
-    if run.energy_joules is None:
+    if run.usage.energy_joules is None:
         return None
     if not metric.printed:
-        return run.energy_joules / len(run.results)
+        return run.usage.energy_joules / len(run.result.copies)
     power = run.usage.power_watts
     # The unit of a printed time is unknown.
     if power is None or not run.throughput or not metric.higher_is_better:
@@ -142,7 +144,7 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
 
 def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
     """Return the 50th or 99th percentile over all copies of all runs; None: they printed no latencies."""
-    copies = [copy for run in runs for copy in run.results]
+    copies = [copy for run in runs for copy in run.result.copies]
     pooled = [value for copy in copies for value in copy.latencies]
     if pooled:
         return percentile(pooled, percent)
@@ -243,7 +245,7 @@ def bench_answer(
         picks=rounded(tuple(answers)),
         best=rounded(best_pick(settings.metric, cells, answers)),
         left_out=tuple(measurement.left_out),
-        others=tuple(sorted({pid for run in measurement.runs for pid in run.others})),
+        others=tuple(sorted({pid for run in measurement.runs for pid in run.usage.others})),
         other_names={pid: name for run in measurement.runs for pid, name in run.usage.other_names.items()},
         notes=tuple(notes),
         runs=rounded(tuple(measurement.runs)),

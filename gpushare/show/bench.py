@@ -11,7 +11,7 @@ from typing import Any, Final
 from gpushare.base.benchmark import BenchAnswer, BenchCell, Compared, LeftOut, Pick
 from gpushare.base.units import format_bytes, format_copies
 from gpushare.show.plot import picture
-from gpushare.show.result import Column, Result, Table, records
+from gpushare.show.result import Column, Result, Table
 from gpushare.show.text import wrapped
 
 # The winner of its number of copies, and each of several ways that are not told apart.
@@ -23,7 +23,8 @@ _WIDTH: Final = 80
 
 def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
     """Return a benchmark as a result: the best way in words, then the figures of each way, and what was left out."""
-    tables = [_throughput_table(data), _details_table(data)]
+    details = _details_table(data)
+    tables = [_throughput_table(data), details]
     if data.comparison is not None:
         tables.append(_comparison_table(data.comparison))
     if data.left_out:
@@ -32,7 +33,7 @@ def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> R
         data=data,
         text=_head_and_answer(data),
         tables=tuple(tables),
-        csv=_cells_csv(data),
+        csv=details,
         notes=tuple(notes),
         **more,
     )
@@ -243,15 +244,6 @@ def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
         Column("reason", "why", wrap=True),
     )
     return Table(name="left_out", title="left out", columns=columns, rows=rows)
-
-
-def _cells_csv(data: BenchAnswer) -> Table:
-    keys = (
-        "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown",
-        "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
-    )  # fmt: skip
-    of = {"gain": _gain_value, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
-    return records("cells", keys, data.cells, of)
 
 
 def throughput_picture(data: BenchAnswer, form: str) -> bytes:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.base.model import Gpu, ListedJob, MpsDaemon, Snapshot, Way, outside_mps, way_in_force
-from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
+from gpushare.mig.planner import free_profiles, lost_slices
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -59,17 +59,13 @@ _HELP = {
     "gpushare_build_info": "Version of gpushare; constant 1.",
     "gpushare_host_up": "Whether NVML answers on this host.",
     "gpushare_last_run_timestamp_seconds": "Unix time at which the host was read.",
-    "gpushare_warnings": "Number of things that could not be read (process list, time-slice).",
-    "gpushare_driver_info": "Version of the NVIDIA driver; constant 1.",
     "gpushare_gpu_info": "Identity of a GPU; constant 1. Joins with dcgm-exporter on UUID.",
     "gpushare_gpu_up": "Whether the GPU answers.",
     "gpushare_gpu_sharing": "The way of sharing in force; 1 for that one only.",
-    "gpushare_gpu_compute_mode": "The compute mode; 1 for that one only.",
     "gpushare_gpu_exclusive_wanted": "1 if the last applied gpushare.yaml gives the GPU to one program, else absent.",
     "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
     "gpushare_gpu_power_watts": "Power that the GPU draws.",
     "gpushare_gpu_power_limit_watts": "Power limit in force.",
-    "gpushare_gpu_processes": "Processes on the GPU.",
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
     "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
     "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
@@ -91,21 +87,18 @@ _HELP = {
     "gpushare_mps_servers": "MPS servers by status (ACTIVE, INITIALIZING, FAULT).",
     "gpushare_mps_threads_limit_ratio": "Share of the SMs that a future client gets, 0 to 1.",
     "gpushare_mps_memory_limit_bytes": "Pinned memory limit of each future client process.",
-    "gpushare_mps_client_priority": "Priority of future clients: 0 normal, 1 low.",
     "gpushare_mps_leases": "Number of gpushare run commands that use the daemon.",
     "gpushare_mps_outside_processes": "CUDA processes on a GPU with MPS that are not its clients.",
     "gpushare_mig_enabled": "Whether MIG is on, for a GPU that has it.",
     "gpushare_mig_mode_pending": "Whether a change of the MIG mode is pending a reset.",
     "gpushare_mig_change_interrupted": "Whether a MIG change of gpushare was interrupted.",
     "gpushare_mig_instance_info": "A GPU instance: place, name and size; constant 1.",
-    "gpushare_mig_instance_busy": "Whether the GPU instance is, or may be, in use.",
     "gpushare_mig_instance_leases": "MIG devices of the GPU instance that gpushare run --mig holds.",
     "gpushare_mig_free_instances": "How many more instances of a profile fit, each profile counted alone.",
     "gpushare_mig_free_compute_slices": "Compute slices without an instance.",
     "gpushare_mig_free_memory_slices": "Memory slices without an instance.",
     "gpushare_mig_lost_compute_slices": "Free compute slices that no further instance can use.",
     "gpushare_mig_lost_memory_slices": "Free memory slices that no further instance can use.",
-    "gpushare_mig_fragmentation_slices": "Memory slices that another placement of the same instances would save.",
 }
 
 
@@ -147,9 +140,6 @@ def _values(reading: Reading) -> Iterator[Value]:
     if snapshot is None:
         return
     yield "gpushare_last_run_timestamp_seconds", {}, snapshot.taken_at
-    yield "gpushare_warnings", {}, len(snapshot.warnings)
-    if snapshot.driver_version is not None:
-        yield "gpushare_driver_info", {"version": snapshot.driver_version}, 1
     yield "gpushare_mig_change_interrupted", {}, reading.mig_interrupted
     for gpu in snapshot.gpus:
         yield from _gpu_values(gpu, snapshot)
@@ -221,13 +211,10 @@ def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     way = way_in_force(gpu, snapshot.daemons)
     if way is not None:
         yield "gpushare_gpu_sharing", {**labels, "way": way.value}, 1
-    if gpu.compute_mode is not None:
-        yield "gpushare_gpu_compute_mode", {**labels, "mode": gpu.compute_mode.title}, 1
     yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice
     yield "gpushare_gpu_power_watts", labels, gpu.power_watts
     yield "gpushare_gpu_power_limit_watts", labels, gpu.power_limit_watts
     if gpu.processes is not None:
-        yield "gpushare_gpu_processes", labels, len({process.pid for process in gpu.processes})
         yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes
         if way is Way.MPS:
             yield "gpushare_mps_outside_processes", labels, len(outside_mps(gpu, snapshot.daemons))
@@ -254,7 +241,6 @@ def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> I
     threads = daemon.threads_percent
     yield "gpushare_mps_threads_limit_ratio", labels, None if threads is None else threads / 100
     yield "gpushare_mps_memory_limit_bytes", labels, daemon.memory_limit_bytes
-    yield "gpushare_mps_client_priority", labels, daemon.priority
     yield "gpushare_mps_leases", labels, reading.mps_leases.get(daemon.pipe_directory or "")
     for status, count in sorted(Counter(server.status for server in daemon.servers if server.status).items()):
         yield "gpushare_mps_servers", {**labels, "status": status}, count
@@ -278,7 +264,6 @@ def _mig_values(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     yield "gpushare_mig_free_memory_slices", labels, layout.axis - memory_slices
     yield "gpushare_mig_lost_compute_slices", labels, lost.compute
     yield "gpushare_mig_lost_memory_slices", labels, lost.memory
-    yield "gpushare_mig_fragmentation_slices", labels, fragmentation(layout)
 
 
 def _instance_values(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Iterator[Value]:
@@ -286,6 +271,5 @@ def _instance_values(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Itera
     labels = {**_gpu_labels(gpu), "GPU_I_ID": str(instance.id), "GPU_I_PROFILE": instance.profile.name}
     name = reading.names.get((gpu.uuid or "", instance.profile.name, instance.start))
     yield "gpushare_mig_instance_info", {**labels, "start": str(instance.start), **({"name": name} if name else {})}, 1
-    yield "gpushare_mig_instance_busy", labels, instance.busy
     if reading.leases is not None:
         yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in instance.compute)

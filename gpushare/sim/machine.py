@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from typing import Final
 
 from gpushare.base.errors import NoPermission, NotFound
 from gpushare.host.capabilities import Capabilities, Capability, InstanceIds, NodeAccess
 from gpushare.host.machine import Load, Machine, Space, Xid
-from gpushare.sim.activity import is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import capability_minor, ids_of_instances, node_key
-from gpushare.sim.state import SimulatedHostState, SimulatedNode, StateFile, now
+from gpushare.sim.state import SimulatedHostState, SimulatedNode, StateFile
 
 
 class SimulatedMachine(Machine):
@@ -20,8 +18,6 @@ class SimulatedMachine(Machine):
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
-        # The CPU seconds that all processes together used up to the last `load`, and when that was, since the host's start.
-        self._busy_seconds, self._loaded_at = 0.0, 0.0
 
     def shared_memory(self) -> Space | None:
         size = current(self._state_file).shared_memory_bytes
@@ -60,17 +56,10 @@ class SimulatedMachine(Machine):
         return None if process is None else process.image_bytes
 
     def load(self) -> Load | None:
-        """Return the load of a machine of 64 cores, of which each process with work on a GPU keeps one busy."""
-        state = current(self._state_file)
-        working = sum(1 for process in state.processes if process.sm_percent and is_busy(process, now()))
-        since_start = max(0.0, now() - state.created_at)
-        self._busy_seconds += working * max(0.0, since_start - self._loaded_at)
-        self._loaded_at = since_start
-        total, free = 2 * state.host_memory_bytes, self.free_memory(os.getpid())
-        return Load(self._busy_seconds, _CORES * since_start, total, free)
+        """Return None: a simulated host has no cores of its own."""
+        return None
 
 
-_CORES: Final = 64
 _DIRECTORY: Final = "/proc/driver/nvidia/capabilities"
 
 

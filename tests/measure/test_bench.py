@@ -215,7 +215,7 @@ def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
     assert any("(77 python3)" in note for note in bench_notes(data))
     assert any("(77)" in note for note in bench_notes(replace(data, other_names={})))
     assert data.picks == ()
-    assert [copy.value for copy in data.runs[-1].results] == [98.0, None]
+    assert [copy.value for copy in data.runs[-1].result.copies] == [98.0, None]
 
 
 def test_the_document_is_pinned(tmp_path: Path) -> None:
@@ -240,10 +240,9 @@ def test_the_document_is_pinned(tmp_path: Path) -> None:
     assert data["cells"][1]["joules"] == pytest.approx(100 / 197, rel=1e-3), "100 W over the mean rate"
     path = tmp_path / "a.json"
     assert list(data["runs"][0]) == [
-        *("round", "way", "copies", "throughput", "invalid", "seconds", "energy_joules", "memory_peak_bytes"),
-        *("others", "results"),
+        *("round", "way", "copies", "result", "throughput", "usage", "invalid"),
     ]
-    assert list(data["runs"][0]["results"][0]) == [
+    assert list(data["runs"][0]["result"]["copies"][0]) == [
         *("copy", "pid", "seconds", "exit_code", "value", "latency_p50", "latency_p99", "failure"),
     ]
     write_bench(path, benchmark)

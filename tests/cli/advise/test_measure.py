@@ -126,7 +126,7 @@ def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
     runs = {run["way"]: run for run in data["measurement"]["runs"] if run["copies"] == 2}
     assert set(runs) >= {"timeslice", "mps"}
     for run in runs.values():
-        assert [result["exit_code"] for result in run["results"]] == [0, 0]
+        assert [result["exit_code"] for result in run["result"]["copies"]] == [0, 0]
         assert run["throughput"] == pytest.approx(2 / run["seconds"], rel=0.01)
 
 

@@ -110,7 +110,7 @@ def test_finished_runs_are_counted(cli: Cli) -> None:
     # Which is faster depends on how long the copies take to start: that is the machine's affair.
     for way in ("queue", "mps"):
         (run,) = (run for run in data["runs"] if run["way"] == way and run["copies"] == 2)
-        assert [result["exit_code"] for result in run["results"]] == [0, 0]
+        assert [result["exit_code"] for result in run["result"]["copies"]] == [0, 0]
         assert cells[way]["throughput"]["mean"] == pytest.approx(2 / run["seconds"], rel=0.01)
     assert not data["best"]["certain"], "each ran once"
 

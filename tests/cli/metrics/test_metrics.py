@@ -67,7 +67,7 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
     assert value(found, "host_up") == value(found, "gpu_up", UUID=uuid, gpu="0") == 1
     assert value(found, "gpu_info", UUID=uuid, model="NVIDIA H200") == 1
     assert value(found, "gpu_sharing", way="timeslice") == 1
-    assert value(found, "gpu_time_slice_level") == value(found, "gpu_processes") == value(found, "mig_enabled") == 0
+    assert value(found, "gpu_time_slice_level") == value(found, "mig_enabled") == 0
     assert not [name for name, _ in found if name.startswith(("gpushare_mps", "gpushare_mig_instance"))]
 
 
@@ -152,7 +152,6 @@ def test_mps(cli: Cli, world: World) -> None:
     assert value(found, "mps_clients_limit") == 48
     assert value(found, "mps_threads_limit_ratio") == 0.5
     assert value(found, "mps_memory_limit_bytes") == 8 << 30
-    assert value(found, "mps_client_priority") == 1
     assert value(found, "mps_outside_processes") == 1
     assert value(found, "mps_leases") == 0
 
@@ -186,8 +185,6 @@ def test_mig(cli: Cli, world: World) -> None:
     instances = [dict(labels) for name, labels in found if name == "gpushare_mig_instance_info"]
     assert {instance["start"]: instance.get("name") for instance in instances} == {"0": None, "4": "train"}
     assert [(instance["GPU_I_PROFILE"], instance["UUID"]) for instance in instances] == [("3g.71gb", world.uuid())] * 2
-    busy = [number for (name, _), number in found.items() if name == "gpushare_mig_instance_busy"]
-    assert sorted(busy) == [0, 1]
     # Two 3g use six of seven compute slices, and the seventh is lost to everybody.
     assert value(found, "mig_free_compute_slices") == value(found, "mig_lost_compute_slices") == 1
     assert value(found, "mig_free_memory_slices") == value(found, "mig_lost_memory_slices") == 0
@@ -209,7 +206,7 @@ def test_a_lost_gpu(cli: Cli) -> None:
     world.fault("lost", gpu="1")
     found = samples(cli, world.spec)
     assert [value(found, "gpu_up", gpu=gpu) for gpu in "01"] == [1, 0]
-    assert value(found, "gpu_processes", gpu="1") is None
+    assert value(found, "gpu_time_slice_level", gpu="1") is None
     assert value(found, "host_up") == 1
 
 
@@ -218,7 +215,7 @@ def test_what_is_unknown_is_absent(cli: Cli, world: World) -> None:
     world.fault("not-supported", "processes")
     found = samples(cli)
     assert value(found, "gpu_time_slice_level") is None
-    assert value(found, "gpu_processes") is None
+    assert value(found, "gpu_memory_unlisted_bytes") is None
 
 
 def test_a_host_that_does_not_answer(cli: Cli, world: World, tmp_path: Path) -> None:
