@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
 from typer.core import TyperOption
@@ -319,15 +319,8 @@ def _parse_count(option: str, text: str | None) -> int | None:
         raise BadUsage(f"{option}: {error.message}", error.hint, code=error.code) from None
 
 
-class _GpuChoice(NamedTuple):
-    """The one GPU or MIG instance that -g names, or else the indexes of the GPUs to choose from; no index: all GPUs."""
-
-    fixed_gpu: GpuFacts | None = None
-    among: tuple[int, ...] = ()
-
-
-def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> _GpuChoice:
-    """Return what the value of -g allows: all GPUs, several whole ones, or one GPU or MIG instance.
+def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
+    """Return the one GPU or MIG instance that -g names, or else the indexes of the GPUs to choose from; none: all GPUs.
 
     Raises GpuLost (none answers, or a named one does not), BadUsage (several, and a MIG instance is among them).
     """
@@ -336,14 +329,14 @@ def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> _GpuCh
     if value is None or is_any(value):
         if all(gpu.error is not None for gpu in facts.gpus):
             raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
-        return _GpuChoice()
+        return None, ()
     devices = select_for_change(value, state.gpus)
     if len(devices) > 1 and all(device.mig is None for device in devices):
-        return _GpuChoice(among=tuple(device.gpu.index for device in devices))
+        return None, tuple(device.gpu.index for device in devices)
     # Refuses several, of which one is a MIG instance.
     device = select_one(value, state.gpus)
     whole_gpu = next(gpu for gpu in facts.gpus if gpu.index == device.gpu.index)
-    return _GpuChoice(whole_gpu if device.mig is None else instance_facts(state, whole_gpu, device.mig))
+    return whole_gpu if device.mig is None else instance_facts(state, whole_gpu, device.mig), ()
 
 
 def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:

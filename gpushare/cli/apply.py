@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.base.model import FileWay, GpuLease
@@ -207,17 +207,13 @@ def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> 
     return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 
 
-class _CarriedOut(NamedTuple):
-    """What was done: the GPUs, the entries as matched under the lock, notes, and the command that takes it all back."""
+def _carry_out_rows(
+    host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_GpuRow]
+) -> tuple[list[_GpuRow], Matched, tuple[str, ...], str | None]:
+    """Ask for consent, then plan again and carry out under the lock. A GPU that fails is rolled back; the next follows.
 
-    rows: list[_GpuRow]
-    matched: Matched
-    notes: tuple[str, ...]
-    undo: str | None
-
-
-def _carry_out_rows(host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_GpuRow]) -> _CarriedOut:
-    """Ask for consent, then plan again and carry out under the lock. A GPU that fails is rolled back; the next follows."""
+    Returns the rows, the entries as matched under the lock, notes, and the command that takes all of it back.
+    """
     agreed: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
     while True:
@@ -231,7 +227,7 @@ def _carry_out_rows(host: Host, ledger: MigLedger, wanted: HostFile, rows: list[
             if is_agreed(_joined_plan(rows), agreed):
                 undo = _prepare_undo(host, rows)
                 applied = [_apply_row(host, ledger, row, matched, agreed) for row in rows]
-                return _CarriedOut(applied, matched, notes, undo)
+                return applied, matched, notes, undo
 
 
 def _prepare_undo(host: Host, rows: Sequence[_GpuRow]) -> str | None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpushare.base.benchmark import BenchAnswer, Benchmark
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
@@ -203,7 +203,7 @@ def _measure_sizes(
             if not benchmarks:
                 raise
             # The figures of the sizes before are shown.
-            end = _End(errors=(error,))
+            end = (error,), None
             break
         runs += len(measurement.runs)
         interrupted = measurement.interrupted
@@ -213,7 +213,7 @@ def _measure_sizes(
         if end != _AS_PLANNED:
             break
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
-    result = sizes_result(sizes_answer(benchmarks), notes, errors=end.errors, exit_code=end.exit_code)
+    result = sizes_result(sizes_answer(benchmarks), notes, errors=end[0], exit_code=end[1])
     return _with_files(result, to_file, picture, sizes_picture, interrupted_after=runs if interrupted else None)
 
 
@@ -242,26 +242,21 @@ def _result_of_runs(
     return _with_files(result, to_file, picture, throughput_picture, interrupted_after=interrupted_after)
 
 
-class _End(NamedTuple):
-    """How a benchmark ended: by an error, by a signal (then it has its exit code), or as planned."""
-
-    errors: tuple[GpushareError, ...] = ()
-    exit_code: int | None = None
-
-
-_AS_PLANNED: Final = _End()
+# How a benchmark ended: by errors, by a signal (then it has its exit code), or as planned.
+_End = tuple[tuple[GpushareError, ...], "int | None"]
+_AS_PLANNED: Final[_End] = ((), None)
 
 
 def _end_of(measurement: Measurement, signal_number: int | None, runs: int) -> _End:
     """Return how a benchmark ended. Raises Ended if a signal ended it and there are no ``runs`` to show."""
     if measurement.error is not None:
-        return _End(errors=(measurement.error,))
+        return (measurement.error,), None
     if not measurement.interrupted:
         return _AS_PLANNED
     number = signal_number or signal.SIGINT
     if not runs:
         raise Ended(number)
-    return _End(exit_code=128 + number)
+    return (), 128 + number
 
 
 def _with_files(

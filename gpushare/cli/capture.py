@@ -39,17 +39,17 @@ def capture(
         raise no_gpu_error()
     file, notes = captured_file(live_gpus(state, list(gpus.values())))
     kept = kept_file(state.host)
-    # Rules and limits cannot be seen on the host.
-    if kept is not None and kept.rules:
-        file = replace(file, rules=kept.rules)
-        notes = [*notes, "the rules for time-slices (slices) are those of the file that was applied last"]
-    # Limits are in force only from root's file.
     in_force = roots_file(state.host)
-    if in_force is not None and in_force.memory:
-        file = replace(file, memory=in_force.memory)
-        notes = [*notes, "the limits of users (memory) are those of the file that root applied last"]
+    # Rules and limits cannot be seen on the host. Limits are in force only from root's file.
+    if kept is not None:
+        file = replace(file, rules=kept.rules)
     if in_force is not None:
-        file = replace(file, longest_lease_seconds=in_force.longest_lease_seconds)
+        file = replace(file, memory=in_force.memory, longest_lease_seconds=in_force.longest_lease_seconds)
+    if file.rules or file.memory:
+        notes = [
+            *notes,
+            "slices, memory and reserve are those of the file that was applied last, by root where it limits users",
+        ]
     return Result(
         data=document_of(file),
         text=text_of(file).rstrip("\n"),

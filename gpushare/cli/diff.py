@@ -11,7 +11,7 @@ from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
 from gpushare.cli.options import HOST_FILE_ARGUMENT, HOST_FILE_OPTION, Command, host_file, settings, verb
 from gpushare.hostfile.diff import Point, check_fits, points
-from gpushare.hostfile.file import Entry, HostFile
+from gpushare.hostfile.file import Entry
 from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import changed_limits, entries_of, load, names_in
 from gpushare.hostfile.look import live_gpus
@@ -48,21 +48,9 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
     as_requested = gpus_as_requested and not processes and not limits
     return Result(
         data=DiffAnswer(as_requested=as_requested, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
-        text="\n".join(lines) or _no_difference_text(wanted),
+        text="\n".join(lines) or "nothing differs from the file",
         notes=tuple(notes),
         exit_code=ExitCode.OK if as_requested else ExitCode.NOT_AS_REQUESTED,
-    )
-
-
-def _no_difference_text(wanted: HostFile) -> str:
-    """Return the text for a file from which neither a GPU nor a process nor a limit differs."""
-    if wanted.entries:
-        return "no entry in the file matches a GPU of this host"
-    if wanted.rules:
-        return "every process has the time-slice that the rules give it"
-    has_limits = wanted.memory or wanted.longest_lease_seconds is not None
-    return (
-        "the limits of users are those of the file" if has_limits else "no entry in the file matches a GPU of this host"
     )
 
 

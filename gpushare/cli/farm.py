@@ -215,10 +215,7 @@ def _cap_finder(
             benched: Any = find_benched(host, device, command, number)
             if benched is None:
                 return share_of_threads(number)
-            source = f"gpushare bench found the cap on {benched.date}"
-            if benched.driver != host.nvml.driver_version():
-                source += f" under driver {benched.driver or 'unknown'}; measure again here"
-            say_once(source)
+            say_once(f"gpushare bench found the cap on {benched.date} under driver {benched.driver or 'unknown'}")
         else:
             # The nearest number of copies; of two, the smaller one, whose cap is the higher.
             benched = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
@@ -238,7 +235,7 @@ def _cap_finder(
 
 def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
     """Return the result of a farm that has ended, with its errors and notes."""
-    errors = _failure_errors(result, restarts=options.restarts)
+    errors = _failure_errors(result)
     if result.unrecorded is not None:
         errors.append(result.unrecorded)
     notes = []
@@ -268,27 +265,21 @@ def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[
     return farm_result(answer, errors, notes, exit_code)
 
 
-def _failure_errors(result: FarmResult, *, restarts: int) -> list[GpushareError]:
-    """Return one error for all copies that failed in the same way; each was restarted at most ``restarts`` times."""
+def _failure_errors(result: FarmResult) -> list[GpushareError]:
+    """Return one error for all copies that failed in the same way, with the text of the first."""
     groups: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:
         # By the reason, not the text: each that was ended for its memory held another sum.
         groups.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
     errors: list[GpushareError] = []
-    restart = "" if restarts else "; or restart what fails: --restart 1"
     for (_, hint), copies in groups.items():
-        first = copies[0]
-        single = len(copies) == 1
-        failure = str(first.failure)
-        if first.reason is not None and not single:
-            failure = f"{failure} (copy {first.copy}; the others likewise)"
-        logs = [copy.log for copy in copies if copy.log]
-        if not hint and logs:
-            hint = f"see {'its' if single else 'their'} output: {', '.join(logs[:3])}"
+        first, *others = copies
+        like_first = f" (copy {first.copy}; the others likewise)" if first.reason is not None and others else ""
+        logs = ", ".join(copy.log for copy in copies[:3] if copy.log)
         errors.append(
             OperationFailed(
-                f"{'copy' if single else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
-                hint or f"keep {'its' if single else 'their'} output: --logs DIR{restart}",
+                f"{'copies' if others else 'copy'} {ranges(copy.copy for copy in copies)}: {first.failure}{like_first}",
+                hint or (f"see the output: {logs}" if logs else "keep the output: --logs DIR"),
                 code=first.reason or "copy_failed",
             )
         )

@@ -16,7 +16,7 @@ from gpushare.base.selection import no_mig_error
 from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
-from gpushare.cli.mig_files import typed_wish
+from gpushare.cli.mig_files import mode_text, typed_wish
 from gpushare.cli.options import (
     GPU_OPTION,
     GROUP,
@@ -137,7 +137,7 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     unusable_notes: list[str] = []
     for mig_gpu, layout in zip(gpus, layouts, strict=True):
         error = hidden.get(mig_gpu.index)
-        title = f"{mig_gpu.name}   MIG {_mode_text(mig_gpu)}"
+        title = f"{mig_gpu.name}   MIG {mode_text(mig_gpu)}"
         if error is not None:
             texts.append((mig_gpu.index, f"{title}\n  unknown: {error.message}"))
             rows.append(status_row(mig_gpu, None, error.message))
@@ -279,14 +279,6 @@ def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
     if not entry.profiles:
         raise NotSupported(f"{entry.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
     return Layout(gpu=0, profiles=entry.profiles), dict(entry.confidence)
-
-
-def _mode_text(gpu: Gpu) -> str:
-    """Return the MIG mode of a GPU in words: ``on``, ``off``, ``on, pending: off``."""
-    mode = "on" if gpu.mig_enabled else "off"
-    if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled:
-        return mode
-    return f"{mode}, pending: {'on' if gpu.mig_pending else 'off'}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
@@ -417,32 +417,27 @@ def recover(
     """
     host = settings.connect()
     ledger = MigLedger(host)
-    done, undo, notes = _Recovery(_forget(host, ledger)) if forget else _recover_or_preview(host, ledger)
-    if done:
-        text = "\n".join(done)
-    elif ledger.running():
-        text = "another change is running"
+    undo: str | None = None
+    notes: tuple[str, ...] = ()
+    if forget:
+        done = _forget(host, ledger)
     else:
-        text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
+        done, undo, notes = _recover_or_preview(host, ledger)
+    text = "\n".join(done) or "nothing to do: no change was interrupted, or another one is running"
     data = MigRecoverAnswer(dry_run=settings.dry_run, done=() if settings.dry_run else tuple(done), undo=undo)
     shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, undo),)}
     return Result(data=data, notes=notes, **shown)
 
 
-class _Recovery(NamedTuple):
-    """What recovery has done, or in a dry run would do; the command that takes it back; what is still not restored."""
+def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+    """Undo an interrupted change and try again what earlier ones could not restore; in a dry run only say so.
 
-    done: tuple[str, ...] = ()
-    undo: str | None = None
-    not_restored: tuple[str, ...] = ()
-
-
-def _recover_or_preview(host: Host, ledger: MigLedger) -> _Recovery:
-    """Undo an interrupted change and try again what earlier ones could not restore; in a dry run only say so."""
+    Returns what was done, the command that takes it back, and what is still not restored.
+    """
     interrupted = ledger.interrupted()
     nothing_left = interrupted is None and not left_instances(host) and not ledger.not_restored()
     if ledger.running() or nothing_left:
-        return _Recovery()
+        return (), None, ()
     undo = None
     if interrupted is not None and not is_complete(host, interrupted):
         undo = in_turn(as_commands(at_current_indexes(host, interrupted.after)))
@@ -456,7 +451,7 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> _Recovery:
     if lost and not done:
         hints = dict.fromkeys(leftover.remedy for leftover in lost)
         raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
-    return _Recovery(done, None if lost else undo, tuple(map(str, lost)))
+    return done, None if lost else undo, tuple(map(str, lost))
 
 
 def _recovery_preview(host: Host, ledger: MigLedger, interrupted: ChangeRecord | None) -> Iterator[str]:
@@ -713,32 +708,23 @@ def change_of(
     return replace(change, plan=plan_with_names, names=naming.bound)
 
 
-class _GpuDemands(NamedTuple):
-    """The GPUs that `mig apply` changes, with their layouts; what each should have, by its index; notes."""
-
-    gpus: Sequence[Gpu]
-    layouts: Sequence[Layout]
-    demands: Mapping[int, Demand]
-    notes: tuple[str, ...] = ()
-
-
 def _demands_on_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], config: Config | None, *, exact: bool
-) -> _GpuDemands:
-    """Return the GPUs that -g names, or that a ``config`` of a file has entries for, and what they should have.
+) -> tuple[Sequence[Gpu], Sequence[Layout], Mapping[int, Demand], tuple[str, ...]]:
+    """Return the GPUs that -g names, or that a ``config`` of a file has entries for, with their layouts.
 
-    Without a file each of them should have the ``wish``. ``exact``: an entry without a GPU, or the other way round, is
+    Then what each should have, by its index, and notes. Without a file each of them should have the ``wish``. ``exact``: an entry without a GPU, or the other way round, is
     an error.
     """
     if config is None:
         gpus, layouts = current_layouts(host, gpu)
         demand = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish)))
-        return _GpuDemands(gpus, layouts, {each.index: demand for each in gpus})
+        return gpus, layouts, {each.index: demand for each in gpus}, ()
     all_gpus = gpus_named(host, gpu)
     demands, notes = demands_of(config, all_gpus, host, named=gpu is not None, exact=exact)
     gpus = [each for each in all_gpus if each.index in demands]
     check_answers(*gpus)
-    return _GpuDemands(gpus, layouts_of(host, gpus), demands, notes)
+    return gpus, layouts_of(host, gpus), demands, notes
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:

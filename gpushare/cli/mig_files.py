@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
@@ -155,7 +155,8 @@ def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | Non
     if not gpu.mig_capable:
         problem = f"{gpu.name or 'this GPU'} has no MIG" if demand.mig_enabled else None
         return problem, Difference()
-    problem = _mode_problem(gpu, demand)
+    as_asked = gpu.mig_enabled is demand.mig_enabled and gpu.mig_pending in {None, demand.mig_enabled}
+    problem = None if as_asked else f"MIG is {mode_text(gpu)}; asked: {'on' if demand.mig_enabled else 'off'}"
     layout = MigReader(host.nvml).layout(gpu)
     if demand.wish and not layout.profiles:
         # Up to driver 575 there are no profiles while MIG is off; then the mode is the problem.
@@ -163,15 +164,12 @@ def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | Non
     return problem, difference(layout, demand.wish)
 
 
-def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
-    """Return how the MIG mode of a GPU, or the pending one, differs from the demand; None: it does not."""
-    words = {True: "on", False: "off", None: "unknown"}
-    if gpu.mig_enabled is not demand.mig_enabled:
-        pending = f", and {words[gpu.mig_pending]} is pending" if gpu.mig_pending != gpu.mig_enabled else ""
-        return f"MIG is {words[gpu.mig_enabled]}{pending}; asked: {words[demand.mig_enabled]}"
-    if gpu.mig_pending is not None and gpu.mig_pending is not demand.mig_enabled:
-        return f"MIG {words[gpu.mig_pending]} is pending; asked: {words[demand.mig_enabled]}"
-    return None
+def mode_text(gpu: Gpu) -> str:
+    """Return the MIG mode of a GPU in words: ``on``, ``off``, ``on, pending: off``."""
+    mode = "on" if gpu.mig_enabled else "off"
+    if gpu.mig_pending is None or gpu.mig_pending == gpu.mig_enabled:
+        return mode
+    return f"{mode}, pending: {'on' if gpu.mig_pending else 'off'}"
 
 
 def read_config(path: str, name: str | None) -> Config:
@@ -193,15 +191,12 @@ OF_FILE: Final = (
 )
 
 
-class Demands(NamedTuple):
-    """What GPUs should have, by their index, and notes on entries and GPUs that do not match."""
+def demands_of(
+    config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool
+) -> tuple[dict[int, Demand], tuple[str, ...]]:
+    """Return what a change should give these GPUs, by index, and notes on entries and GPUs that do not match.
 
-    by_gpu: dict[int, Demand]
-    notes: tuple[str, ...]
-
-
-def demands_of(config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool) -> Demands:
-    """Return what a change should give these GPUs. GPUs without an entry are left out, as by mig-parted, or without MIG.
+    GPUs without an entry are left out, as by mig-parted, or without MIG.
 
     It is an error if none of the GPUs that the user has ``named`` remains, and with ``exact`` if a GPU has no entry or
     an entry no GPU.
@@ -215,13 +210,13 @@ def demands_of(config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, 
         missing = [f"config '{config.name}' has no entry for GPU {', '.join(without_entry)}"] if without_entry else []
         raise NoGpu("; ".join([*missing, *notes]), "change the file, or drop --exact", code="no_gpu_of_config")
     if demands:
-        return Demands(demands, notes)
+        return demands, notes
     if any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig_error(gpus)
     if named:
         reasons = "; ".join(notes) or "none of them has MIG"
         raise NoGpu(f"config '{config.name}' has no entry for the chosen GPUs: {reasons}", "see: gpushare mig status")
-    return Demands({}, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here"))
+    return {}, (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
 
 
 def _entry_notes(config: Config, host: Host, ids: Mapping[int, PciIds]) -> tuple[str, ...]:

@@ -33,17 +33,14 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[DrawProgress
     )
 
     def draw(doing: str, done: int, total: int, seconds_left: float | None) -> None:
-        remaining = "" if seconds_left is None else f"{about} {_rounded_duration(seconds_left)} left"
+        remaining = ""
+        if seconds_left is not None:
+            # An estimate: from 100 s on in whole minutes.
+            rounded = max(1, round(seconds_left)) if seconds_left < 100 else 60 * round(seconds_left / 60)
+            remaining = f"{about} {format_duration(rounded)} left"
         bar.update(task, completed=done, total=total, description=doing, left=remaining)
         bar.refresh()
 
     with bar:
         task = bar.add_task("", total=None, left="")
         yield draw
-
-
-def _rounded_duration(seconds: float) -> str:
-    """Return a time that is only estimated: in whole seconds below 100 s, else in whole minutes."""
-    if seconds < 100:
-        return format_duration(max(1, round(seconds)))
-    return format_duration(60 * round(seconds / 60))

@@ -97,7 +97,8 @@ def run(
         raise BadUsage(f"--restart-on {quoted(restart_on or '')} is not an event", "give mps-fault", code="bad_restart")
     # What does not go together.
     yields, yield_value = parse_yield(how)
-    swaps = _swap_wish(swap, movable=movable)
+    # A movable job is swapped on request, too.
+    swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
     # --gpus 1 is as without it.
     given = settings.given - {"--gpus"} if gpus == 1 else settings.given
     refuse(REFUSED, _with_values(given, yields, swaps, over, priority))
@@ -117,6 +118,8 @@ def run(
 
     # The role, and the line.
     host = settings.connect()
+    if metric is not None:
+        check_pattern("--metric", metric)
     role = Role(
         production=None if production is None else check_job_name(production),
         opportunistic=opportunistic,
@@ -124,7 +127,8 @@ def run(
         yields=yields,
         slice_us=slice_us,
         keep=None if keep is None else _share_to_keep(keep),
-        rate=None if metric is None else _printed_rate(host, production or "", metric, higher_is_better=not lower),
+        # Opportunistic jobs find the speed of production in the output that is kept of it.
+        rate=None if metric is None else PrintedRate(str(output_path(host, production or "")), metric, not lower),
     )
     budget = None if memory is None else parse_budget(memory, over)
     leaves_for_production = yields == "swap"
@@ -218,12 +222,6 @@ def _share_to_keep(text: str) -> float:
     return percent / 100
 
 
-def _printed_rate(host: Host, production: str, metric: str, *, higher_is_better: bool) -> PrintedRate:
-    """Return where opportunistic jobs find the speed of ``production``: in the output that is kept of it, by a regex."""
-    check_pattern("--metric", metric)
-    return PrintedRate(str(output_path(host, production)), metric, higher_is_better)
-
-
 def _checked_engine(host: Host, name: str, role: Any) -> str:
     """Return the engine of a container. Raises NotSupported if the role needs root with it; a note says what else does."""
     engine = check_engine(name)
@@ -284,13 +282,6 @@ def parse_yield(text: str | None) -> tuple[Yield | None, str | None]:
             code="bad_yield",
         )
     return cast("Yield", way), value or None
-
-
-def _swap_wish(swap: str | None, *, movable: bool) -> SwapWish | None:
-    """Return what --swap and --movable say; a movable job is swapped on request, too."""
-    if not swap and not movable:
-        return None
-    return replace(parse_swap(swap or "request"), movable=movable)
 
 
 def parse_swap(text: str) -> SwapWish:

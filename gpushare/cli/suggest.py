@@ -11,26 +11,17 @@ from gpushare.cli.help import path_of
 # The options that a word may mean: the first that the command has; "A or B" needs both.
 _OPTIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "--mem": ("--memory",),
-    "--mem-limit": ("--memory",),
     "--memory-limit": ("--memory",),
-    "--vram": ("--memory",),
     "--sm": ("--threads", "--sms"),
     "--sms": ("--threads", "--sm"),
     "--limit": ("--threads or --memory",),
     "--percent": ("--threads",),
-    "--percentage": ("--threads",),
-    "--thread-percentage": ("--threads",),
-    "--active-thread-percentage": ("--threads",),
     "--gpus": ("--gpu",),
     "--device": ("--gpu",),
-    "--id": ("--gpu",),
     "--force": ("--evict", "--destroy"),
     "--interval": ("--watch",),
-    "--loop": ("--watch",),
     "--profile": ("--mig",),
-    "--preview": ("--dry-run",),
     "--replicas": ("--copies",),
-    "--jobs": ("--copies",),
 }
 # Words that mean the same everywhere.
 _ANYWHERE: Final[Mapping[str, str]] = {
@@ -40,13 +31,13 @@ _ANYWHERE: Final[Mapping[str, str]] = {
 # By group; "" is the program.
 _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
     "": {
-        **dict.fromkeys(("list", "ls", "show", "info", "gpus", "smi"), "status"),
-        **dict.fromkeys(("ps", "queue", "squeue"), "jobs"),
+        **dict.fromkeys(("list", "ls", "show"), "status"),
+        **dict.fromkeys(("ps", "queue"), "jobs"),
         **dict.fromkeys(("watch", "monitor"), "status -w"),
         **dict.fromkeys(("delete", "destroy", "remove", "rm"), "mig destroy"),
         "create": "mig create",
         "start": "mps start",
-        **dict.fromkeys(("kill", "end", "scancel"), "stop"),
+        **dict.fromkeys(("kill", "end"), "stop"),
         "log": "logs",
         "limit": "mps set",
         **dict.fromkeys(("kubernetes", "k8s"), "export k8s"),
@@ -55,9 +46,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
             for name in ("slurm", "docker", "compose", "ecs", "systemd", "prometheus", "karpenter")
         },
         **dict.fromkeys(("recommend", "suggest"), "advise"),
-        "benchmark": "bench",
         "check": "doctor",
-        "simulate": "sim",
     },
     "mps": {
         **dict.fromkeys(("list", "ls", "ps", "show", "top"), "status"),

@@ -265,11 +265,7 @@ def _doubt_notes(options: TuneOptions, result: TuneResult) -> list[str]:
     if result.over:
         notes.append(f"the budget of {options.most_seconds:g} s is spent; the same tune again goes on from there")
     if best is not None and not best.safe(goal):
-        by_p99 = best.p99 is not None and best.kept - best.error >= goal.keep
-        which = f"p99 {best.p99:.2f}x" if by_p99 else f"{best.kept:.3f} ±{best.error:.3f}"
-        notes.append(
-            f"the goal is met by less than the scatter of the figures ({which}); the same tune again measures longer"
-        )
+        notes.append("the goal is met by less than the scatter of the figures; the same tune again measures longer")
     if result.waits:
         notes.append("production waits for requests: its rate is the demand, and its latency decides")
     elif spread is not None and spread > _MUCH_SPREAD:

@@ -236,11 +236,10 @@ def default_path() -> str | None:
 
 def is_kept(host: Host, text: str) -> bool:
     """Return whether this is the text of the file that was applied last."""
-    return _is_written(host, applied_path(host), text)
+    return _has_text(host, applied_path(host), text)
 
 
-def _is_written(host: Host, path: Path, text: str) -> bool:
-    """Return whether a file of the state directory has this text."""
+def _has_text(host: Host, path: Path, text: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
         return is_trusted_directory(host.state_directory) and read_own(path) == text.encode()
     return False
@@ -251,7 +250,7 @@ def _write_kept(host: Host, path: Path, text: str) -> Path:
 
     The same text is not written again: at boot the disk may be full or read-only.
     """
-    if _is_written(host, path, text):
+    if _has_text(host, path, text):
         return path
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     with writing(path, "the file for the next boot", code="not_kept"):

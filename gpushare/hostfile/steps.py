@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
 from gpushare.base.model import Gpu, MigInstance, TimeSlice
@@ -23,7 +24,7 @@ from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_agai
 from gpushare.mig.grant import access_steps, grant_commands, names_step, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
-from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
+from gpushare.mps.daemons import find_daemons, own_daemon
 from gpushare.mps.home import (
     DaemonHome,
     DaemonRecord,
@@ -154,7 +155,15 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
     if dead:
         for item in find_daemons(host, [live.gpu], deep=False):
             if item.daemon.device_uuid in dead:
-                steps.append(_clear_step(host, item, live.gpu))
+                # On a MIG device there is no compute mode to restore.
+                device = Device(gpu=live.gpu) if live.gpu.uuid == item.daemon.device_uuid else None
+                steps.append(
+                    Step(
+                        what=f"clean up after a dead MPS daemon of GPU {live.gpu.index}",
+                        command=f"gpushare mps stop -g {item.daemon.device_uuid}",
+                        do=partial(stop_unused, host, item, device),
+                    )
+                )
     return steps
 
 
@@ -179,17 +188,6 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
         undo=restart_command(daemon.record, daemon.device),
         do=act,
         revert=revert,
-    )
-
-
-def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
-    """Return the step that removes what a dead daemon left, and restores the compute mode."""
-    # On a MIG device there is no mode to restore.
-    device = Device(gpu=gpu) if gpu.uuid == found.daemon.device_uuid else None
-    return Step(
-        what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
-        command=f"gpushare mps stop -g {found.daemon.device_uuid}",
-        do=lambda: stop_unused(host, found, device),
     )
 
 

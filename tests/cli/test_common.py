@@ -287,7 +287,7 @@ def test_a_change_is_one_line_with_its_undo_and_none_with_quiet(cli: Cli, quiet:
         (("mig", "name", "train", "0/13"), "is named 'train'; undo: gpushare mig name --forget train"),
         (("mig", "destroy", "train"), "on GPU 0 is gone; undo: gpushare mig "),
         (("mig", "disable"), "GPU 0: MIG is off; undo: gpushare mig enable -g 0"),
-        (("mig", "recover"), "no change was interrupted; nothing to do"),
+        (("mig", "recover"), "nothing to do: no change was interrupted"),
         (("sim", "reset"), f"{H200}: reset"),
     )
     for words, line in changes:

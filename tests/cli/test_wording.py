@@ -8,7 +8,7 @@ from typing import NoReturn
 import pytest
 
 from gpushare.cli import options
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused
 
 TWO = "sim:2xh200"
 
@@ -47,13 +47,6 @@ def test_a_name_that_nobody_gave_is_told_the_same_by_all(refused: Refused, words
     said = refused(*words, code="no_name", exit_code=6)
     assert "no MIG instance is named 'alice'" in said
     assert "gpushare mig create WISH --name alice" in said
-
-
-def test_several_instances_that_would_have_to_go_are_they(cli: Cli, world: World) -> None:
-    world.mig("1g.18gb:0")
-    assert "note: it is idle: " in cli("mig", "fits", "7g").err
-    world.mig("1g.18gb:0", "1g.18gb:4")
-    assert "note: they are idle: " in cli("mig", "fits", "7g").err
 
 
 def test_a_copy_that_a_signal_ended_has_the_exit_code_of_run(cli: Cli) -> None:

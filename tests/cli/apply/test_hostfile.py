@@ -957,7 +957,7 @@ def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(cli: Cli, writ
     path = write(f"version: 1\nmemory:\n- {{match: {{user: '{os.geteuid()}'}}, limit: 8G}}\nreserve: {{longest: 4h}}\n")
     cli("apply", "-f", path, host=TWO).ok()
     World(TWO).fault("user", "1000")
-    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "nothing differs from the file"
     for words in (("-n",), (), ()):
         answer = cli("apply", *words, "-f", path, host=TWO).ok()
     assert "nothing to do: the host is as requested" in answer.out
@@ -991,7 +991,7 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     # The dry run is the plan that is carried out.
     assert applied.data["steps"] == planned.data["steps"]
     assert "nothing to do" in cli("apply", "-f", path, host=TWO).ok().out
-    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "nothing differs from the file"
     assert "limit: 8G" in cli("capture", host=TWO).ok().out
     for wait in ((), ("--wait",)):
         answer = cli("run", "-g", "0", *wait, "--memory", "9G", "--", "true", host=TWO)

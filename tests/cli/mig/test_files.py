@@ -84,8 +84,8 @@ def test_a_pending_mode_is_not_as_asked(cli: Cli, write: Write) -> None:
     assert (gpu.mig_enabled, gpu.mig_pending) == (False, True)
     done = cli("mig", "check", "-f", write(TWO), "-c", "night", host=host)
     assert done.code == 7
-    assert "MIG on is pending; asked: off" in done.out
-    assert "MIG is off, and on is pending; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
+    assert "MIG is off, pending: on; asked: off" in done.out
+    assert "MIG is off, pending: on; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
 
 
 def test_check_of_a_file(cli: Cli, write: Write) -> None:

@@ -243,7 +243,7 @@ def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_
     cli: Cli, refused: Refused
 ) -> None:
     host = World.new(A100)
-    assert "nothing to forget" in cli("mig", "recover", "--forget", host=A100).ok().out
+    assert "nothing to do" in cli("mig", "recover", "--forget", host=A100).ok().out
     crashed(host, "apply", "1g.10gb*3", step=4)
     assert "mig recover" in refused("mig", "recover", "--forget", code="not_recovered", exit_code=2, host=A100)
     assert host.journal.exists()

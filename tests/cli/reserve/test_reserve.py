@@ -142,7 +142,7 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     applied = cli("apply", "-f", str(file), host=TWO).ok().err
     assert ends in applied
     assert leases(two.host, kept_limits(two.host)) == {}
-    assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "nothing differs from the file"
     two.fault("user", 1000)
     file.write_text("version: 1\nreserve: {longest: 1h}\n")
     assert "only when root applies the file\n" in cli("apply", "-f", str(file), host=TWO).err
