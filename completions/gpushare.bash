@@ -309,8 +309,8 @@ _gpushare_node() {
       valued='-g --gpu -f --file --mig-replicas --kubernetes --to --host -o --output'
       ;;
     'export karpenter')
-      options='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output'
+      options='-g --gpu -f --file --replicas --mig-replicas --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --name --node-class --cluster --ami --role --tag --instance-type --max-nodes --to --host -o --output'
       ;;
     'export slurm')
       options='-g --gpu -f --file --replicas --autodetect --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -341,8 +341,8 @@ _gpushare_node() {
       valued='-g --gpu -f --file --program --at-boot --to --host -o --output'
       ;;
     'export k8s')
-      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --namespace --node --to --host -o --output'
+      options='-g --gpu -f --file --replicas --mig-replicas --namespace --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --replicas --mig-replicas --namespace --node --to --host -o --output'
       ;;
     'export prometheus')
       options='--textfile --rules --dashboard --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -428,7 +428,6 @@ _gpushare_values() {
     --ways) printf '%s\n' 'queue timeslice mps mps:100/n mps:200/n mig' ;;
     --compare) printf '%s\n' '@files' ;;
     --plot) printf '%s\n' '@files' ;;
-    --mig-strategy) printf '%s\n' 'mixed single' ;;
     --autodetect) printf '%s\n' 'nvml off' ;;
     --program) printf '%s\n' '@files' ;;
     --at-boot) printf '%s\n' '@files' ;;

@@ -234,8 +234,6 @@ function __gpushare_valued
             return 0
         case --replicas
             return 0
-        case --mig-strategy
-            return 0
         case --node-class
             return 0
         case --cluster
@@ -1014,7 +1012,6 @@ complete -c gpushare -n '__gpushare_at export karpenter' -s g -l gpu -x -a '(__g
 complete -c gpushare -n '__gpushare_at export karpenter' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: this host]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l replicas -x -d 'How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
-complete -c gpushare -n '__gpushare_at export karpenter' -l mig-strategy -x -a 'mixed single' -d 'How MIG devices are named: mixed or single.'
 complete -c gpushare -n '__gpushare_at export karpenter' -l name -x -d 'The name of the NodePool and of the EC2NodeClass.'
 complete -c gpushare -n '__gpushare_at export karpenter' -l node-class -x -d 'An EC2NodeClass that exists. [default: write one]'
 complete -c gpushare -n '__gpushare_at export karpenter' -l cluster -x -d 'The EKS cluster, for the role and the tags of the EC2NodeClass.'
@@ -1108,8 +1105,6 @@ complete -c gpushare -n '__gpushare_at export k8s' -s g -l gpu -x -a '(__gpushar
 complete -c gpushare -n '__gpushare_at export k8s' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: this host]'
 complete -c gpushare -n '__gpushare_at export k8s' -l replicas -x -d 'How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]'
 complete -c gpushare -n '__gpushare_at export k8s' -l mig-replicas -x -d 'How many programs share a MIG device. [default: 1]'
-complete -c gpushare -n '__gpushare_at export k8s' -l rename -d 'Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.'
-complete -c gpushare -n '__gpushare_at export k8s' -l mig-strategy -x -a 'mixed single' -d 'How MIG devices are named: mixed or single.'
 complete -c gpushare -n '__gpushare_at export k8s' -l namespace -x -d 'Where the GPU operator runs.'
 complete -c gpushare -n '__gpushare_at export k8s' -l node -x -d 'The node\'s name in the cluster.'
 complete -c gpushare -n '__gpushare_at export k8s' -l to -r -F -d 'Write the files there instead of printing them.'

@@ -62,7 +62,6 @@ REPLICAS: Final = option(
     "--replicas", "N", "How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]"
 )
 MIG_REPLICAS: Final = option("--mig-replicas", "N", "How many programs share a MIG device. [default: 1]")
-MIG_STRATEGY: Final = option("--mig-strategy", "NAME", "How MIG devices are named: mixed or single.", default="mixed")
 
 
 def dra(
@@ -86,7 +85,6 @@ def karpenter(
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,
-    mig_strategy: str = MIG_STRATEGY,
     name: str = option("--name", "NAME", "The name of the NodePool and of the EC2NodeClass.", default="gpu-shared"),
     node_class: str | None = option("--node-class", "NAME", "An EC2NodeClass that exists. [default: write one]"),
     cluster: str | None = option(
@@ -115,7 +113,6 @@ def karpenter(
         tags=tag or (),
         instance_type=instance_type,
         max_nodes=max_nodes,
-        mig_strategy=mig_strategy,
     )
     return export_result("karpenter", export, to)
 
@@ -411,8 +408,6 @@ def k8s(
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,
-    rename: bool = flag("--rename", "Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu."),
-    mig_strategy: str = MIG_STRATEGY,
     namespace: str = option("--namespace", "NAME", "Where the GPU operator runs.", default="gpu-operator"),
     node: str | None = NODE,
     to: str | None = TO,
@@ -423,7 +418,7 @@ def k8s(
     node alike and cannot set a time-slice level. A host that needs more is refused: use `gpushare export dra`.
     """
     host = describe(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
-    export = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy)
+    export = operator_export(host, namespace=namespace)
     return export_result("k8s", export, to)
 
 

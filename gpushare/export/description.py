@@ -129,9 +129,10 @@ class HostDescription:
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
             "multiuser": any(daemon.multiuser for daemon in daemons),
+            "own-sections": bool(self.sections),
         }
         traits = {trait for trait, is_true in conditions.items() if is_true}
-        return {gpu.sharing.value for gpu in self.gpus} | traits | self.sections
+        return {gpu.sharing.value for gpu in self.gpus} | traits
 
 
 def short_model(name: str | None) -> str | None:

@@ -35,8 +35,8 @@ class PluginSharing:
 
     strategy: str | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
-    rename: bool = False
-    mig_strategy: str | None = None
+    # Of the whole node: a GPU has MIG devices, which are named by their profile (MIG strategy mixed).
+    mig: bool = False
 
 
 def resource_of(profile: str) -> str:
@@ -47,12 +47,12 @@ def resource_of(profile: str) -> str:
 def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
     """Return the configuration file of the device plugin."""
     config: dict[str, Any] = {"version": VERSION}
-    if sharing.mig_strategy is not None:
-        config["flags"] = {"migStrategy": sharing.mig_strategy}
+    if sharing.mig:
+        config["flags"] = {"migStrategy": "mixed"}
     if sharing.strategy is not None:
         config["sharing"] = {
             sharing.strategy: {
-                "renameByDefault": sharing.rename,
+                "renameByDefault": False,
                 "failRequestsGreaterThanOne": True,
                 "resources": [{"name": name, "replicas": number} for name, number in sharing.replicas.items()],
             }
@@ -99,26 +99,19 @@ class NodeSharing:
 
     def capacity(self, host: HostDescription) -> dict[str, int]:
         """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
-        numbers = device_counts(host, self.plugin.mig_strategy)
         replicas = self.plugin.replicas
-        return {self.published_name(name): number * replicas.get(name, 1) for name, number in numbers.items()}
-
-    def published_name(self, name: str) -> str:
-        """Return the name under which the node offers a resource: a shared one may be renamed."""
-        return f"{name}.shared" if self.plugin.rename and name in self.plugin.replicas else name
+        return {name: number * replicas.get(name, 1) for name, number in device_counts(host).items()}
 
 
-def device_counts(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
+def device_counts(host: HostDescription) -> dict[str, int]:
     """Return the number of GPUs and MIG devices of a node by resource name."""
     names = [_GPU for gpu in host.gpus if gpu.sharing is not Way.MIG]
-    names += [_GPU if mig_strategy == "single" else resource_of(mig.profile) for _, mig in host.instances()]
+    names += [resource_of(mig.profile) for _, mig in host.instances()]
     return dict(Counter(names))
 
 
-def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> NodeSharing:
+def sharing_of_node(host: HostDescription) -> NodeSharing:
     """Return how the plugin shares the GPUs of a host."""
-    if mig_strategy not in {"single", "mixed"}:
-        raise BadUsage(f"'{mig_strategy[:40]}' is not a MIG strategy", "give single or mixed", code="bad_strategy")
     if not host.whole:
         raise NotSupported(
             "the device plugin offers every GPU of a node, not some of them",
@@ -130,20 +123,15 @@ def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy
     _check_alike(plain)
     has_mig = len(plain) < len(host.gpus)
     if has_mig:
-        _check_mig(host, plain, mig_strategy)
+        _check_mig(host, plain)
     shared = _share_plain_gpus(plain)
-    mig_replicas = _replicas_by_resource(host, mig_strategy)
+    mig_replicas = _replicas_by_resource(host)
     # Inside MIG devices there is only time-slicing; beside MPS `_check_mig` refuses it.
     strategy = shared.strategy or ("timeSlicing" if mig_replicas else None)
     replicas = {_GPU: shared.replicas, **mig_replicas} if shared.replicas else mig_replicas
     return NodeSharing(
         key=_config_key(strategy, replicas.values(), mig=has_mig),
-        plugin=PluginSharing(
-            strategy=strategy,
-            replicas=replicas,
-            rename=rename and strategy is not None,
-            mig_strategy=mig_strategy if has_mig else None,
-        ),
+        plugin=PluginSharing(strategy=strategy, replicas=replicas, mig=has_mig),
         lost=shared.lost,
     )
 
@@ -224,38 +212,27 @@ def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
     clients = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(clients, gpu.compute_capability)
     percent = 100 // clients
-    if threads is not None and threads != percent:
-        raise NotSupported(
-            f"the device plugin gives each of {clients} MPS clients {percent} % of the threads; "
-            f"the limit on GPU {gpu.index} is {format_percent(threads)}",
-            f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {percent}",
-            code="uneven_limits",
-        )
     mebibytes = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // clients // MIB
     limit = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
-    if limit is not None and limit != mebibytes:
-        remedy = f"; or: gpushare mps set -g {gpu.index} --memory {mebibytes}M" if mebibytes else ""
+    if threads not in {None, percent} or limit not in {None, mebibytes}:
+        memory = "" if mebibytes is None else f" --memory {mebibytes}M"
         raise NotSupported(
-            f"the device plugin gives each of {clients} MPS clients {mebibytes or '?'} MiB; "
-            f"the limit on GPU {gpu.index} is {limit} MiB",
-            f"{_DRA} (MPSSupport){remedy}",
+            f"the device plugin gives each of {clients} MPS clients {percent} % of the threads and {mebibytes or '?'} MiB; "
+            f"GPU {gpu.index} has other limits: {_sharing_text(gpu)}",
+            f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {percent}{memory}",
             code="uneven_limits",
         )
-    lost: list[str] = []
-    if threads is None:
-        if gpu.replicas is None:
-            lost.append(_ASSUMED)
-        lost.append(f"no thread limit: the plugin caps each client at {percent} %")
-    if limit is None and mebibytes is not None:
-        lost.append(f"no memory limit: the plugin caps each client process at {mebibytes} MiB")
+    lost = [_ASSUMED] if threads is None and gpu.replicas is None else []
+    if threads is None or limit is None:
+        lost.append(f"unlimited clients: the plugin caps each at {percent} % of the threads and {mebibytes or '?'} MiB")
     if mps.limits.priority is Priority.LOW:
         lost.append("low priority: the plugin sets no priority")
     return _GpuSharing("mps", clients, tuple(lost))
 
 
-def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
-    """Refuse what the plugin cannot do with MIG: MPS, parts of GPU instances, unlike devices for strategy single."""
-    if any(gpu.sharing is Way.MPS for gpu in plain) and strategy == "mixed":
+def _check_mig(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
+    """Refuse what the plugin cannot do with MIG: MPS, and parts of GPU instances."""
+    if any(gpu.sharing is Way.MPS for gpu in plain):
         raise NotSupported(
             "the device plugin does not support MPS with --mig-strategy=mixed: some GPUs here use MIG and others MPS",
             _DRA,
@@ -269,30 +246,13 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
                 code="mps_on_mig",
             )
         mig.check_whole("the device plugin", gpu.index)
-    if strategy == "single":
-        _check_single_strategy(host, plain)
 
 
-def _check_single_strategy(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
-    """Refuse strategy single, in the plugin's words, unless all devices are MIG devices of one profile."""
-    empty = [gpu.index for gpu in host.gpus if not gpu.mig]
-    if plain:
-        problem = "all devices on the node must be configured with the same migEnabled value"
-    elif empty:
-        problem = f"device {empty[0]} has no MIG devices configured"
-    elif len({mig.profile for _, mig in host.instances()}) > 1:
-        problem = "more than one MIG device type present on node"
-    else:
-        return
-    raise NotSupported(f"strategy single: {problem}", "use --mig-strategy mixed", code="mig_single")
-
-
-def _replicas_by_resource(host: HostDescription, strategy: str) -> dict[str, int]:
+def _replicas_by_resource(host: HostDescription) -> dict[str, int]:
     """Return the replicas of MIG devices by resource; all devices of a profile have the same."""
     numbers_of: dict[str, set[int]] = {}
     for _, mig in host.instances():
-        name = _GPU if strategy == "single" else resource_of(mig.profile)
-        numbers_of.setdefault(name, set()).add(mig.replicas or 1)
+        numbers_of.setdefault(resource_of(mig.profile), set()).add(mig.replicas or 1)
     for name, numbers in numbers_of.items():
         if len(numbers) > 1:
             listing = " and ".join(map(str, sorted(numbers)))
@@ -317,8 +277,6 @@ def operator_export(
     host: HostDescription,
     *,
     namespace: str = "gpu-operator",
-    rename: bool = False,
-    mig_strategy: str = "mixed",
 ) -> Export:
     """Return the documents that make a cluster share the GPUs of this node as the host does now."""
     if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
@@ -327,13 +285,12 @@ def operator_export(
             "give the namespace of the GPU operator: --namespace gpu-operator (never default)",
             code="bad_namespace",
         )
-    sharing = sharing_of_node(host, rename=rename, mig_strategy=mig_strategy)
-    has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
+    sharing = sharing_of_node(host)
     traits = host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())
     documents = [
         _config_map(sharing, namespace),
-        *([_mig_map(host, namespace)] if has_mig else []),
-        _policy_patch(sharing, has_mig=has_mig),
+        *([_mig_map(host, namespace)] if sharing.plugin.mig else []),
+        _policy_patch(has_mig=sharing.plugin.mig),
         *verification(host, sharing),
     ]
     return Export(
@@ -346,7 +303,7 @@ def operator_export(
 
 def _config_map(sharing: NodeSharing, namespace: str) -> Document:
     """Return the ConfigMap of the plugin: this node's sharing by its key, and ``none`` for nodes without a label."""
-    unshared = PluginSharing(mig_strategy=sharing.plugin.mig_strategy)
+    unshared = PluginSharing(mig=sharing.plugin.mig)
     data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
     return _config_map_document("device-plugin-config.yaml", PLUGIN_MAP, namespace, data)
 
@@ -365,11 +322,11 @@ def _config_map_document(file: str, name: str, namespace: str, data: dict[str, s
     return yaml_document(file, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
 
 
-def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
+def _policy_patch(*, has_mig: bool) -> Document:
     """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to set."""
     spec: dict[str, Any] = {}
     if has_mig:
-        spec["mig"] = {"strategy": sharing.plugin.mig_strategy}
+        spec["mig"] = {"strategy": "mixed"}
     spec["devicePlugin"] = {"config": {"name": PLUGIN_MAP, "default": "none"}}
     if has_mig:
         spec["migManager"] = {"config": {"name": MIG_MAP}}
@@ -380,18 +337,15 @@ def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
 def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     checks = []
-    for name, devices in device_counts(host, sharing.plugin.mig_strategy).items():
+    for name, devices in device_counts(host).items():
         pods = devices + (1 if name in sharing.plugin.replicas else 0)
-        checks.append(verifying_deployment(name, pods, sharing.published_name(name), {CONFIG_LABEL: sharing.key}))
+        checks.append(verifying_deployment(name, pods, {CONFIG_LABEL: sharing.key}))
     return checks
 
 
-def verifying_deployment(name: str, pods: int, resource: str, labels: dict[str, str]) -> Document:
-    """Return a Deployment of pods that each want one of a resource, on nodes with these labels.
-
-    ``name`` is that of the resource before the plugin renames it.
-    """
-    title = f"verify-{slug(name.partition('/')[2])}"
+def verifying_deployment(resource: str, pods: int, labels: dict[str, str]) -> Document:
+    """Return a Deployment of pods that each want one of a resource, on nodes with these labels."""
+    title = f"verify-{slug(resource.partition('/')[2])}"
     body = deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, nodeSelector=labels)
     return yaml_document(f"{title}.yaml", body)
 
@@ -424,13 +378,13 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
     lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
-    if sharing.plugin.mig_strategy is not None:
+    if sharing.plugin.mig:
         lines.append("kubectl apply -f mig-parted-config.yaml")
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )
     lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
-    if sharing.plugin.mig_strategy is not None:
+    if sharing.plugin.mig:
         # The state of an earlier layout would end the wait at once.
         lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
         lines.append(f"kubectl label node {node} nvidia.com/mig.config={containers.layout_name(host)} --overwrite")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
@@ -24,27 +24,8 @@ _DEFAULT_AMI: Final = "al2023@latest"
 _CLUSTER: Final = "CLUSTER"
 
 
-class _Form(NamedTuple):
-    """What the word of an option must match, and what the error says of it."""
-
-    pattern: str
-    meaning: str
-    example: str
-    code: str
-
-
-_OBJECT: Final = _Form(r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", "a valid object name", "gpu-shared", "bad_name")
-_AMI: Final = _Form(
-    r"(?a)(?:al2|al2023)@[A-Za-z0-9.-]{1,20}",
-    "the alias of an AMI for GPUs",
-    "--ami al2023@latest",
-    "bad_ami",
-)
-_TAG: Final = _Form(r"[^=\s]{1,128}=[^\s]{1,256}", "a tag", "--tag karpenter.sh/discovery=my-cluster", "bad_tag")
-_CLUSTER_NAME: Final = _Form(r"(?a)[A-Za-z0-9][\w-]{0,99}", "the name of a cluster", "--cluster prod", "bad_name")
-# Without its path (IAM API, RoleName).
-_ROLE: Final = _Form(r"(?a)[\w+=,.@-]{1,64}", "the name of an IAM role", "--role KarpenterNodeRole-prod", "bad_name")
-_TYPE: Final = _Form(r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "an instance type", "g4dn.12xlarge", "bad_instance_type")
+_OBJECT: Final = r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
+_TAG: Final = r"[^=\s]{1,128}=[^\s]{1,256}"
 
 
 def node_pool_export(
@@ -58,7 +39,6 @@ def node_pool_export(
     tags: Sequence[str] = (),
     instance_type: str | None = None,
     max_nodes: int | None = None,
-    mig_strategy: str = "mixed",
 ) -> Export:
     """Return the objects for nodes like this one; the sharing itself is the device plugin's.
 
@@ -71,26 +51,32 @@ def node_pool_export(
             "drop --node-class, or the others",
         )
     ami = ami or _DEFAULT_AMI
-    given = [(ami, _AMI), *((tag, _TAG) for tag in tags), (cluster, _CLUSTER_NAME), (role, _ROLE)]
-    given += [(name, _OBJECT), (node_class, _OBJECT), (instance_type, _TYPE)]
-    for word, form in given:
-        if word is not None and re.fullmatch(form.pattern, word) is None:
-            raise BadUsage(f"'{word[:60]}' is not {form.meaning}", f"for example: {form.example}", code=form.code)
+    for word, pattern, example in (
+        (name, _OBJECT, "--name gpu-shared"),
+        (node_class, _OBJECT, "--node-class gpu-nodes"),
+        (ami, r"(?a)(?:al2|al2023)@[\w.-]{1,20}", "--ami al2023@latest"),
+        *((tag, _TAG, "--tag karpenter.sh/discovery=my-cluster") for tag in tags),
+        (cluster, r"(?a)[A-Za-z0-9][\w-]{0,99}", "--cluster prod"),
+        # Without its path (IAM API, RoleName).
+        (role, r"(?a)[\w+=,.@-]{1,64}", "--role KarpenterNodeRole-prod"),
+        (instance_type, r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "--instance-type g4dn.12xlarge"),
+    ):
+        if word is not None and re.fullmatch(pattern, word) is None:
+            raise BadUsage(f"'{word[:60]}' cannot be used there", f"for example: {example}", code="bad_name")
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
-    # Overlay and pods must use the same name, so shares keep the name of the GPU.
-    sharing = sharing_of_node(host, rename=False, mig_strategy=mig_strategy)
+    sharing = sharing_of_node(host)
     requirements = _node_requirements(host, instance_type)
     capacity = sharing.capacity(host)
     # Karpenter itself counts whole GPUs: those need no alpha feature.
     overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
     labels = {k8s.CONFIG_LABEL: sharing.key}
-    if sharing.plugin.mig_strategy is not None:
+    if sharing.plugin.mig:
         labels["nvidia.com/mig.config"] = layout_name(host)
     # As many pods as the nodes have shares: all must run.
     shares = {resource: number * (max_nodes or 1) for resource, number in capacity.items()}
     checks = {
-        k8s.verifying_deployment(resource, pods, resource, {"karpenter.sh/nodepool": name}): pods
+        k8s.verifying_deployment(resource, pods, {"karpenter.sh/nodepool": name}): pods
         for resource, pods in shares.items()
     }
     classes = [] if node_class else [_node_class(name, ami, cluster, role, tags)]

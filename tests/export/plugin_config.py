@@ -58,10 +58,9 @@ SCHEMA: Final = {
 def from_config(raw: dict[str, Any]) -> PluginSharing:
     """Return what a configuration file says about sharing. Raises ValidationError: the plugin does not take it so."""
     jsonschema.validate(raw, {"type": "object", **SCHEMA})
-    mig_strategy = raw.get("flags", {}).get("migStrategy")
+    mig = raw.get("flags", {}).get("migStrategy") == "mixed"
     for strategy, block in raw.get("sharing", {}).items():
         replicas = {each["name"]: each["replicas"] for each in block["resources"]}
         assert len(replicas) == len(block["resources"]), "a resource stands twice"
-        rename = block.get("renameByDefault", False)
-        return PluginSharing(strategy=strategy, replicas=replicas, rename=rename, mig_strategy=mig_strategy)
-    return PluginSharing(mig_strategy=mig_strategy)
+        return PluginSharing(strategy=strategy, replicas=replicas, mig=mig)
+    return PluginSharing(mig=mig)

@@ -71,10 +71,10 @@ def test_time_slicing_in_kubernetes(cli: Cli) -> None:
 
 
 def test_options_of_k8s(cli: Cli) -> None:
-    words = ["--replicas", "10", "--rename", "--namespace", "nvidia"]
+    words = ["--replicas", "10", "--namespace", "nvidia"]
     done = cli("export", "k8s", *words, host=T4S).ok()
     key, plugin = plugin_of(done.out)
-    assert (key, plugin.rename, plugin.replicas) == ("timeslice-10", True, {"nvidia.com/gpu": 10})
+    assert (key, plugin.replicas) == ("timeslice-10", {"nvidia.com/gpu": 10})
     assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == "none"
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
 
@@ -85,10 +85,8 @@ def test_mig_in_kubernetes(cli: Cli) -> None:
         cut(*["1g.10gb"] * 7, host=host, gpu=gpu)
     done = cli("export", "k8s", "--mig-replicas", "2", host=host).ok()
     key, plugin = plugin_of(done.out)
-    assert (key, plugin.mig_strategy) == ("mig-timeslice-2", "mixed")
+    assert (key, plugin.mig) == ("mig-timeslice-2", True)
     assert plugin.replicas == {"nvidia.com/mig-1g.10gb": 2}
-    single = cli("export", "k8s", "--mig-strategy", "single", host=host).ok()
-    assert plugin_of(single.out)[1].mig_strategy == "single"
 
 
 @pytest.fixture
@@ -257,15 +255,10 @@ def test_what_writes_the_files_that_a_command_names_is_said(cli: Cli, engine: st
 
 
 def test_the_note_of_karpenter_names_only_options_that_k8s_has(cli: Cli) -> None:
-    done = cli("export", "karpenter", "--cluster", "prod", "--replicas", "3", "--mig-strategy", "single", host=T4S)
+    done = cli("export", "karpenter", "--cluster", "prod", "--replicas", "3", host=T4S)
     note = next(line for line in done.ok().lines("note") if "export k8s" in line)
-    assert re.findall(r"--?\w[-\w]*", note.partition("same")[2]) == [
-        "-f",
-        "--replicas",
-        "--mig-replicas",
-        "--mig-strategy",
-    ]
-    cli("export", "k8s", "--replicas", "3", "--mig-replicas", "2", "--mig-strategy", "single", host=T4S).ok()
+    assert re.findall(r"--?\w[-\w]*", note.partition("same")[2]) == ["-f", "--replicas", "--mig-replicas"]
+    cli("export", "k8s", "--replicas", "3", "--mig-replicas", "2", host=T4S).ok()
 
 
 def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> None:
@@ -282,7 +275,6 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
         (["k8s", "--replicas", "0"], "bad_replicas", 2),
         (["k8s", "--mig-replicas", "0"], "bad_replicas", 2),
         (["k8s", "--namespace", "default"], "bad_namespace", 2),
-        (["k8s", "--mig-strategy", "both"], "bad_strategy", 2),
         (["k8s", "--node", "GPU 01"], "bad_node", 2),
         (["dra", "--kubernetes", "1.20"], "no_dra", 3),
         (["dra", "--kubernetes", "x"], "bad_version", 2),
@@ -501,17 +493,16 @@ reserve: {longest: 4h}
 def test_sections_that_are_not_about_gpus_are_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str) -> None:
     path, sharing = tmp_path / "gpushare.yaml", "version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n"
 
-    def lost(*words: str) -> list[str]:
-        text = cli("export", engine, *words, host="sim:h100-80gb").ok().err
-        return [name for name in ("memory:", "slices:", "reserve:") if f"({name} in gpushare.yaml)" in text]
+    def is_lost(*words: str) -> bool:
+        return "longest lease of gpushare.yaml" in cli("export", engine, *words, host="sim:h100-80gb").ok().err
 
     path.write_text(sharing)
-    assert lost("-f", str(path)) == []
+    assert not is_lost("-f", str(path))
     path.write_text(sharing + SECTIONS)
-    assert lost("-f", str(path)) == ["memory:", "slices:", "reserve:"]
+    assert is_lost("-f", str(path))
     # Those of the applied file are lost as well.
     cli("apply", "-f", str(path), "-y", host="sim:h100-80gb").ok()
-    assert lost() == ["memory:", "slices:", "reserve:"]
+    assert is_lost()
 
 
 def test_a_unit_has_the_path_of_this_gpushare(monkeypatch: pytest.MonkeyPatch) -> None:
