@@ -510,7 +510,7 @@ def create(
         created = [(part, new.instance) for part in plan.gpus for new in part.created]
         naming = None
         if name is not None:
-            naming = plan_names(host, [name], grants={}, instances=created, may_move=False, plans=plan.gpus)
+            naming = plan_names(host, [name], grants={}, instances=created, plans=plan.gpus)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, wanted))}", naming=naming)
 
     return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
@@ -565,7 +565,7 @@ def apply(
     is on already, the driver's capability mig/config is enough.
 
     With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2. A name
-    moves between instances of these GPUs; one that belongs to another GPU is refused.
+    that means another instance is refused.
     """
     if bool(wish) == (file is not None):
         raise BadUsage(
@@ -701,10 +701,9 @@ def change_of(
         evict={(target.gpu, target.instance) for target in evict},
         first=naming.first,
         naming=naming.commands,
-        after=[*name_steps(host, plan.gpus, naming.changed), *naming.after],
+        after=[*name_steps(host, plan.gpus, {named.name for named in naming.bound}), *naming.after],
     )
-    consent = (*change.plan.consent, *naming.losses)
-    plan_with_names = replace(change.plan, consent=consent, undo=in_turn(naming.undo))
+    plan_with_names = replace(change.plan, undo=in_turn(naming.undo))
     return replace(change, plan=plan_with_names, names=naming.bound)
 
 

@@ -8,7 +8,7 @@ to leave the nodes alone (``DeviceFileModify: 0``). All of this is lost with the
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -332,11 +332,8 @@ class Naming:
     after: tuple[Step, ...] = ()
     # The commands that do the same as ``first``, once the instances exist.
     commands: tuple[str, ...] = ()
-    losses: tuple[Loss, ...] = ()
     # The commands that take back what the undo of the layout leaves.
     undo: tuple[str, ...] = ()
-    # All names that it binds or forgets.
-    changed: frozenset[str] = frozenset()
 
 
 def plan_names(
@@ -344,17 +341,15 @@ def plan_names(
     words: Sequence[str],
     grants: Mapping[str, Sequence[str]],
     instances: Sequence[tuple[GpuPlan, GpuInstance]],
-    *,
-    may_move: bool = True,
     plans: Sequence[GpuPlan] = (),
 ) -> Naming:
     """Return how these instances get these names, in order, and are granted to these users only.
 
-    A single name for several instances is numbered. A name moves only between instances of the GPUs of the plans (default:
-    those of the instances) or from a GPU that is gone; without ``may_move`` only if its instance no longer exists.
+    A single name for several instances is numbered. ``plans`` are those of all GPUs that change (default: of the instances).
 
     Raises:
-        BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
+        BadUsage: the names are not as many as the instances, a grant is for none of them, a name means another instance, or
+            an instance has another name.
         NotFound: there is no such user.
     """
     names = _names_for(words, len(instances))
@@ -363,106 +358,51 @@ def plan_names(
         NamedInstance(name=check_name(name), gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
         for name, (plan, new) in zip(names, instances, strict=True)
     ]
-    own_plans = [plan for plan, _ in instances]
-    change = _NameChange(host, wanted, users, own_plans, plans or own_plans, may_move=may_move)
-    first = change.bound_before
+    plans = plans or [plan for plan, _ in instances]
+    index = {plan.uuid or "": plan.gpu for plan in plans}
+    kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
+    destroyed_spots = {(plan.uuid, *gone.instance.place) for plan in plans for gone in plan.destroyed if gone.whole}
+    names_now = names_of(host)
+    name_at = {named.spot: named for named in names_now.values()}
+    bound = [named for named in wanted if name_at.get(named.spot) != names_now.get(named.name, named)]
+    for named in bound:
+        if named.spot in name_at:
+            raise name_taken_error(host, name_at[named.spot])
+        present = names_now.get(named.name)
+        if present is not None:
+            refuse_name_elsewhere(host, present, index)
+            # Without an instance, a name with grants is not lost unasked.
+            if present.spot in kept_spots or (present.users and present.spot not in destroyed_spots):
+                raise name_taken_error(host, present)
+    staying = [named for named in bound if named.spot in kept_spots]
+    # New names are bound before their instances exist, so that a crash loses none. Those of instances that are destroyed are
+    # bound after the layout: its undo leaves them alone.
+    early = [
+        named
+        for named in bound
+        if named not in staying and names_now.get(named.name, named).spot not in destroyed_spots
+    ]
+    late = [named for named in bound if named not in early]
+    after = [names_step(host, late, (), index)] if late else []
+    # Revoked before the names are forgotten: without its name nothing could open the nodes of an instance again.
+    undo = [f"gpushare mig revoke {named.name} -y" for named in staying if users[named.name]]
+    undo += [f"gpushare mig name --forget {named.name} -y" for named in staying]
+    for named in wanted:
+        granted = users[named.name]
+        is_unchanged = named not in bound and named.spot in kept_spots
+        in_force = is_unchanged and not any(plan_grant(host, named.name, user).steps for user in granted)
+        if granted and not in_force:
+            after.append(grant_step(host, named.name, granted))
+        if is_unchanged:
+            new_users = [user for user in granted if user not in names_now[named.name].users]
+            undo += [f"gpushare mig revoke {named.name} {shlex.quote(user)} -y" for user in new_users]
     return Naming(
-        bound=tuple(change.bound),
-        first=(names_step(host, first, (), change.index, to_come=[*names]),) if first else (),
-        commands=tuple(binding_commands(first, change.index)),
-        after=tuple(change.steps_after()),
-        changed=frozenset(named.name for named in (*change.bound, *change.replaced)),
-        losses=tuple(change.losses()),
-        undo=tuple(change.undo_commands()),
+        bound=tuple(bound),
+        first=(names_step(host, early, (), index, to_come=names),) if early else (),
+        commands=tuple(binding_commands(early, index)),
+        after=tuple(after),
+        undo=tuple(undo),
     )
-
-
-class _NameChange:
-    """The names that instances get, and what both have now."""
-
-    def __init__(
-        self,
-        host: Host,
-        wanted: Sequence[NamedInstance],
-        users: Mapping[str, Sequence[str]],
-        own_plans: Sequence[GpuPlan],
-        plans: Sequence[GpuPlan],
-        *,
-        may_move: bool,
-    ) -> None:
-        """Compare the wanted names with those of now. Raises BadUsage if a name may not move."""
-        self._host, self._wanted, self._users = host, wanted, users
-        self._names_now = names_of(host)
-        self.index = {plan.uuid or "": plan.gpu for plan in plans}
-        self._kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
-        self._destroyed_spots = {
-            (plan.uuid, *removed.instance.place) for plan in own_plans for removed in plan.destroyed if removed.whole
-        }
-        # The names that are new, or get another instance.
-        spots_now = {name: named.spot for name, named in self._names_now.items()}
-        self.bound = [named for named in wanted if named.spot != spots_now.get(named.name)]
-        # What names of these mean now.
-        self._taken = [self._names_now[named.name] for named in self.bound if named.name in self._names_now]
-        for named in self._taken:
-            refuse_name_elsewhere(host, named, self.index)
-            if not may_move and named.spot in self._kept_spots:
-                raise name_taken_error(host, named)
-        self._moving = [named for named in self._taken if may_move and named.gpu_uuid in self.index]
-        # The names that the instances have now, and lose.
-        names, spots = {named.name for named in wanted}, {named.spot for named in wanted}
-        self.replaced = [named for named in self._names_now.values() if named.name not in names and named.spot in spots]
-        # A destroyed instance has a loss of its own, which tells its name.
-        self._losing = [named for named in (*self._moving, *self.replaced) if named.spot not in self._destroyed_spots]
-        # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
-        # the undo of a layout leaves them alone.
-        self.bound_before = [
-            named
-            for named in self.bound
-            if not (may_move and named.name in self._names_now) and named.spot not in self._kept_spots
-        ]
-
-    def steps_after(self) -> list[Step]:
-        """Return the steps once the instances exist: revoke grants of lost names, bind names, grant."""
-        steps = [revoke_step(self._host, named) for named in self._losing if named.users]
-        bound_after = [named for named in self.bound if named not in self.bound_before]
-        if bound_after or self.replaced:
-            moved = [named for named in self._moving if named.spot in self._kept_spots]
-            steps.append(names_step(self._host, bound_after, self.replaced, self.index, moved=moved))
-        for named in self._wanted:
-            users = self._users[named.name]
-            unchanged = named not in self.bound and named.spot in self._kept_spots
-            in_force = unchanged and not any(plan_grant(self._host, named.name, user).steps for user in users)
-            if users and not in_force:
-                steps.append(grant_step(self._host, named.name, users))
-        return steps
-
-    def _lost_names(self) -> Iterator[NamedInstance]:
-        """Yield the names that lose an instance that stays, or grants; else nothing is lost, and nothing can be restored."""
-        for named in (*self._losing, *(named for named in self._taken if named not in self._moving)):
-            if named.spot in self._kept_spots or named.users:
-                yield named
-
-    def losses(self) -> Iterator[Loss]:
-        for named in self._lost_names():
-            action = "forgets" if named in self.replaced else "moves"
-            reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
-            yield Loss(action=action, what=f"the name '{named.name}' of {named}", why=reasons)
-
-    def undo_commands(self) -> Iterator[str]:
-        """Yield the commands that take back what the undo of the layout leaves."""
-        staying = [named.name for named in self.bound if named.spot in self._kept_spots]
-        # Revoked before the names are forgotten: without its name nothing could open the nodes of an instance again.
-        yield from (f"gpushare mig revoke {name} -y" for name in staying if self._users[name])
-        yield from (f"gpushare mig name --forget {name} -y" for name in staying)
-        for named in self._wanted:
-            if named not in self.bound and named.spot in self._kept_spots | self._destroyed_spots:
-                granted_now = self._names_now[named.name].users
-                for user in self._users[named.name]:
-                    if user not in granted_now:
-                        yield f"gpushare mig revoke {named.name} {shlex.quote(user)} -y"
-        for named in self._lost_names():
-            if named.spot in self._kept_spots:
-                yield from restoring_commands(named.name, named, self.index[named.gpu_uuid], named.users)
 
 
 def _users_by_name(
@@ -612,11 +552,10 @@ def names_step(
     index: Mapping[str, int] | None = None,
     *,
     to_come: Collection[str] = (),
-    moved: Sequence[NamedInstance] = (),
 ) -> Step:
     """Return the step that binds and forgets names.
 
-    ``index`` are the indexes of GPUs by UUID, as far as they are known. ``moved`` are what names to bind mean before.
+    ``index`` are the indexes of GPUs by UUID, as far as they are known.
 
     The instances of names ``to_come`` do not exist yet. The step puts these into the record; no command can do that, so
     `plan_change` shows ``mig name`` where the instances exist.
@@ -633,7 +572,7 @@ def names_step(
     return Step(
         what=", ".join(words),
         command="\n".join([*writing, *_forgetting_commands([*forget, *rebound]), *binding_commands(binding, indexes)]),
-        undo="\n".join([*_forgetting_commands(bind), *binding_commands([*forget, *moved], indexes)]),
+        undo="\n".join([*_forgetting_commands(bind), *binding_commands(forget, indexes)]),
         do=work.do,
         revert=work.undo,
     )
