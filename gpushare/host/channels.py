@@ -47,9 +47,11 @@ from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of, parent_of, pid_space, real_uid
+from gpushare.host.process import read_text
 
 if TYPE_CHECKING:
     import socket
+
 
 CONTROL_NODE: Final = "/dev/nvidiactl"
 # Major and minor number of it (Documentation/admin-guide/devices.txt).
@@ -414,7 +416,7 @@ def _refusal_by_kernel(pid: int) -> Refused:
 
 def _yama_scope() -> str:
     """Return Yama's ptrace_scope as text; empty: there is no Yama."""
-    return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    return read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
 def forbidding_yama_scope() -> str | None:
@@ -425,25 +427,16 @@ def forbidding_yama_scope() -> str | None:
     return scope if forbids else None
 
 
-def _read_text(path: str) -> str:
-    """Return the beginning of a file; empty if it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(4096)
-    except OSError:
-        return ""
-
-
 def _in_wsl() -> bool:
     """Return whether this is Windows' Linux kernel."""
-    return "microsoft" in _read_text("/proc/sys/kernel/osrelease").lower()
+    return "microsoft" in read_text("/proc/sys/kernel/osrelease").lower()
 
 
 def _in_gvisor() -> bool:
     """Return whether this is gVisor, which has no pidfd_getfd."""
     # What its /proc/version always says.
     return (
-        re.match(r"Linux version 4\.4\.0 .*(gVisor|Jan 10 15:06:54 PST 2016)", _read_text("/proc/version")) is not None
+        re.match(r"Linux version 4\.4\.0 .*(gVisor|Jan 10 15:06:54 PST 2016)", read_text("/proc/version")) is not None
     )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
+from gpushare.host.channels import not_answered_error
 
 LIBRARY: Final = "libcuda.so.1"
 # CUresult
@@ -172,7 +173,7 @@ class Checkpoint:
         function = self._driver_function(name)
         if self.hangs(pid):
             # A hanging lock takes effect once its process continues: an unlock before that would be in vain.
-            raise _hangs_error(name, pid)
+            raise not_answered_error(pid, seconds)
         answers: list[int] = []
         # The thread's reference keeps the argument alive.
         thread = threading.Thread(target=lambda: answers.append(int(function(pid, argument))), daemon=True)
@@ -180,7 +181,7 @@ class Checkpoint:
         thread.join(seconds)
         if not answers:
             self._hanging[pid] = thread
-            raise _hangs_error(name, pid)
+            raise not_answered_error(pid, seconds)
         self._hanging.pop(pid, None)
         return answers[0]
 
@@ -204,12 +205,6 @@ class Checkpoint:
 def _uuid_bytes(uuid: str) -> Any:
     """Return the 16 bytes of ``GPU-ee331e42-...`` as CUuuid has them."""
     return (ctypes.c_ubyte * 16)(*bytes.fromhex(uuid.removeprefix("GPU-").replace("-", "")))
-
-
-def _hangs_error(name: str, pid: int) -> TimedOut:
-    return TimedOut(
-        f"the driver does not answer for process {pid} ({name})", "see: sudo dmesg | tail", code="driver_hangs"
-    )
 
 
 def _check_code(code: int, verb: str, pid: int) -> None:

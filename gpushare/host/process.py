@@ -205,7 +205,7 @@ class Processes:
         if pid <= 0:
             return None
         command_line = command_line_of(pid)
-        status = _read_text(f"/proc/{pid}/status") or ""
+        status = read_text(f"/proc/{pid}/status")
         ids = re.search(r"^Uid:\s*(\d+)\s+(\d+)", status, re.MULTILINE)
         info = ProcessInfo(
             pid=pid,
@@ -214,7 +214,7 @@ class Processes:
             name=_name_of(pid, command_line),
             command_line=None if command_line is None else tuple(command_line),
             started=_started(pid),
-            container=container_of(_read_text(f"/proc/{pid}/cgroup") or ""),
+            container=container_of(read_text(f"/proc/{pid}/cgroup")),
             stopped=re.search(r"^State:\s*T", status, re.MULTILINE) is not None,
         )
         # Last, because it may end while it is read.
@@ -429,7 +429,7 @@ def _waits_for(thread: str, signal: int) -> bool:
     During sigwait its signals are not in SigBlk but in a set in memory, to which the system call points. False if unknown,
     as for a process that this user may not trace: on Ubuntu, all but those that gpushare has started.
     """
-    words = (_read_text(f"/proc/{thread}/syscall") or "").split()
+    words = read_text(f"/proc/{thread}/syscall").split()
     if len(words) < 2 or words[0] != str(_SIGTIMEDWAIT.get(os.uname().machine)):
         return False
     try:
@@ -443,14 +443,13 @@ def _waits_for(thread: str, signal: int) -> bool:
 
 def _is_in_mask(field: str, task: str, signal: int) -> bool | None:
     """Return whether a signal is in a mask of ``/proc/TASK/status`` (a task: ``PID`` or ``PID/task/TID``); None: unknown."""
-    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read_text(f"/proc/{task}/status") or "", re.MULTILINE)
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", read_text(f"/proc/{task}/status"), re.MULTILINE)
     return bool(int(match[1], 16) >> (signal - 1) & 1) if match else None
 
 
-def _read_text(path: str) -> str | None:
-    """Return a file in ``/proc`` as text; None: it cannot be read."""
-    text = read_proc(path)
-    return None if text is None else text.decode(errors="replace")
+def read_text(path: str) -> str:
+    """Return a file in ``/proc`` as text; empty: it cannot be read."""
+    return (read_proc(path) or b"").decode(errors="replace")
 
 
 def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
@@ -556,7 +555,7 @@ def _allowing_tracing() -> Callable[[], object]:
     Where Yama restricts ptrace to ancestors (ptrace_scope 1), the child that reaches the channels of a process, `channels.Caller`,
     could not trace it otherwise. The permission survives exec and ends with gpushare.
     """
-    if (_read_text("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
+    if read_text("/proc/sys/kernel/yama/ptrace_scope").strip() != "1":
         return lambda: None
     import ctypes
 

@@ -431,28 +431,26 @@ def _daemon_of_home(
     pid = live_pid(host, home, record, running)
     daemon = _recorded_daemon(home, record, pid, gpus)
     if pid is None:
-        way = f"clean up: gpushare mps stop -g {record.device_uuid}"
-        reason = f"the daemon {record.pid} is gone; {way}"
-        if record.interrupted:
-            reason = (
-                "it is being started, or its start was interrupted; start it again: "
-                f"gpushare mps start -g {record.device_uuid}; or {way}"
-            )
-        return FoundDaemon(replace(daemon, error=reason), home, record)
+        gone = f"the daemon {record.pid} is gone; clean up: gpushare mps stop -g {record.device_uuid}"
+        error = _interrupted_text(record.device_uuid) if record.interrupted else gone
+        return FoundDaemon(replace(daemon, error=error), home, record)
     info = host.processes.describe(pid)
     if info is None:
         return FoundDaemon(daemon, home, record)
     return FoundDaemon(replace(daemon, user=info.user), home, record, uid=info.uid, started=info.started)
 
 
+def _interrupted_text(uuid: str) -> str:
+    return (
+        f"it is being started, or its start was interrupted; start it again: gpushare mps start -g {uuid}; "
+        f"or stop it: gpushare mps stop -g {uuid}"
+    )
+
+
 def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
     """Return a daemon as its record describes it; ``pid`` is None if it has ended."""
     index = _gpu_index(record.device_uuid, gpus)
     uuid = record.device_uuid
-    unfinished = (
-        f"it is being started, or its start was interrupted; finish it: gpushare mps start -g {uuid}; "
-        f"or stop it: gpushare mps stop -g {uuid}"
-    )
     return MpsDaemon(
         pid=pid,
         ours=True,
@@ -465,7 +463,7 @@ def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gp
         memory_limit_bytes=record.limits.memory_limit_bytes,
         priority=record.limits.priority,
         transient=record.transient,
-        note=unfinished if record.interrupted and pid is not None else None,
+        note=_interrupted_text(uuid) if record.interrupted and pid is not None else None,
     )
 
 

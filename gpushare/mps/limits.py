@@ -247,12 +247,7 @@ class LimitOptions:
 
 def _parse_memory_or_none(text: str) -> object:
     """Return a typed limit in bytes, or `_REMOVED` for ``none``."""
-    if text.strip().lower() == "none":
-        return _REMOVED
-    try:
-        return parse_memory_limit(text)
-    except BadUsage as error:
-        raise error.restated(hint=f"{error.hint}; to remove the limit: --memory none") from None
+    return _REMOVED if text.strip().lower() == "none" else parse_memory_limit(text)
 
 
 def _parse_priority(text: str | None) -> Priority | None:

@@ -624,7 +624,7 @@ def test_why_the_kernel_refuses_a_descriptor(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(room, "_syscall", syscall)
     monkeypatch.setattr(room, "real_uid", lambda _pid: uid or 1000)
-    monkeypatch.setattr(room, "_read_text", lambda path: scope if "yama" in path else "")
+    monkeypatch.setattr(room, "read_text", lambda path: scope if "yama" in path else "")
     with (
         running(NODE) as child,
         KernelFiles(NODE, DEVICE).process(child.pid, None) as process,
@@ -665,7 +665,7 @@ def test_what_the_kernel_tells_without_another_process(
 
     monkeypatch.setattr(room, "_syscall", syscall)
     monkeypatch.setattr(
-        room, "_read_text", lambda path: kernel if "osrelease" in path else scope if "yama" in path else ""
+        room, "read_text", lambda path: kernel if "osrelease" in path else scope if "yama" in path else ""
     )
     reply = answer(KernelFiles(str(tmp_path / "nvidiactl"), DEVICE), {"do": "check", "pid": os.getpid()})
     assert reply.get("refused") == code
@@ -680,7 +680,7 @@ def test_gvisor_and_wsl_are_told_by_their_kernels(monkeypatch: pytest.MonkeyPatc
         "/proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016",
         "/proc/sys/kernel/osrelease": "5.15.90.1-microsoft-standard-WSL2",
     }
-    monkeypatch.setattr(room, "_read_text", lambda path: said.get(path, ""))
+    monkeypatch.setattr(room, "read_text", lambda path: said.get(path, ""))
     assert room._in_gvisor()
     assert answer(KernelFiles(), {"do": "find", "pid": os.getpid(), "started": None})["refused"] == "wsl"
 
