@@ -1,13 +1,13 @@
 """What is known of a command on one model of GPU: the most memory that it has used, and how much of the GPU it uses alone.
 
-`run`, `bench`, `tune` and `observe` keep it. A job that gives no size reserves its peak; `run -g any` ranks GPUs by its use.
+`run`, `bench`, `tune` and `observe` keep it. A job that gives no size reserves its peak; `run -g any` ranks GPUs by use.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
@@ -58,6 +58,37 @@ def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequenc
         if profile is not None and profile.memory_bytes is not None
     ]
     return max(peaks, default=None)
+
+
+class KnownCommands:
+    """The commands of this user of which something is known, found by the command lines of running processes."""
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._names = host, frozenset[str]()
+        with contextlib.suppress(OSError):
+            self._names = frozenset(os.listdir(PROFILES.path(host, "").parent))
+
+    def __bool__(self) -> bool:
+        return bool(self._names)
+
+    def use_percent(self, device: Device, words: Sequence[str]) -> float | None:
+        """Return how much of a GPU the command that a process runs uses alone; None: it is not known."""
+        for command in _typed_commands(words):
+            digest = digest_of(device, command)
+            # Most processes have no profile: their files are not even looked for.
+            if f"{digest}.json" in self._names:
+                profile = PROFILES.read(PROFILES.path(self._host, digest))
+                if profile is not None:
+                    return profile.use_percent
+        return None
+
+
+def _typed_commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield what a user may have typed for a command line: the kernel puts the interpreter before a script."""
+    yield words
+    if len(words) > 1 and "/" in words[1]:
+        yield words[1:]
+        yield (os.path.basename(words[1]), *words[2:])
 
 
 def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Profile) -> None:

@@ -39,7 +39,7 @@ from gpushare.memory.ledger import (
     without_enclosing_jobs,
     would_take,
 )
-from gpushare.memory.peaks import find_profile
+from gpushare.memory.peaks import KnownCommands, find_profile
 from gpushare.memory.swapped import GPU_MARGIN_BYTES, Swap, has_room, several_gpus_error
 
 # Shows what a job waits for, how long it has, and how long it waits at most (`show.waiting`).
@@ -49,6 +49,8 @@ POLL_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 2.0
 _MOST_NAMED: Final = 4
 _HARM_STEP_PERCENT: Final = 10
+# Of more jobs, the rest is only seen in the utilization of the GPU.
+_MOST_LOOKED_UP: Final = 64
 
 
 def read_lines(host: Host, devices: Sequence[Device], limits: UserLimits, own_place: Place | None = None) -> list[Line]:
@@ -108,13 +110,14 @@ def best_first(
     """
     limits = UserLimits() if limits is None else limits
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
+    profiles = KnownCommands(host)
     ranked: list[_Ranked] = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
             continue
         names = productions(device)
-        use_there = _use_percent_now(host, line)
+        use_there = _use_percent_of_jobs(host, line, profiles)
         profile = find_profile(host, device, command) if command else None
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
@@ -132,16 +135,51 @@ def best_first(
     return [(entry.device, entry.text) for entry in ranked]
 
 
-def _use_percent_now(host: Host, line: Line) -> float | None:
-    """Return how many percent of a device the programs there use now; None: unknown, as for a job that is not on it yet."""
+def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> float | None:
+    """Return how many percent of a device the jobs there use together; None: unknown, for example if one has just begun.
+
+    That is the sum of what each uses alone, if the commands of all were measured (`KnownCommands`: this user's own). Else it
+    is the utilization of the GPU, but at least what the measured ones use.
+    """
+    from gpushare.mps.control import is_server
+
     device = line.device
     processes = [each for each in device.gpu.processes or () if device.has(each) and (each.compute or each.mps)]
-    owners = owners_of(host, line.holders, (process.pid for process in processes))
-    if any(job.id not in owners.values() for job in line.holders):
+    # In another PID namespace than the host's, NVML's PIDs are of other processes.
+    blind = host.processes.namespace_is_host() is False
+    owners = owners_of(host, line.holders, () if blind else (process.pid for process in processes))
+    if not blind and any(job.id not in owners.values() for job in line.holders):
+        # It is not on the GPU yet.
         return None
-    if device.gpu.processes is not None and not processes:
-        return 0.0
-    return device.gpu.utilization_percent if device.mig is None else None
+    busy = device.gpu.utilization_percent if device.mig is None else None
+    if device.gpu.processes is None:
+        return busy
+    # By the nearest process above that was measured, which is the job's, or else by the process itself.
+    uses: dict[int, float | None] = {}
+    for process in processes:
+        info = None if blind else host.processes.describe(process.pid)
+        if info is not None and is_server(info.name):
+            continue
+        uses[process.pid] = None
+        if profiles and info is not None and info.uid == host.uid and len(uses) <= _MOST_LOOKED_UP:
+            for pid in host.processes.ancestry(process.pid):
+                percent = _measured_use_percent(host, device, pid, profiles)
+                if percent is not None:
+                    del uses[process.pid]
+                    uses[pid] = percent
+                    break
+    measured = sum(use or 0.0 for use in uses.values())
+    if None not in uses.values():
+        return measured
+    return None if busy is None else max(float(busy), measured)
+
+
+def _measured_use_percent(host: Host, device: Device, pid: int, profiles: KnownCommands) -> float | None:
+    """Return how much of a GPU a process of this user uses alone, by its command's profile; None: not measured."""
+    info = host.processes.describe(pid)
+    if info is None or info.uid != host.uid or not info.command_line:
+        return None
+    return profiles.use_percent(device, info.command_line)
 
 
 def wait_for_room(

@@ -40,7 +40,7 @@ from gpushare.memory.room import (
     Draw,
     _no_room_error,
     _room_text,
-    _use_percent_now,
+    _use_percent_of_jobs,
     best_first,
     check_fits,
     check_limit_now,
@@ -464,14 +464,26 @@ def test_a_try_reads_again_only_the_devices_that_it_takes(host: Host, monkeypatc
     assert read == [*keys, *place.held, *place.held]
 
 
-def test_the_harm_is_by_the_profile_of_the_job_and_the_load_of_the_gpu(host: Host) -> None:
+@pytest.mark.parametrize(
+    ("user", "name", "shown"),
+    [
+        (None, "python3", "it uses 50 %, those there 30 %"),
+        # Others' profiles cannot be read, whatever their processes call themselves.
+        ("nobody", "python3", "it uses 50 %, those there 40 %"),
+        # What a server of MPS does is the work of its clients.
+        (None, SERVER_PROGRAM, "it is idle"),
+    ],
+)
+def test_only_own_processes_are_known_by_their_command(host: Host, user: str | None, name: str, shown: str) -> None:
     first, second = devices(host)
-    keep_profile(host, first, ("python", "mine.py"), Profile(use_percent=50.0))
-    add_process(SPEC, sm_percent=40)
+    for command, use in ((("python", "web.py"), 30.0), (("python", "mine.py"), 50.0)):
+        keep_profile(host, first, command, Profile(use_percent=use))
+    add_process(SPEC, user=user, name=name, command_line=("python", "web.py"), sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [], command=("python", "mine.py"))
-    reasons = {device.gpu.index: reason for device, reason in ordered}
-    assert "; it uses 50 %, those there 40 %" in reasons[first.gpu.index]
-    assert "it is idle" in reasons[second.gpu.index]
+    (full,) = [reason for device, reason in ordered if device.gpu.index == first.gpu.index]
+    assert f"; {shown}" in full
+    (empty,) = [reason for device, reason in ordered if device.gpu.index == second.gpu.index]
+    assert "it is idle" in empty
 
 
 def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host: Host) -> None:
@@ -961,7 +973,7 @@ def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
     for device in devices(host):
         line = line_of(host, device, [])
         assert line is not None
-        used.append(_use_percent_now(host, line))
+        used.append(_use_percent_of_jobs(host, line, {}))
     assert used == [0.0, 70.0]
 
 
@@ -971,7 +983,7 @@ def test_a_gpu_whose_processes_are_unknown_is_not_idle(host: Host, busy: int | N
     silent = replace(device, gpu=replace(device.gpu, processes=None, utilization_percent=busy))
     line = line_of(host, silent, [])
     assert line is not None
-    assert _use_percent_now(host, line) == busy
+    assert _use_percent_of_jobs(host, line, {}) == busy
 
 
 def test_a_job_would_not_start_while_the_ledger_cannot_be_read(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.memory import peaks
-from gpushare.memory.peaks import Profile, digest_of, find_profile, keep_profile
+from gpushare.memory.peaks import KnownCommands, Profile, digest_of, find_profile, keep_profile
 
 COMMAND = ("python", "train.py", "--key", "secret")
 
@@ -91,6 +91,24 @@ def test_a_file_with_what_is_known_is_read(host: Host, device: Device) -> None:
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
     path_of(host).write_text('{"schema": 1, "memory_bytes": 5, "short": true}')
     assert find_profile(host, device, COMMAND) == Profile(memory_bytes=5, short=True)
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        (("python", "train.py"), ("python", "train.py")),
+        (("./train.sh", "-x"), ("/bin/sh", "./train.sh", "-x")),
+        (("torchrun", "train.py"), ("/usr/bin/python3", "/usr/local/bin/torchrun", "train.py")),
+    ],
+)
+def test_a_command_is_known_by_the_command_line_of_its_process(
+    host: Host, device: Device, typed: tuple[str, ...], seen: tuple[str, ...]
+) -> None:
+    assert not KnownCommands(host)
+    keep_profile(host, device, typed, Profile(use_percent=40.0))
+    assert KnownCommands(host).use_percent(device, seen) == 40.0
+    assert KnownCommands(host).use_percent(device, ("/bin/sh", "other")) is None
+    assert KnownCommands(host).use_percent(device, ()) is None
 
 
 @pytest.mark.needs_root

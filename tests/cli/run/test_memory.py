@@ -318,11 +318,13 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Real, cli: Cli) ->
 
 def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Real, cli: Cli) -> None:
     world = World("sim:2xa30")
+    # The commands that run there are found by their command lines.
     heavy = (*JOB, "--footprint", "2G", "--seconds", "60", "--need", "90")
     light = (*JOB, "--footprint", "9G", "--seconds", "60", "--need", "20")
     mine = (*JOB, "--footprint", "2G", "--seconds", "0.2")
     device = select("0", world.host.nvml.sweep())[0]
-    keep_profile(world.host, device, mine, Profile(memory_bytes=2 * GIB, use_percent=50.0))
+    for command, use in ((heavy, 90.0), (light, 20.0), (mine, 50.0)):
+        keep_profile(world.host, device, command, Profile(memory_bytes=2 * GIB, use_percent=use))
     jobs = [
         real("run", "-g", "0", "--", *heavy, host=world.spec),
         real("run", "-g", "1", "--slice", "2ms", "--", *light, host=world.spec),
