@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from gpushare.advice.case import flags_like
 from gpushare.advice.limits import limits_sum
 from gpushare.advice.place import Part, place
-from gpushare.advice.questions import QUESTIONS, other_answers
+from gpushare.advice.questions import QUESTIONS, OtherAnswer, other_answers
 from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, WayVerdict, verdicts
 from gpushare.advice.situation import Budget, LeavingCost, Situation, instances_sentence
@@ -30,21 +30,6 @@ class Confidence(str, Enum):
     HIGH = "high"
     MEDIUM = "medium"
     LOW = "low"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OtherAnswer:
-    """The way that another answer to a question would lead to. ``open``: the question is unanswered."""
-
-    question: str
-    text: str
-    then: Way | None
-    open: bool
-    json_properties: ClassVar = ("then_title",)
-
-    @property
-    def then_title(self) -> str:
-        return "nothing fits" if self.then is None else self.then.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,11 +68,7 @@ def advise(situation: Situation) -> Advice:
     best = parts[0].best if everywhere else None
     # Other answers are placed without `apart`, which takes long: they are compared with the present case placed so, too.
     present_ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
-    changes = tuple(
-        OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open)
-        for question, answer, is_open, part in other_answers(situation)
-        if part.way not in present_ways
-    )
+    changes = tuple(other for other, _ in other_answers(situation) if other.then not in present_ways)
     confidence, why = _confidence(parts, best, judged, changes)
     made = None
     if best is not None:
@@ -235,8 +216,6 @@ def _notes(situation: Situation) -> tuple[str, ...]:
     notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in kinds]
     if case.processes == 1 and case.same_user is False:
         notes.append("one process belongs to one user: taken as one next to programs of others")
-    if gpu.mps_daemons:
-        notes.append(f"an MPS daemon already serves GPU {gpu.index}; see: gpushare mps status")
     used = gpu.memory_used_bytes
     if used is not None and gpu.processes and used > GIB:
         notes.append(f"{format_bytes(used)} of GPU memory are in use now; the calculation assumes an empty GPU")

@@ -12,14 +12,13 @@ from gpushare.advice.advise import (
     AdviceAnswer,
     Confidence,
     MeasuredAnswer,
-    OtherAnswer,
     advice_answer,
     open_text,
     open_titles,
     with_way,
 )
 from gpushare.advice.limits import threads_together
-from gpushare.advice.questions import other_answers
+from gpushare.advice.questions import OtherAnswer, other_answers
 from gpushare.advice.rules import Kind, Reason, WayVerdict, verdicts
 from gpushare.base.benchmark import NEAR, BenchAnswer, BenchCell, Metric
 from gpushare.base.model import Way
@@ -290,12 +289,12 @@ def _changes_after(final: Advice) -> tuple[OtherAnswer, ...]:
     With them, the way is refused, or another is better for a reason that throughput does not show.
     """
     changes = []
-    for question, answer, is_open, part in other_answers(final.situation):
-        if final.best is None or part.way is final.best.way:
+    for other, part in other_answers(final.situation):
+        if final.best is None or other.then is final.best.way:
             continue
         judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is final.best.way)
         if part.best is None or judged.refused or _reasons_not_measured(part.best, judged):
-            changes.append(OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open))
+            changes.append(other)
     return tuple(changes)
 
 

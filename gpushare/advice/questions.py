@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.place import place
+from gpushare.base.model import Way
 from gpushare.base.values import dataclass
 
 if TYPE_CHECKING:
@@ -221,17 +222,23 @@ def _applies(situation: Situation, question: Question) -> bool:
     return situation.case.processes != 1 or question.field not in {"same_user", "trusted"}
 
 
-class OtherCase(NamedTuple):
-    """A case with another answer to a question. ``part`` is the first part of its placement."""
+@dataclass(frozen=True, kw_only=True)
+class OtherAnswer:
+    """The way that another answer to a question would lead to. ``open``: the question is unanswered."""
 
-    question: Question
-    answer: Answer
-    is_open: bool
-    part: Part
+    question: str
+    text: str
+    then: Way | None
+    open: bool
+    json_properties: ClassVar = ("then_title",)
+
+    @property
+    def then_title(self) -> str:
+        return "nothing fits" if self.then is None else self.then.label
 
 
-def other_answers(situation: Situation) -> Iterator[OtherCase]:
-    """Yield the case with every other possible answer to every question that can matter."""
+def other_answers(situation: Situation) -> Iterator[tuple[OtherAnswer, Part]]:
+    """Yield every other possible answer to every question that can matter, with the first part of its placement."""
     for question in QUESTIONS:
         if not _applies(situation, question):
             continue
@@ -240,7 +247,9 @@ def other_answers(situation: Situation) -> Iterator[OtherCase]:
             # Unless the user says otherwise, jobs are taken not to run already.
             is_default = current is None and answer.value is False and question.field == "running"
             if answer.text and not is_default and answer.value != current:
-                yield OtherCase(question, answer, current is None, _first_part_with(situation, question, answer))
+                part = _first_part_with(situation, question, answer)
+                is_open = current is None
+                yield OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open), part
 
 
 def _first_part_with(situation: Situation, question: Question, answer: Answer) -> Part:

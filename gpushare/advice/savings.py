@@ -89,9 +89,17 @@ def savings(
     GPUs with no load above the target.
 
     Raises:
-        BadUsage: a load, target or number of GPUs is out of range, or one piece of work needs more than a GPU has.
+        BadUsage: one piece of work needs more memory than a GPU has.
     """
-    _check_numbers(work, target_load, gpu_memory_bytes)
+    largest = max(work, key=lambda workload: workload.memory_bytes or 0)
+    needed = largest.memory_bytes
+    if gpu_memory_bytes is not None and needed is not None and needed > gpu_memory_bytes:
+        raise BadUsage(
+            f"{largest.name} needs {format_bytes(needed)} and one GPU has {format_bytes(gpu_memory_bytes)}, "
+            f"{format_bytes(needed - gpu_memory_bytes)} too little",
+            "give a GPU with more memory: --gpu-memory SIZE",
+            code="memory_too_large",
+        )
     gpus_now = len(work)
     cost = None if price is None else price.cost(gpus_now)
     options: list[Consolidation] = []
@@ -128,36 +136,6 @@ def savings(
         options=tuple(options),
         warnings=tuple(warnings),
     )
-
-
-def _check_numbers(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | None) -> None:
-    """Raise BadUsage for loads, a target or a number of GPUs out of range, and for work larger than a GPU."""
-    if not 1 <= len(work) <= MOST_GPUS:
-        raise BadUsage(
-            f"{len(work)} GPUs cannot be consolidated", f"give 1 to {MOST_GPUS}: --gpus 4", code="bad_number_of_gpus"
-        )
-    if not 0 < target_load <= 100:
-        raise BadUsage(
-            f"the target load {target_load} is outside (0, 100]", "give for example --target-load 80", code="bad_load"
-        )
-    for workload in work:
-        if not 0 <= workload.load <= 100:
-            raise BadUsage(
-                f"the load {workload.load} is outside 0 to 100",
-                "give the mean load of one GPU: --load 25",
-                code="bad_load",
-            )
-        if (
-            gpu_memory_bytes is not None
-            and workload.memory_bytes is not None
-            and workload.memory_bytes > gpu_memory_bytes
-        ):
-            raise BadUsage(
-                f"{workload.name} needs {format_bytes(workload.memory_bytes)} and one GPU has {format_bytes(gpu_memory_bytes)}, "
-                f"{format_bytes(workload.memory_bytes - gpu_memory_bytes)} too little",
-                "give a GPU with more memory: --gpu-memory SIZE",
-                code="memory_too_large",
-            )
 
 
 def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Work]] | None:

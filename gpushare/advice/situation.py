@@ -286,8 +286,9 @@ def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInsta
     if not _fit_together(room, smallest):
         largest = max(shares)
         needed = smallest[shares.index(largest)]
-        most_that_fit = _most_that_fit(room, needed)
-        reason = f"{len(shares)} instances with {largest} do not fit: {most_that_fit or 'none'} of {needed.name} would"
+        counts = range(needed.instances or _MOST_INSTANCES, 0, -1)
+        most = next((count for count in counts if _fit_together(room, [needed] * count)), "none")
+        reason = f"{len(shares)} instances with {largest} do not fit: {most} of {needed.name} would"
         return Slices(why_not=reason)
 
     # Then larger ones: by the wanted percentages, equal for equal shares, else each as large as fits.
@@ -334,12 +335,6 @@ def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
         return False
     wish = tuple(Request(profile=name, count=count) for name, count in counts.items())
     return addable(room, wish)
-
-
-def _most_that_fit(room: Layout, profile: Profile) -> int:
-    """Return how many instances of a profile fit next to those of the layout."""
-    most = profile.instances or _MOST_INSTANCES
-    return next((count for count in range(most, 0, -1) if _fit_together(room, [profile] * count)), 0)
 
 
 def _largest_equal(room: Layout, candidates: Sequence[Profile], least: Profile, count: int) -> Profile:

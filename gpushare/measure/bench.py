@@ -384,7 +384,7 @@ class Bench:
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
-            raise _command_failed_error(warm, self._settings)
+            raise _command_failed_error(warm)
         elif not warm.throughput:
             raise OperationFailed(
                 "one copy alone printed a rate of 0, so nothing can be compared with it",
@@ -568,18 +568,11 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     return metric.speed(sum(speed * seconds for speed, seconds in speeds) / total)
 
 
-def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed:
-    """Return the error of a command that fails already alone, with what to try."""
-    silent = settings.metric.printed and all(copy.value is None and not copy.exit_code for copy in run.result.copies)
+def _command_failed_error(run: RunResult) -> OperationFailed:
+    """Return the error of a command that fails already alone, with its last line."""
     last = next((copy.last_line for copy in run.result.copies if copy.last_line), None)
-    if silent and last is not None:
-        hint = f"let --metric match what it prints; its last line: {last}"
-    elif silent and run.result.hung:
-        hint = "it printed nothing at all; give it more time with --timeout, or check whether it buffers its output"
-    elif run.result.hung:
-        hint = "give it more time with --timeout; a program that does not end by itself needs --metric and --for"
-    else:
-        hint = "run the command alone on the GPU by hand first"
+    shown = "it printed nothing at all" if last is None else f"its last line: {last}"
+    hint = f"run it alone by hand ({shown}); one that does not end needs --metric and --for, a slow one --timeout"
     return OperationFailed(f"one copy alone failed: {run.failures[0]}", hint, code="command_failed")
 
 

@@ -248,13 +248,7 @@ def tune(
     """
     for command in (options.production, *options.opportunistic):
         check_program(command[0])
-    if device.mig is not None:
-        raise NotSupported(
-            "tune measures on a whole GPU, not in a MIG instance",
-            "MIG already keeps jobs apart; see: gpushare advise",
-            code="mig_instance",
-        )
-    if device.gpu.mig_enabled:
+    if device.mig is not None or device.gpu.mig_enabled:
         raise NotSupported(
             f"{device.title} is in MIG mode, and tune measures on a whole GPU",
             "MIG already keeps jobs apart: gpushare run --mig PROFILE -- CMD; or disable it:"
@@ -265,17 +259,11 @@ def tune(
 
 
 @dataclass(frozen=True)
-class _OthersAlone:
-    """A window in which production was stopped: the rate of each of the others (None: it printed nothing)."""
-
-    start: float
-    end: float
-    rates: tuple[float | None, ...]
-
-
-@dataclass(frozen=True)
 class _Seen:
-    """A window of production: alone, or together with the others under a ``setting``, with the rate of each of them."""
+    """A window of production: alone, or together with the others under a ``setting``, with the rate of each of them.
+
+    Or one of the others alone, in which production is stopped: its rate is then None. A rate of None: it printed nothing.
+    """
 
     start: float
     end: float
@@ -308,7 +296,7 @@ class Tuner:
         # When all jobs had printed, and the budget began.
         self._began: float | None = None
         self._measuring_seconds = 0.0
-        self.others_alone: list[_OthersAlone] = []
+        self.others_alone: list[_Seen] = []
         self._stages: list[Stage] = []
         # Why ways could not be used.
         self._refused: list[GpushareError] = []
@@ -334,17 +322,14 @@ class Tuner:
             began = self._began or started
             ended = self._experiment.now()
         if not self._measured_now():
-            raise self._nothing_measured_error(over=over)
+            if not over and self._refused:
+                raise self._refused[0]
+            raise TimedOut(
+                f"nothing was measured in {self.options.most_seconds:g} s",
+                "give it more time: --budget 10m",
+                code="no_numbers",
+            )
         return self._result(ended - began, began - started, stopped, over=over)
-
-    def _nothing_measured_error(self, *, over: bool) -> GpushareError:
-        if not over and self._refused:
-            return self._refused[0]
-        return TimedOut(
-            f"nothing was measured in {self.options.most_seconds:g} s",
-            "give it more time: --budget 10m",
-            code="no_numbers",
-        )
 
     def _search_or_leave_out(self, way: Way) -> None:
         """Search a way, unless it cannot be used here or cannot be better; keep its result, or why it was left out."""
@@ -906,7 +891,7 @@ class Stage:
         sizes = [memory_now(self._tuner.host, self._tuner.device, job.program) for job in self._others]
         if None not in sizes:
             self.others_memory = [size or 0 for size in sizes]
-        self._tuner.others_alone.append(_OthersAlone(start, end, rates))
+        self._tuner.others_alone.append(_Seen(start, end, Window(rate=None), rates=rates))
 
     def _fit_windows_of_others(self, start: float, end: float, rates: Sequence[float | None]) -> None:
         """Make windows with the others long enough for each to print several times, by their first window alone."""

@@ -274,12 +274,8 @@ def _why_not_mig(device: Device) -> str | None:
     if not gpu.mig_capable:
         return f"no MIG on {device.title}"
     make = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"
-    if not gpu.mig_enabled:
-        return (
-            f"MIG is off on {device.title}, and bench does not change MIG; create instances and measure again: {make}"
-        )
     if not gpu.mig_instances:
-        return f"there is no MIG instance on {device.title}, and bench creates none: {make}"
+        return f"there is no MIG instance on {device.title}, and bench makes none: {make}"
     return None
 
 

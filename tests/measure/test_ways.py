@@ -73,7 +73,7 @@ def test_what_is_no_number_of_copies(text: str) -> None:
 def test_a_host_with_everything_but_mig() -> None:
     found = here()
     assert (found.outside, found.timeslice, found.mps, found.caps) == (None, None, None, None)
-    assert "MIG is off on GPU 0" in (found.mig or "")
+    assert "there is no MIG instance on GPU 0" in (found.mig or "")
     assert "gpushare mig apply" in (found.mig or "")
     assert found.most_clients == 48
 
