@@ -24,7 +24,6 @@ _REPLICAS_BEFORE_7_5: Final = 16
 
 
 def _wants(kind: Isolation) -> Condition:
-    """Return the condition that a kind of isolation is wanted."""
     return lambda s, _: None if s.case.wanted_isolation is None else kind in s.isolation
 
 
@@ -60,19 +59,8 @@ def _pods_idle(s: Situation, way: Way) -> bool:
 # -- MIG ---------------------------------------------------------------------------------------------
 
 
-def _instances_may_go(s: Situation, _: Way) -> bool:
-    """Return whether instances stand in the way of a job that needs the whole GPU, and may go: idle and nobody's."""
-    needs_whole_gpu = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
-    if not s.gpu.mig_enabled or not s.kept or s.may_be_root is False:
-        return False
-    return needs_whole_gpu and not any(instance.busy or instance.name or instance.granted for instance in s.kept)
-
-
 def _mig_stays(s: Situation, way: Way) -> bool:
     """Return whether MIG is on and cannot be turned off: without root, or with instances that must stay."""
-    if way is Way.WHOLE and _instances_may_go(s, way):
-        # The rule `idle-instances-first` makes that a condition.
-        return False
     # Instances are never destroyed only in order to measure.
     has_instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
     must_stay = s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and has_instances)
@@ -229,19 +217,6 @@ def _only_total_time(s: Situation, _: Way) -> bool:
     return s.short_of_memory and not somebody_waits and not s.together and not in_waves
 
 
-def _untried_uses(s: Situation, _: Way) -> str:
-    """Return in words what the jobs use with which copying out of a GPU was never tried; empty: nothing."""
-    mode = s.gpu.compute_mode
-    uses = []
-    if s.case.any("graphics"):
-        uses.append("graphics")
-    if s.case.any("profiler"):
-        uses.append("profilers and debuggers")
-    if mode is not None and s.exclusive_mode:
-        uses.append(f"compute mode {mode.title}")
-    return ", ".join(uses)
-
-
 # -- the case --------------------------------------------------------------------------------------------
 
 
@@ -257,15 +232,6 @@ def _half_is_enough(s: Situation, _: Way) -> bool:
     """Return whether each process is known to need at most half of the GPU and of its memory."""
     memory, total = s.plain.largest_bytes, s.plain.total_bytes
     return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
-
-
-def _leaves_half(s: Situation, _: Way) -> bool:
-    """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
-    slices = s.slices(Way.MIG)
-    if slices is None:
-        return True
-    total = s.plain.total_bytes or 0
-    return all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
 
 
 def _free_to_measure(s: Situation, _: Way) -> bool:
@@ -306,7 +272,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "static_partitions": lambda s, _: has_static_partitions(s.host, s.gpu),
     # MIG
     "mig_stays": _mig_stays,
-    "instances_may_go": _instances_may_go,
     "mig_occupied": _mig_occupied,
     # Only turning MIG on needs an idle GPU.
     "programs_in_the_way": lambda s, _: (
@@ -347,7 +312,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "production_too_large": _production_too_large,
     "wakes_late": wakes_late,
     "movable_unknown": lambda s, _: None in map(s.case.any, ("nccl", "ipc", "managed_memory")),
-    "untried_uses": lambda s, way: bool(_untried_uses(s, way)),
     "cost_known": lambda s, way: s.leaving_cost(way) is not None,
     "long_work_of_several": _long_work_of_several,
     "only_total_time": _only_total_time,
@@ -364,7 +328,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     ),
     "small_ranks": _small_ranks,
     "half_is_enough": _half_is_enough,
-    "leaves_half": _leaves_half,
     "free_to_measure": _free_to_measure,
     "production_work": lambda s, _: Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY}),
     "interactive": lambda s, _: s.case.pattern is Pattern.INTERACTIVE,
@@ -389,7 +352,6 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
-    "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
     "most_instances": lambda s, _: s.most_instances,
     "why_no_instances": _why_no_instances,
     "nearest_sizes": _nearest_sizes,
@@ -407,7 +369,6 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "host_needed": lambda s, way: "-" if (cost := s.leaving_cost(way)) is None else format_bytes(cost.host_bytes),
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
     "cost": lambda s, way: "" if (cost := s.leaving_cost(way)) is None else cost.sentence,
-    "untried_uses": _untried_uses,
 }
 
 

@@ -38,7 +38,6 @@ class Part:
 
     @property
     def is_opportunistic(self) -> bool:
-        """Return whether all of its processes are opportunistic."""
         return all(work.role is Role.OPPORTUNISTIC for work in self.situation.case.workloads)
 
 

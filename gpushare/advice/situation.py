@@ -124,7 +124,6 @@ class Budget:
 
 
 def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
-    """Return the memory budget of a case on a GPU."""
     context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
     total = gpu.memory_total_bytes
     counts = case.counts

@@ -62,7 +62,6 @@ class Change:
 
     @property
     def each(self) -> tuple[Change, ...]:
-        """Return the change of each GPU."""
         return tuple(replace(self, gpus=(gpu,)) for gpu in self.gpus)
 
     @property

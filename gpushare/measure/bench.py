@@ -506,7 +506,6 @@ class Bench:
         )
 
     def _new_runner(self, cell: Cell) -> Copies:
-        """Return what runs the copies of a cell."""
         way, copies = cell
         settings = self._settings
         runner = Copies(

@@ -195,7 +195,6 @@ def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) 
 
 
 def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
-    """Return the speeds of the runs that measure a cell."""
     runs = [run for run in measurement.runs if CellName(run.way, run.copies) == cell.measured_as]
     return speeds(runs, measurement.settings.metric)
 

@@ -445,7 +445,6 @@ class RecordingFile(contextlib.AbstractContextManager["RecordingFile"]):
     """A recording being written: one line per write, so that it can be read whenever it ends."""
 
     def __init__(self, path: Path, header: Header) -> None:
-        """Create the file."""
         self.path = path
         try:
             # Unbuffered: a line is written whole, whatever ends the program next.
@@ -687,7 +686,6 @@ def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool
 
 
 def _low_gpu(use: GpuUse, activity: Distribution, processes: list[ProcessUse]) -> Underuse:
-    """Return that the mean activity of a GPU was low."""
     measure = "SM activity" if use.sm else "utilization"
     figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
     return Underuse(

@@ -76,7 +76,6 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
 
 
 def _setting_row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
-    """Return the row of a setting in the answer, rounded."""
     best = result.outcome.best
     setting = figures.setting
     return Row(

@@ -154,7 +154,6 @@ class Reasons:
     in_one: bool = False
 
     def why_not(self, way: BenchWay) -> str | None:
-        """Return why a way cannot run, or None."""
         if way.kind in IN_ONE and not self.in_one:
             return f"only the built-in workload runs as {way.kind.value} of one process"
         if way.kind in {Way.WHOLE, *IN_ONE}:
