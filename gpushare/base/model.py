@@ -335,30 +335,6 @@ MUCH_UNLISTED: Final = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class WaitingJob:
-    """A job of `gpushare run --wait` that waits for room; ``place`` counts from 1 among those for the same devices.
-
-    ``memory_bytes`` None: it waits for a device without other jobs.
-    """
-
-    pid: int
-    user: str | None
-    name: str | None
-    place: int
-    memory_bytes: int | None
-    gpu_indexes: tuple[int, ...]
-    device_uuids: tuple[str, ...]
-    production: bool
-    waiting_since: float | None
-    # How many of these GPUs it needs at the same time, with memory_bytes on each.
-    count: int = 1
-    # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.
-    stopped: bool = False
-    # Those of device_uuids that do not answer now, so that the indexes of their GPUs are unknown.
-    lost_uuids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
 class GpuLease:
     """A GPU that a user has reserved for some hours (`gpushare reserve`)."""
 
@@ -404,6 +380,10 @@ class LinePlace:
     stopped: bool = False
     # Its devices that do not answer now, so that the indexes of their GPUs are unknown.
     lost_uuids: tuple[str, ...] = ()
+
+
+# The state of a job that waits for room.
+WAITING: Final = "waiting"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,7 +485,7 @@ class Snapshot:
     warnings: tuple[str, ...] = ()
     taken_at: float | None = None
     # Only `status` and `metrics` look for these.
-    waiting_jobs: tuple[WaitingJob, ...] = ()
+    waiting_jobs: tuple[ListedJob, ...] = ()
     swapped_jobs: tuple[SwappedJob, ...] = ()
     leases: tuple[GpuLease, ...] = ()
     vgpu_sessions: tuple[VgpuSession, ...] = ()

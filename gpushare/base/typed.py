@@ -55,6 +55,13 @@ Shown = Annotated[str, is_shown]
 JOB_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,31}", re.ASCII | re.IGNORECASE)
 JobName = Annotated[str, JOB_NAME.fullmatch]
 
+
+def job_name(text: str | None) -> str | None:
+    """Return the name of a job, or None if it is no valid one: another user may have written it, and shells complete names."""
+    # `pause list` lists.
+    return text if text is not None and text != "list" and JOB_NAME.fullmatch(text) else None
+
+
 _SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
     # JSON may have a float without a decimal point.
     float: lambda raw: type(raw) in {int, float} and abs(raw) <= sys.float_info.max,

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from gpushare.base.model import Gpu, Snapshot, SwappedJob, WaitingJob
+from gpushare.base.model import WAITING, Gpu, LinePlace, ListedJob, Snapshot, SwappedJob
 from gpushare.base.selection import Device
-from gpushare.base.typed import DEVICE_UUID
+from gpushare.base.typed import DEVICE_UUID, job_name
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
-from gpushare.memory.ledger import Reservation, line_of, reservations
+from gpushare.memory.ledger import Reservation, line_of, lines_of, reservations
 from gpushare.memory.swapped import BACK, Swap, swaps
 
 
@@ -47,35 +47,47 @@ def _reserved_bytes(host: Host, device: Device, jobs: Sequence[Reservation]) -> 
     return None if line is None else line.reserved_bytes
 
 
-def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation]) -> list[WaitingJob]:
-    """Return the jobs that wait for room on some of these GPUs, in their order."""
-    indexes = _index_by_uuid(gpus)
-    now = time.time()
-    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation]) -> list[ListedJob]:
+    """Return the jobs that wait for room on some of these GPUs, in their order, with what they wait for."""
     waiting = [job for job in ledger if job.waits]
+    if not waiting:
+        return []
+    indexes = _index_by_uuid(gpus)
+    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     lost = _lost(host, gpus, (key for job in waiting for key in job.keys))
+    instances = (Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances)
+    lines = lines_of(host, [*(Device(gpu=gpu) for gpu in gpus if gpu.uuid), *instances], ledger)
     jobs = []
     for number, job in enumerate(waiting):
-        if (indexes.keys() | lost).isdisjoint(job.keys):
+        wanted = set(job.keys)
+        if (indexes.keys() | lost).isdisjoint(wanted):
             continue
         info = host.processes.describe(job.claim.pid)
-        jobs_ahead = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
+        ahead = [other for other in waiting[:number] if not wanted.isdisjoint(other.keys)]
+        holders = [other for other in ledger if not wanted.isdisjoint(other.held)]
         # When it came (CLOCK_BOOTTIME).
         since_ns = job.claim.ticket
         jobs.append(
-            WaitingJob(
+            ListedJob(
+                name=job_name(job.name),
                 pid=job.claim.pid,
+                state=WAITING,
                 user=None if info is None else info.user,
-                name=job.name,
-                place=jobs_ahead + 1,
-                memory_bytes=job.memory_bytes,
-                count=job.count,
+                role="production" if job.production else "opportunistic" if job.opportunistic else "plain",
+                device=None,
                 gpu_indexes=tuple(sorted({indexes[key] for key in job.keys if key in indexes})),
-                device_uuids=job.keys,
-                production=job.production,
-                stopped=job.stopped,
-                lost_uuids=tuple(key for key in job.keys if key in lost),
-                waiting_since=None if since_ns is None else now - max(0, now_ns - since_ns) / 1e9,
+                memory_limit_bytes=job.limit_bytes,
+                since_seconds=None if since_ns is None else max(0, now_ns - since_ns) / 1e9,
+                line=LinePlace(
+                    place=len(ahead) + 1,
+                    memory_bytes=job.memory_bytes,
+                    count=job.count,
+                    behind=tuple(job_name(other.name) or str(other.claim.pid) for other in ahead),
+                    held_by=tuple(job_name(other.name) or str(other.pid) for other in holders),
+                    others_bytes=max((lines[key].others_bytes for key in wanted if key in lines), default=None),
+                    stopped=job.stopped,
+                    lost_uuids=tuple(key for key in job.keys if key in lost),
+                ),
             )
         )
     return jobs

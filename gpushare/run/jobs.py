@@ -23,7 +23,7 @@ from gpushare.base.errors import (
     or_none,
 )
 from gpushare.base.selection import Device, titles
-from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
+from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within, job_name
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import processes_on
@@ -57,15 +57,9 @@ def _is_short(text: str) -> bool:
     return len(text) <= MOST_COMMAND
 
 
-def is_job_name(text: str) -> bool:
-    """Return whether a job can have this name."""
-    # `pause list` lists.
-    return JOB_NAME.fullmatch(text) is not None and text != "list"
-
-
 def check_job_name(name: str) -> str:
     """Return a name if a job can have it. Raises BadUsage if not (``bad_name``)."""
-    if is_job_name(name):
+    if job_name(name):
         return name
     hint = "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1"
     if name == "list":

@@ -8,22 +8,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import cut
-from gpushare.base.model import GpuProcess, JobWay, LinePlace, ListedJob, MpsClient, Snapshot, WaitingJob, Way
+from gpushare.base.model import WAITING, GpuProcess, JobWay, ListedJob, MpsClient, Snapshot, Way
 from gpushare.base.selection import Device, titles
+from gpushare.base.typed import job_name
 from gpushare.base.units import natural_key
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import LAPSE_SECONDS, Reservation, lines_of, reservations
+from gpushare.memory.ledger import LAPSE_SECONDS, Reservation, reservations
+from gpushare.memory.look import waiting_jobs
 from gpushare.mps.control import is_server
 from gpushare.run.jobs import (
     MOST_COMMAND,
     OPPORTUNISTIC,
-    PLAIN,
-    PRODUCTION,
     JobRecord,
-    is_job_name,
     past_jobs,
     running_records,
 )
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from gpushare.pause.record import PausedJob
 
 RUNNING: Final = "running"
-WAITING: Final = "waiting"
 PAUSED: Final = "paused"
 ENDED: Final = "ended"
 
@@ -51,7 +49,11 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     ledger = reservations(host) or []
     present = _Present(host, snapshot, ledger)
     ended = _ended_jobs(host, most_ended, {record.supervisor for record in present.records.values()})
-    return [*present.jobs(everything=everything), *_waiting_jobs(host, snapshot, ledger), *ended]
+    waiting = (
+        replace(job, command=_program_text(host.processes.describe(job.pid or 0)))
+        for job in waiting_jobs(host, snapshot.gpus, ledger)
+    )
+    return [*present.jobs(everything=everything), *waiting, *ended]
 
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
@@ -183,7 +185,7 @@ class _Present:
             device = processes[0].device
         job = self._job(pid, info, [] if device is None else [device], processes, _age(info))
         mps = any(entry.process.mps for entry in processes) or (info is not None and is_server(info.name))
-        names = [_name(record.name) for record in (swap, self._paused.get(pid)) if record is not None]
+        names = [job_name(record.name) for record in (swap, self._paused.get(pid)) if record is not None]
         # Swapped out, it holds no memory; paused without a process on a GPU, that is unknown.
         is_unknown = swap is None and not processes
         return replace(
@@ -334,59 +336,6 @@ def _program_text(info: ProcessInfo | GpuProcess | None) -> str | None:
 def _command_text(words: Sequence[str]) -> str | None:
     """Return a command as typed, cut if it is long; None: there is none."""
     return cut(shlex.join(words), MOST_COMMAND) or None
-
-
-def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
-    """Yield the jobs in the line, with their places and what they wait for."""
-    in_line = {reservation.claim.pid: reservation for reservation in ledger if reservation.waits}
-    if not in_line:
-        return
-    from gpushare.memory.look import waiting_jobs
-
-    waiting = waiting_jobs(host, snapshot.gpus, ledger)
-    lines = lines_of(host, _devices(snapshot).values(), ledger)
-    now = time.time()
-    for number, job in enumerate(waiting):
-        role = PLAIN
-        if job.production:
-            role = PRODUCTION
-        elif in_line[job.pid].opportunistic:
-            role = OPPORTUNISTIC
-        wanted = set(job.device_uuids)
-        ahead = [other for other in waiting[:number] if not wanted.isdisjoint(other.device_uuids)]
-        holders = [other for other in ledger if not wanted.isdisjoint(other.held)]
-        yield ListedJob(
-            name=_name(job.name),
-            pid=job.pid,
-            state=WAITING,
-            user=job.user,
-            role=role,
-            device=None,
-            gpu_indexes=job.gpu_indexes,
-            memory_limit_bytes=in_line[job.pid].limit_bytes,
-            since_seconds=None if job.waiting_since is None else max(0.0, now - job.waiting_since),
-            command=_program_text(host.processes.describe(job.pid)),
-            line=LinePlace(
-                place=job.place,
-                memory_bytes=job.memory_bytes,
-                count=job.count,
-                behind=tuple(map(_name_or_pid, ahead)),
-                held_by=tuple(map(_name_or_pid, holders)),
-                others_bytes=max((lines[key].others_bytes for key in wanted if key in lines), default=None),
-                stopped=job.stopped,
-                lost_uuids=job.lost_uuids,
-            ),
-        )
-
-
-def _name_or_pid(job: WaitingJob | Reservation) -> str:
-    """Return what to call a job of the ledger."""
-    return _name(job.name) or str(job.pid)
-
-
-def _name(text: str | None) -> str | None:
-    """Return the name of a job, or None if it is no valid one: another user may have written it, and shells complete names."""
-    return text if text is not None and is_job_name(text) else None
 
 
 def _ended_jobs(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.base.model import LinePlace, ListedJob, Snapshot
-from gpushare.base.units import WORTH_NAMING, first_few, format_bytes, format_percent, ranges
+from gpushare.base.model import ListedJob, Snapshot
+from gpushare.base.units import format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table, records
 from gpushare.show.status import (
+    COMMAND,
+    JOB,
+    OWNER,
+    PID,
+    ROLE,
+    SINCE,
     age,
-    candidates_text,
     container_name,
     gpu_errors,
-    role_style,
     used_of_total,
-    wanted_memory,
+    waiting_table,
     way_text,
 )
 
@@ -49,7 +53,7 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     ended = [job for job in jobs if job.pid is None]
     tables = [_table_of_present(present, everything=everything)]
     if waiting:
-        tables.append(_waiting_table(waiting))
+        tables.append(waiting_table(waiting))
     if ended:
         tables.append(_ended_table(ended))
     errors = gpu_errors(snapshot.gpus)
@@ -62,76 +66,31 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     )
 
 
-def holders(line: LinePlace) -> list[str]:
-    """Return who has the memory for which a job waits: ``other programs 60.0 GiB``, then the jobs."""
-    others = line.others_bytes or 0
-    if others < WORTH_NAMING:
-        return list(line.held_by)
-    return [f"other programs {format_bytes(others)}", *line.held_by]
-
-
 def _memory_text(value: tuple[int | None, int | None]) -> str:
     """Return the memory that a job holds, of its limit if it has one; both in bytes."""
     held, limit = value
     return format_bytes(held) if limit is None else used_of_total((held, limit))
 
 
-# What the verbs take as JOB, which has to be typed; then what tells a job from its namesake.
-_JOB: Final = Column("job", "job", whole=True, of=lambda job: job.name or job.pid)
-_PID: Final = Column("pid", "pid", right=True, rank=6)
-_USER: Final = Column("user", "user", rank=1)
-_ROLE: Final = Column("role", "role", rank=3, style=role_style)
-_SINCE: Final = Column("since_seconds", "since", right=True, rank=4, format=age)
-_COMMAND: Final = Column("command", "command", rank=1, least=12)
-
-
 def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
     """Return the table of the jobs that have a process: running, paused or swapped out."""
     columns = (
-        _JOB,
-        _PID,
+        JOB,
+        PID,
         Column("state", "state", style=_STATES.get),
-        _USER,
-        _ROLE,
+        OWNER,
+        ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
         Column("way", "way", rank=2, of=lambda job: way_text(job.way, job.threads_percent, job.slice_us, job.mig_profile, job.mig_name)),
         Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory_text),
         Column("swapped_bytes", "swapped", right=True, rank=5, optional=True, format=format_bytes),
         Column("sm_percent", "SM", right=True, rank=3, format=format_percent),
-        _SINCE,
+        SINCE,
         Column("container", "container", rank=8, whole=True, optional=True, format=container_name),
-        _COMMAND,
+        COMMAND,
     )  # fmt: skip
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
     return Table(name="jobs", title="jobs", columns=columns, rows=tuple(jobs), empty=empty)
-
-
-def _waiting_table(jobs: Sequence[ListedJob]) -> Table:
-    """Return the table of the jobs in line for room."""
-    columns = (
-        Column("place", "place", right=True, of=lambda job: job.line.place),
-        _JOB,
-        _PID,
-        _USER,
-        _ROLE,
-        Column(
-            "gpu",
-            "GPU",
-            right=True,
-            of=lambda job: candidates_text(job.line.count, job.gpu_indexes, job.line.lost_uuids),
-        ),
-        Column("memory", "for", right=True, of=lambda job: job.line.memory_bytes, format=wanted_memory),
-        Column(
-            "waits_for",
-            "waits for",
-            rank=2,
-            of=lambda job: first_few([*job.line.behind, *holders(job.line)], 2) or None,
-        ),
-        _SINCE,
-        Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
-        _COMMAND,
-    )
-    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
 
 
 def _exit_text(job: ListedJob) -> int | str:
@@ -143,9 +102,9 @@ def _exit_text(job: ListedJob) -> int | str:
 
 def _ended_table(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        _JOB,
+        JOB,
         Column("exit_code", "exit code", right=True, of=_exit_text, style=lambda code: "red" if code else None),
-        _ROLE,
+        ROLE,
         Column("device", "device", rank=1),
         Column("ran_seconds", "ran", right=True, rank=2, format=age),
         Column(
@@ -155,7 +114,7 @@ def _ended_table(jobs: Sequence[ListedJob]) -> Table:
             format=lambda seconds: "-" if seconds is None else f"{age(seconds)} ago",
         ),
         Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),
-        _COMMAND,
+        COMMAND,
     )
     return Table(name="ended_jobs", title="ended lately", columns=columns, rows=tuple(jobs))
 

@@ -48,7 +48,6 @@ HEADS: Final = {
     "server pid": "The process of the MPS server that the client uses.",
     "place": "The place in the line of jobs that wait for room, from 1.",
     "for": "How much memory a waiting job needs on each GPU; all: a GPU of its own.",
-    "waiting": "How long it has been waiting.",
     "waits for": "The jobs before it in the line, and those that hold its GPUs.",
     "state": "running, waiting, paused, or of a swapped job: leaving, out, returning, lost.",
     "swapped": "What the job holds in host memory while it is out of the GPU.",

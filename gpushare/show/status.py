@@ -15,19 +15,21 @@ from gpushare.base.model import (
     Gpu,
     GpuLease,
     GpuProcess,
+    LinePlace,
+    ListedJob,
     MigInstance,
     MpsDaemon,
     Priority,
     Snapshot,
     SwappedJob,
     VgpuSession,
-    WaitingJob,
     WayInForce,
     sharing_now,
 )
 from gpushare.base.units import (
     GIB,
     MIB,
+    WORTH_NAMING,
     counted,
     first_few,
     format_bytes,
@@ -63,7 +65,7 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
         _client_table(snapshot),
         _vgpu_table(snapshot),
         processes,
-        _waiting_table(snapshot),
+        waiting_table(snapshot.waiting_jobs[:_MOST_WAITING]),
         _swapped_table(snapshot),
         lease_table(snapshot.leases, snapshot.gpus),
     )
@@ -353,32 +355,60 @@ def _since(snapshot: Snapshot, moment: float | None) -> float | None:
     return None if moment is None else (snapshot.taken_at or 0.0) - moment
 
 
-def _waiting_table(snapshot: Snapshot) -> Table:
-    """Return the table of the first jobs that wait for room."""
-    columns = (
-        Column("place", "place", right=True),
-        Column("gpus", "GPU", right=True, of=lambda job: candidates_text(job.count, job.gpu_indexes, job.lost_uuids)),
-        Column("pid", "pid", right=True),
-        _USER,
-        Column("name", "job", optional=True),
-        Column("memory_bytes", "memory", right=True, format=wanted_memory),
-        Column(
-            "waiting", "waiting", right=True, rank=1, of=lambda job: _since(snapshot, job.waiting_since), format=age
-        ),
-        Column("state", "state", optional=True, of=lambda job: "stopped: skipped" if job.stopped else None),
-    )
-    rows = snapshot.waiting_jobs[:_MOST_WAITING]
-    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
+def holders(line: LinePlace) -> list[str]:
+    """Return who has the memory for which a job waits: ``other programs 60.0 GiB``, then the jobs."""
+    others = line.others_bytes or 0
+    if others < WORTH_NAMING:
+        return list(line.held_by)
+    return [f"other programs {format_bytes(others)}", *line.held_by]
 
 
-def candidates_text(count: int, indexes: Sequence[int], lost_uuids: Sequence[str]) -> str | None:
+def role_style(value: Any) -> str | None:
+    return "bold" if value == "production" else None
+
+
+# What the verbs take as JOB, which has to be typed; then what tells a job from its namesake.
+JOB: Final = Column("job", "job", whole=True, of=lambda job: job.name or job.pid)
+PID: Final = Column("pid", "pid", right=True, rank=6)
+OWNER: Final = Column("user", "user", rank=1)
+ROLE: Final = Column("role", "role", rank=3, style=role_style)
+SINCE: Final = Column("since_seconds", "since", right=True, rank=4, format=age)
+COMMAND: Final = Column("command", "command", rank=1, least=12, optional=True)
+
+
+def _candidates_text(job: Any) -> str | None:
     """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``; a lost one by its UUID."""
-    text = first_few(filter(None, [ranges(indexes), *lost_uuids]), 2)
-    return f"{count} of {text}" if text and count > 1 else text or None
+    text = first_few(filter(None, [ranges(job.gpu_indexes), *job.line.lost_uuids]), 2)
+    return f"{job.line.count} of {text}" if text and job.line.count > 1 else text or None
 
 
-def wanted_memory(value: int | None) -> str:
-    return "all" if value is None else format_bytes(value)
+def waiting_table(jobs: Sequence[ListedJob]) -> Table:
+    """Return the table of the jobs in line for room."""
+    columns = (
+        Column("place", "place", right=True, of=lambda job: job.line.place),
+        JOB,
+        PID,
+        OWNER,
+        ROLE,
+        Column("gpu", "GPU", right=True, of=_candidates_text),
+        Column(
+            "memory",
+            "for",
+            right=True,
+            of=lambda job: job.line.memory_bytes,
+            format=lambda size: "all" if size is None else format_bytes(size),
+        ),
+        Column(
+            "waits_for",
+            "waits for",
+            rank=2,
+            of=lambda job: first_few([*job.line.behind, *holders(job.line)], 2) or None,
+        ),
+        SINCE,
+        Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
+        COMMAND,
+    )
+    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
 
 
 def _swapped_table(snapshot: Snapshot) -> Table:
@@ -435,10 +465,6 @@ def way_text(
     if not parts or slice_us is not None:
         parts.append(turns)
     return ", ".join(parts)
-
-
-def role_style(value: Any) -> str | None:
-    return "bold" if value == "production" else None
 
 
 def _vgpu_table(snapshot: Snapshot) -> Table:
@@ -571,7 +597,7 @@ class StatusAnswer:
     gpus: tuple[StatusGpu, ...]
     mps_daemons: tuple[MpsDaemon, ...]
     warnings: tuple[str, ...]
-    waiting_jobs: tuple[WaitingJob, ...]
+    waiting_jobs: tuple[ListedJob, ...]
     swapped_jobs: tuple[SwappedJob, ...]
     leases: tuple[GpuLease, ...]
     vgpu_sessions: tuple[VgpuSession, ...]

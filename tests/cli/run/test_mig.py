@@ -599,7 +599,7 @@ def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, w
     second = real("run", "--wait", "--mig", "1g", "--name", "second", "--", sys.executable, "-c", PRINT)
     second.says("waiting for a free instance ('1g'): in use: 1g.18gb:0 of GPU 0: process")
     (job,) = cli("status", output="json").ok().data["waiting_jobs"]
-    assert (job["name"], job["device_uuids"], job["place"]) == ("second", [uuid], 1)
+    assert (job["name"], job["gpu_indexes"], job["line"]["place"]) == ("second", [0], 1)
     assert ended(first) == 0
     assert variables(second)["CUDA_VISIBLE_DEVICES"] == uuid
     assert (leases(world), reservations(world.host)) == ({}, [])
