@@ -7,7 +7,6 @@ pause in time, and pauses what the job creates meanwhile. Nothing but the record
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -361,20 +360,13 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> fl
     return seconds
 
 
-def pause_command(host: Host, job: PausedJob) -> str:
-    """Return the command that pauses a job again, with -y if it would ask root because something belongs to others."""
-    processes = (host.processes.describe(pid) for pid in job.pids)
-    of_others = job.uid != host.uid or any(info is not None and info.uid != host.uid for info in processes)
-    return f"gpushare pause {job.selector}{' -y' if of_others else ''}"
-
-
 def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     """Return the step that resumes a job. The caller holds the lock when it acts."""
     count = sum(len(group.channels) for process in job.channels for group in process.compute)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
         command=None,
-        undo=pause_command(host, job),
+        undo=f"gpushare pause {job.selector}",
         do=lambda: _put_job_back(host, control, job),
     )
 
@@ -455,7 +447,7 @@ def find_paused(host: Host, text: str) -> PausedJob:
             raise _paused_by_user_error(job, job.keeper_uid)
     unread = _job_with_unread_record(host, text)
     if unread is None:
-        raise _not_paused_error(host, text)
+        raise _not_paused_error(text)
     return unread
 
 
@@ -509,16 +501,14 @@ def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
     )
 
 
-def _not_paused_error(host: Host, text: str) -> NotFound:
+def _not_paused_error(text: str) -> NotFound:
     """Return the error about a job that is not paused by this user."""
-    hint = "see which jobs are: gpushare pause list; resume all: gpushare resume --all"
-    pid = pid_of(text)
-    if pid is None:
-        return NotFound(f"{quoted(text)} is not paused", hint, code="not_paused")
-    info = host.processes.describe(pid) if pid else None
-    if info is not None and info.user and info.uid != host.uid:
-        hint = f"if its user has paused it: sudo -u {shlex.quote(info.user)} gpushare resume {text}"
-    return NotFound(f"process {text[:20]} is not paused by this user", hint, code="not_paused")
+    title = quoted(text) if pid_of(text) is None else f"process {text[:20]}"
+    return NotFound(
+        f"{title} is not paused by this user",
+        "see which jobs are: gpushare pause list; resume all: gpushare resume --all",
+        code="not_paused",
+    )
 
 
 def _is_named(job: PausedJob, text: str) -> bool:

@@ -160,8 +160,7 @@ class Controller:
         self._rested = False
         # Up to which time the ledger has entries.
         self._noted_at = -math.inf
-        # The last speed next to the other, and the best one without it.
-        self.latest: float | None = None
+        # The best speed without the other.
         self.best: float | None = None
 
     @property
@@ -309,8 +308,7 @@ class Controller:
             self._hold_back(at, LEAST_US)
             return
         self._printed.numbers.clear()
-        self.latest = math.fsum(number.value for number in clean) / len(clean)
-        kept = self.latest / self.baseline
+        kept = math.fsum(number.value for number in clean) / len(clean) / self.baseline
         # Time since the change that no number covers counts like the time after it, unless production rested.
         covered = clean[-1].at - clean[0].begin
         counted_seconds = max(seconds, covered) if self._rested else at - self._noted_at

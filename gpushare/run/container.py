@@ -247,7 +247,6 @@ class Container(Part):
         return [*flags, "--user", f"{os.getuid()}:{os.getgid()}"] if self.is_foreign else flags
 
     def check(self) -> None:
-        """Raise unless the engine is there."""
         check_engine(self.engine)
 
     def open(self) -> None:
@@ -264,7 +263,9 @@ class Container(Part):
     def first_process(self) -> int | None:
         """Return the PID of the container's first process on the host; None: it does not run (yet)."""
         identity = self._read_identity()
-        text = None if identity is None else self._ask("inspect", "--format", "{{.State.Pid}}", identity)
+        text = None
+        if identity is not None:
+            text = ask_engine(self.engine, "inspect", "--format", "{{.State.Pid}}", identity)
         return int(text) if text is not None and text.isdecimal() and int(text) > 1 else None
 
     def _read_identity(self) -> str | None:
@@ -275,16 +276,11 @@ class Container(Part):
                 self._identity = text if _ID.fullmatch(text) else None
         return self._identity
 
-    def _ask(self, *words: str) -> str | None:
-        """Return what a command of this engine prints; None: it failed."""
-        return ask_engine(self.engine, *words)
-
     def close(self, *, program_lives: bool = False) -> None:
         """Remove a container that is still there although its client has ended: --rm has not if the client was killed."""
         identity = self._read_identity()
         if identity is not None and not program_lives:
-            if self._ask("container", "inspect", "--format", "{{.Id}}", identity) is not None:
-                self._ask("rm", "--force", identity)
+            ask_engine(self.engine, "rm", "--force", identity)
             self._identity = None
         with contextlib.suppress(OSError):
             self._file.unlink()
@@ -294,7 +290,6 @@ class _ClientWatch(PlainWatch):
     """The watch over an engine's client, which is on no GPU: nothing is known until the container runs."""
 
     def poll_interval(self) -> float:
-        """Return the seconds until the next question whether the container runs."""
         return _POLL_SECONDS
 
     def find_processes(self) -> None:

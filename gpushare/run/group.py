@@ -148,13 +148,11 @@ class GroupSlice(Part):
 
     @property
     def where(self) -> str:
-        """Return the words that a plan adds to the place of the program."""
         if self.keep is None:
             return f", whose server has a time-slice of {format_slice(self.slice_us)}"
         return f", whose server has a time-slice by which {self.title} keeps {100 * self.keep:g} %"
 
     def check(self) -> None:
-        """Raise InUse while a production job is in the daemon."""
         check_production_outside(self.host, self.device)
 
     def started(self, watch: Watch) -> None:
@@ -265,7 +263,6 @@ class GroupSlice(Part):
         )
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good, as it is about to end. It has no strays."""
         if self.gave_up and self.instead is not None:
             self.instead.release()
         return {}
@@ -304,14 +301,12 @@ class AdaptedSlice(Part):
     _told: set[str] = field(default_factory=set)
 
     def started(self, watch: Watch) -> None:
-        """Note the program that is to be stopped for a baseline."""
         self._watch = watch
         if self.pauser is None:
             self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid)
         self.pauser.tell = watch.tell
 
     def poll(self) -> bool:
-        """Read production's progress, and move the slice."""
         at = time.monotonic()
         self.due = at + _READ_SECONDS
         if self.group.gave_up:
@@ -382,17 +377,6 @@ class AdaptedSlice(Part):
         self._controller = Controller(self.keep)
         self._progress = Progress(Path(rate.log), rate.metric, owners, rate.higher_is_better)
 
-    def _claim_figures(self, controller: Controller) -> str:
-        """Return the numbers behind the claim of what production kept, as production prints them."""
-        speeds = [
-            ("next to this job", controller.latest),
-            ("while this job was stopped", controller.baseline),
-            ("at best", controller.best),
-        ]
-        # Production may print the time of a step, of which the controller has the inverse.
-        prints_speeds = self._progress is None or self._progress.higher_is_better
-        return ", ".join(f"{speed if prints_speeds else 1 / speed:.4g} {when}" for when, speed in speeds if speed)
-
     def _forget_progress(self) -> None:
         """Close production's log, and forget what was learnt from it."""
         if self._progress is not None:
@@ -417,7 +401,6 @@ class AdaptedSlice(Part):
             self._watch.troubles.append(text)
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good, as it is about to end. It has no strays."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()
@@ -430,6 +413,5 @@ class AdaptedSlice(Part):
             percent = min(100.0, round(100 * self._controller.kept, 1))
             self._watch.news.append(
                 f"{self.production.title} kept {format_percent(percent)} of its speed in the last minute"
-                f" ({self._claim_figures(self._controller)})"
             )
         self._forget_progress()

@@ -406,7 +406,6 @@ class RecordedJob(Part):
     due: float = 0.0
 
     def check(self) -> None:
-        """Raise InUse when a job of this name runs already."""
         if self.record.name:
             check_name_free(self.host, self.record.name, except_pid=os.getpid())
 

@@ -21,7 +21,6 @@ from gpushare.mig.places import (
     InstancePlace,
     check_granted,
     create_command,
-    may_name,
     means_profile,
     named_places,
     places_on,
@@ -298,13 +297,7 @@ def waiting_text(text: str, seconds: float | None) -> str:
 
 
 def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
-    """Return the error after waiting for an instance in vain, or without waiting if ``seconds`` is 0."""
-    if seconds <= 0:
-        return InUse(
-            f"no instance ({quoted(text)}) is free now: {reason}",
-            "wait for it: --wait, or --wait --timeout 10m; see who holds them: gpushare mig status",
-            code="no_room",
-        )
+    """Return the error after waiting for an instance in vain."""
     return InUse(
         f"no instance ({quoted(text)}) was free within {seconds:g} s: {reason}",
         "wait longer: --timeout TIME; see who holds them: gpushare mig status",
@@ -383,24 +376,7 @@ def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     else:
         make = create_command(host, place.instance.profile.name, str(place.gpu.index))
         hint = f"wait for one: --wait; or make another: {make}"
-        idle_name = _idle_name(host, [place for place, _ in held])
-        if idle_name is not None:
-            hint = f"run in one that is idle and has a name: --mig {idle_name}; or {hint}"
     return InUse(in_use_text(held), hint, gpu=place.gpu.index, code="instance_in_use")
-
-
-def _idle_name(host: Host, places: Sequence[InstancePlace]) -> str | None:
-    """Return the name of an idle instance that this user may use, of the size and on the GPUs of ``places``; None: there is none."""
-    sizes = {(place.instance.profile.name, place.compute.profile.slices) for place in places}
-    gpus = {place.gpu.index: place.gpu for place in places}.values()
-    of_size = [
-        other
-        for gpu in gpus
-        for other in places_on(host, gpu)
-        if (other.instance.profile.name, other.compute.profile.slices) in sizes
-    ]
-    free, _ = _free_and_held(host, [other for other in of_size if may_name(host, other)])
-    return free[0].name if free else None
 
 
 def _holders_text(holders: Holders) -> str:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpushare.base.errors import GpuLost, GpushareError, InUse, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
-from gpushare.base.units import first_few, format_bytes
+from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory import move
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.room import Draw, bytes_to_come_in, keeps_place, read_lines, reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_continues,
@@ -27,8 +26,8 @@ from gpushare.memory.swap import (
     leaving_record,
     swapped_out,
 )
-from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record, swaps
-from gpushare.plan import Loss, Plan, Step
+from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record
+from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
 from gpushare.timeslice.slices import renew_slices
 
@@ -152,30 +151,10 @@ class Mover:
         without_room = next((job_move for job_move in moves if job_move.job.pid not in index_of), None)
         if without_room is not None:
             raise _no_room_error(without_room)
-        self._say_who_stays(source, {job_move.job.pid for job_move in moves})
         by_index = {gpu.index: gpu for gpu in candidates}
         return self._plan_of(
             [replace(job_move, candidates=(by_index[index_of[job_move.job.pid]],)) for job_move in moves]
         )
-
-    def _say_who_stays(self, gpu: Gpu, moved_pids: Container[int]) -> None:
-        """Say which jobs are not on the GPU and not moved off it, but wait for it or come back to it."""
-        waiting = [job for job in reservations(self._host) or () if job.waits and gpu.uuid in job.keys]
-        out = [swap for swap in swaps(self._host) if swap.state == OUT and swap.gpu_uuid == gpu.uuid]
-        jobs: list[Swap | Reservation] = [*out, *waiting]
-        staying = {job.selector: job for job in jobs if job.pid not in moved_pids}
-        if not staying:
-            return
-        own = next((selector for selector, job in staying.items() if self._is_own(job)), None)
-        end = "" if own is None else f"; end one: gpushare stop {own}"
-        self._say(
-            f"not moved: {first_few(staying)}, which wait for GPU {gpu.index} or are swapped out, and come to it once"
-            f" it has room; see them: gpushare jobs{end}"
-        )
-
-    def _is_own(self, job: Swap | Reservation) -> bool:
-        """Return whether a job is this user's, by who has written it down: what others write may name any PID."""
-        return job.keeper_uid is None if isinstance(job, Swap) else job.claim.uid == self._host.uid
 
     def _whole_gpu(self, device: Device) -> Gpu:
         """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""
@@ -280,21 +259,18 @@ class Mover:
             title="; ".join(map(_end_text, moves)) or "no job is there",
             steps=tuple(self._step(job_move) for job_move in moves),
             undo=undo or None,
-            consent=tuple(loss for job_move in moves for loss in self._losses(job_move)),
+            consent=tuple(
+                loss
+                for job_move in moves
+                for loss in consent_to(self._host, job_move.job, "moves", [image.pid for image in job_move.swap.images])
+            ),
         )
         return Moves(plan=plan, jobs=tuple(job_move.row for job_move in moves))
 
-    def _losses(self, job_move: _JobMove) -> tuple[Loss, ...]:
-        """Return what to ask before a job moves, if it is another user's."""
-        return consent_to(self._host, job_move.job, "moves", [image.pid for image in job_move.swap.images])
-
     def _undo_command(self, job_move: _JobMove) -> str:
         """Return the command that takes a job back to where it was; if it was swapped out, from there out again."""
-        agreed = " -y" if self._losses(job_move) else ""
-        back = f"gpushare move {job_move.job.selector} -g {job_move.source.index}{agreed}"
-        if job_move.swap.state != OUT:
-            return back
-        return f"{back} && gpushare swap out {job_move.job.selector}{agreed}"
+        back = f"gpushare move {job_move.job.selector} -g {job_move.source.index}"
+        return back if job_move.swap.state != OUT else f"{back} && gpushare swap out {job_move.job.selector}"
 
     def _step(self, job_move: _JobMove) -> Step:
         """Return the step that moves a job."""

@@ -136,7 +136,6 @@ class Progress:
         return self._new_speeds()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

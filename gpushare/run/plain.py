@@ -62,17 +62,14 @@ class PlainShare:
 
     @property
     def words_for_guard(self) -> tuple[str, ...]:
-        """Return the words that tell the guard what to give back if gpushare dies: the claim of the instance."""
         return guard_words(INSTANCE, None, self.claim)
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return the device, and the others of a job of several."""
         return (self.device, *self.more)
 
     @property
     def where(self) -> str:
-        """Return where a program runs in it."""
         # The title is that of an instance.
         if self.title is None:
             return f"on {titles(self.devices)}"
@@ -80,11 +77,9 @@ class PlainShare:
         return f"in {self.title}, if it is still free then" if in_dry_run else f"in {self.title}"
 
     def check(self, program: str) -> None:
-        """Raise unless there is such a program."""
         check_program(program)
 
     def steps(self) -> tuple[Step, ...]:
-        """Return nothing: there is no daemon to be started."""
         return ()
 
     def open(self) -> None:
@@ -97,12 +92,10 @@ class PlainShare:
         return
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the program; see `plain_environment`."""
         uuids = ",".join(device.uuid for device in self.devices)
         return {**plain_environment(base, self.host, self.device), "CUDA_VISIBLE_DEVICES": uuids}
 
     def watch(self, pid: int) -> PlainWatch:
-        """Return the watch over a program."""
         return PlainWatch(self.host, self.device, pid, more=frozenset(device.gpu.index for device in self.more))
 
     def close(self, *, program_lives: bool = False) -> bool:
@@ -148,7 +141,6 @@ class PlainWatch(Watch):
 
     @property
     def gpus(self) -> tuple[int, ...]:
-        """Return the indexes of the GPUs that the program has."""
         return (self.device.gpu.index, *sorted(self.more))
 
     def find_processes(self) -> None:

@@ -48,7 +48,6 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
         self._lent = False
 
     def __exit__(self, *_: object) -> None:
-        """Take the terminal back and close it."""
         self._take_back()
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -216,7 +215,6 @@ class TimeLimit(Part):
 
     @property
     def seconds_to_poll(self) -> float:
-        """Return how long until the end."""
         return self._due - self._clock()
 
     def poll(self) -> bool:
@@ -419,7 +417,6 @@ class Session:
         self.mps_fault = False
 
     def close(self) -> bool:
-        """Give back what the job has; return whether others go on using its MPS daemon."""
         lives = self._child is not None and self._child.poll() is None
         return _give_back(self._share, self._parts, program_lives=lives)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -88,9 +87,7 @@ def start(
     program = _words("command", command)
     further = _words("options", options)
     for word in further:
-        # Such as -n among other letters: -qn. Any other word may be the value of an option: --metric "-name ([0-9]+)".
-        letter = re.fullmatch(r"-[qv]*(?:([dnh])[qvdnh]*(?:o.*)?|(o).*)", word, re.DOTALL)
-        option = f"-{letter[1] or letter[2]}" if letter else word.partition("=")[0]
+        option = word.partition("=")[0]
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
     from gpushare.run.detach import detach, not_started_error, was_started
@@ -124,14 +121,11 @@ def _words(argument: str, words: Sequence[Word]) -> list[str]:
         raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint) from None
 
 
-def _seconds(time: float | str | None, *, any_number: bool = False) -> float | None:
-    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``).
-
-    ``any_number``: less than 0, and infinity, are allowed too.
-    """
+def _seconds(time: float | str | None) -> float | None:
+    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``)."""
     if isinstance(time, str):
         return parse_seconds(time)
-    if time is not None and (math.isnan(time) if any_number else not 0 <= time < math.inf):
+    if time is not None and not 0 <= time < math.inf:
         raise BadUsage(
             f"{time} is not a duration", "give a time in seconds, or with its unit: '10m'", code="bad_duration"
         )
@@ -264,7 +258,7 @@ class Job:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
-        most_seconds = _seconds(seconds, any_number=True)
+        most_seconds = _seconds(seconds)
         began = seen = time.monotonic()
         while True:
             now = time.monotonic()

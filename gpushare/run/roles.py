@@ -215,10 +215,6 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     # A cap that the user gave, and slices, need no tuning.
     takes_default_cap = tuned is None and given.threads_percent is None and way is not Way.SLICES
     notes = _tuning_notes(host, device, tuned) if tuned is not None or takes_default_cap else []
-    if target is None and len(living) > 1:
-        notes.append(
-            f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
-        )
     # Other production jobs on the device need their memory too.
     neighbours = living
     if production is not None:
@@ -268,12 +264,8 @@ def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
         return [
             f"no tuning result found; using the default: cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
         ]
-    notes = []
-    if tuned.gpu_name != device.gpu.name:
-        notes.append(f"tuned on another GPU ({tuned.gpu_name or 'unknown'}); tune it again here")
-    elif tuned.driver != host.nvml.driver_version():
-        notes.append(f"tuned under driver {tuned.driver or 'unknown'}; tune it again under this one")
-    return notes
+    here = (device.gpu.name, host.nvml.driver_version())
+    return [] if (tuned.gpu_name, tuned.driver) == here else ["tuned on another GPU or driver: tune it again here"]
 
 
 def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: Tuned | None) -> int | None:
@@ -330,11 +322,9 @@ class PauseForProduction(Part):
 
     @property
     def where(self) -> str:
-        """Return what it adds to the place of the program."""
         return f", paused while {self.production.title} works"
 
     def started(self, watch: Watch) -> None:
-        """Begin: find out how the program can be paused."""
         self._watch = watch
         # It needs no GPU to begin.
         self.due = time.monotonic() + _FIRST_SECONDS
@@ -369,7 +359,6 @@ class PauseForProduction(Part):
             pauser.resume()
 
     def release(self) -> Mapping[int, int]:
-        """Let the program continue for good: it is about to end, and must be able to."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()

@@ -191,7 +191,6 @@ class Group:
 
     @property
     def meter(self) -> Meter | None:
-        """Return what measures a drained queue; None where a program's end breaks nobody."""
         return self._held.meter
 
     def __enter__(self: G) -> G:  # noqa: PYI019 - Self is in Python 3.11, or in a package that users may not have.

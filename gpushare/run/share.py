@@ -11,10 +11,9 @@ from dataclasses import field
 from functools import partial
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed, or_none
+from gpushare.base.errors import GpushareError, NotFound, OperationFailed, or_none
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
-from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
@@ -118,7 +117,6 @@ class Attachment(Watch):
         return any(info is not None and info.uid not in {None, self.host.uid} for info in servers)
 
     def mps_fault(self) -> bool:
-        """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""
         if fatal_errors(self.home) > self.faults:
             return True
         record = self.home.read()
@@ -266,19 +264,16 @@ class MpsShare:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Return the device."""
         return (self.device,)
 
     @property
     def where(self) -> str:
-        """Return where a program runs in it."""
         return f"as a client of the MPS daemon of {self.device.title}"
 
     def check(self, program: str) -> None:
-        """Raise GpushareError unless a program can run under MPS on the device with these limits."""
         check_device(self.host, self.device)
         check_memory(self.device, self.limits.memory_limit_bytes)
-        check_command(self.device, program, self.limits)
+        check_program(program)
 
     def check_no_fault(self) -> None:
         """Raise OperationFailed if the server that would serve the program is in FAULT: CUDA refuses new clients (807).
@@ -327,22 +322,18 @@ class MpsShare:
 
     @property
     def words_for_guard(self) -> tuple[str, ...]:
-        """Return the words that tell the guard what to give back if gpushare dies: the daemon's lease and the claim."""
         return guard_words(MPS, self.lease, self.claim)
 
     @property
     def meter(self) -> ActivityMeter:
-        """Return what measures whether the GPU or instance is idle."""
         mig = self.device.mig
         return ActivityMeter(self.host.nvml, self.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a client."""
         variables = base if self.own_limits else without_own_limits(base)
         return client_environment(variables, self.device, self.home, self.limits)
 
     def watch(self, pid: int) -> Attachment:
-        """Return the watch over a program."""
         home = self.home
         return Attachment(self.host, self.device, pid, home=home, seen={pid}, faults=fatal_errors(home))
 
@@ -366,19 +357,6 @@ class MpsShare:
         return lingers
 
 
-def check_command(device: Device, program: str, limits: Limits) -> None:
-    """Raise unless a program can be run with the caller's environment."""
-    check_program(program)
-    _check_inherited_threads(limits)
-    inherited = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-    if inherited and limits.memory_limit_bytes is None and parse_pinned_limits(inherited, device.uuid) is None:
-        raise BadUsage(
-            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={inherited} is not a limit for {device.title} alone, and CUDA would drop all limits",
-            "remove it: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
-            code="bad_environment",
-        )
-
-
 _NOT_EXECUTABLE: Final = 126
 NO_PROGRAM: Final = 127
 
@@ -393,20 +371,6 @@ def check_program(program: str) -> None:
     # The exit codes of a shell, env and nohup.
     error.exit_code = _NOT_EXECUTABLE if forbidden else NO_PROGRAM  # type: ignore[assignment]
     raise error
-
-
-def _check_inherited_threads(limits: Limits) -> None:
-    """Raise BadUsage if the percentage in the caller's environment is invalid, and no other one replaces it."""
-    inherited = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    if inherited and limits.threads_percent is None:
-        try:
-            parse_thread_percentage(inherited)
-        except BadUsage as error:
-            raise BadUsage(
-                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={inherited}: {error.message}; CUDA would silently ignore it",
-                "remove it: unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; or give --threads",
-                code="bad_environment",
-            ) from None
 
 
 def guard_words(kind: str, lease: Lease | None, *claims: HeldClaim | None) -> tuple[str, ...]:

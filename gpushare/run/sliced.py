@@ -137,15 +137,12 @@ class OwnSlice(Part):
 
     @property
     def where(self) -> str:
-        """Return what it adds to the place of the program."""
         return f", outside MPS, with a time-slice of {format_slice(self.slice_us)}"
 
     def started(self, watch: Watch) -> None:
-        """Begin."""
         self._watch = watch
 
     def poll(self) -> bool:
-        """Give new processes of the program the slice."""
         self._set_slice(self._watch)
         self.due = math.inf if self._failed else time.monotonic() + min(self._watch.poll_interval(), LOOK_SECONDS)
         return False

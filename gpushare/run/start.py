@@ -825,7 +825,6 @@ class CpuBinding(Part):
 
     @property
     def where(self) -> str:
-        """Return the words that a plan adds to the place of the program."""
         return f", on CPUs {ranges(self._cpus)}" if self._cpus else ""
 
     def enter(self, pid: int) -> None:
@@ -857,7 +856,6 @@ class YieldToProduction(Part):
 
     @property
     def seconds_to_poll(self) -> float:
-        """Return how long until the next poll."""
         return self._due - self._clock()
 
     def poll(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable
 from dataclasses import field, replace
@@ -18,8 +17,7 @@ from gpushare.host.identity import Identity
 from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.ledger import Request
-from gpushare.memory.room import Draw, bytes_to_come_in, outlook, reserved_by, room_reserved
+from gpushare.memory.room import Draw, reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_continues,
     check_host,
@@ -173,7 +171,7 @@ def back_to_gpu(
     limits = kept_limits(host)
     done: list[Swap] = []
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
-    undo = f"gpushare swap out {swap.selector}{' -y' if losses else ''}"
+    undo = f"gpushare swap out {swap.selector}"
     step = Step(
         what=f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}",
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
@@ -185,7 +183,6 @@ def back_to_gpu(
         steps=(step,),
         undo=undo,
         consent=() if is_own_swap else losses,
-        notes=(_room_text(host, device, swap, limits, wait=seconds != 0.0),) if dry_run else (),
     )
     return SwapWork(plan, swap, done)
 
@@ -247,18 +244,6 @@ def _return_now(host: Host, text: str, swap: Swap, say: Callable[[str], None]) -
         swap = come_in(host, own_record(host, _swapped_out_job(host, text, swap)))
         renew_slices(host, swap.identities(host), say)
         return swap
-
-
-def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
-    """Return what a dry run says of the room: whether there is some now, or what is in the way. ``wait``: the job would wait."""
-    need = bytes_to_come_in(host, device, swap.memory_bytes, swap.reserved_bytes)
-    request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
-    room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
-    # Its words are about a job that starts.
-    if room.starts_now:
-        _, _, free = room.why.rpartition(": ")
-        return f"now there is room: {free}"
-    return room.why if wait else room.why.replace("now it would wait for", "now there is no room for", 1)
 
 
 def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from gpushare.base.errors import GpushareError, InUse
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, select
-from gpushare.base.units import GIB, format_bytes, format_duration
+from gpushare.base.units import GIB, format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.process import cpu_time, main_thread_time
@@ -298,12 +298,10 @@ class Turns(Policy):
         return TURN_FACTOR * (expected.out_seconds + expected.in_seconds)
 
     def leaves(self, sample: Sample) -> bool:
-        """Return whether its turn is over."""
         self._held_bytes = sample.held_bytes
         return sample.others_wait and sample.now - sample.since >= self.turn_seconds
 
     def returns(self, _sample: Sample) -> bool:
-        """Return True: it is in the line again at once."""
         return True
 
     def switched(self, seconds: float) -> None:
@@ -326,7 +324,6 @@ class IdleInTurns(Policy):
     _left_idle: bool = False
 
     def leaves(self, sample: Sample) -> bool:
-        """Return whether it has been idle for long enough, or its turn is over."""
         # Both are asked each time: each keeps what it has seen.
         is_idle = self.idle.leaves(sample)
         is_over = self.turns.leaves(sample)
@@ -335,11 +332,9 @@ class IdleInTurns(Policy):
         return is_idle or is_over
 
     def returns(self, sample: Sample) -> bool:
-        """Return whether it works again, or is in the line for its next turn."""
         return self.idle.returns(sample) if self._left_idle else self.turns.returns(sample)
 
     def switched(self, seconds: float) -> None:
-        """Note how long it took to leave or to come back."""
         self.turns.switched(seconds)
 
 
@@ -452,9 +447,8 @@ class Swapping(Part):
         # The record of the job while it is out or lost. ``_by_hand``: others took it out, so the policy does not bring it back.
         self._swap: Swap | None = None
         self._by_hand = False
-        # When it left or came back the last time; when it left, how long it was out in all, and how often.
+        # When it left or came back the last time, and how often it left.
         self._since = clock()
-        self._left_at = self._out_seconds = 0.0
         self.times_out = 0
         self.due = 0.0
         # After a failure: not before this time, and how long to wait after the next one.
@@ -474,13 +468,11 @@ class Swapping(Part):
         return self._swap is not None
 
     def started(self, watch: Watch) -> None:
-        """Begin to watch a program."""
         self._watch = watch
         self._pid = watch.program_pid
         self._since = self._clock()
 
     def poll(self) -> bool:
-        """Sample, and move the job if it is time."""
         now = self._clock()
         if now < self.due:
             return False
@@ -533,17 +525,14 @@ class Swapping(Part):
         elif not self.out:
             self._by_hand = True
             self._swap = swap
-            by_root = swap.keeper_uid == 0
+            sudo = "sudo " if swap.keeper_uid == 0 else ""
             self._say(
-                f"out of the GPU, swapped out by {'root' if by_root else 'hand'}; it comes back with: "
-                f"{'sudo ' if by_root else ''}gpushare swap in {swap.selector}"
+                f"out of the GPU, swapped out by hand; it comes back with: {sudo}gpushare swap in {swap.selector}"
             )
 
     def _note_return(self, reason: str) -> None:
         """Note that all of the job is back, and hold its reservation again."""
         self._say(reason)
-        if not self._by_hand:
-            self._out_seconds += self._clock() - self._left_at
         self._since = self._clock()
         place = self._place
         if place is None:
@@ -792,14 +781,7 @@ class Swapping(Part):
         with self._swapping():
             self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job))
         self.times_out += 1
-        self._left_at = began
         self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
-        if isinstance(self._policy, ForProduction) and self.times_out == 1:
-            need = self._swap.memory_bytes + 2 * self._policy.margin_bytes
-            self._say(
-                f"it comes back when {format_bytes(need)} have been free for {self._policy.quiet_seconds:g} s,"
-                " or no other program is on the GPU"
-            )
         if self._place is not None:
             self._place.leave()
             self._place = None
@@ -837,7 +819,6 @@ class Swapping(Part):
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._note_on_gpu(self._place)
-        self._out_seconds += self._clock() - self._left_at
         self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
         self._renew_slices(back)
 
@@ -882,14 +863,10 @@ class Swapping(Part):
         return {}
 
     def leave(self) -> None:
-        """Leave the ledger, forget the swap, and say how often the job was out."""
+        """Leave the ledger, and forget the swap."""
         if self._place is not None:
             self._place.leave()
         forget_ended(self._host)
-        if self.times_out > _SAID_TIMES:
-            self._say(
-                f"the job was out of the GPU {self.times_out} times, for {format_duration(self._out_seconds)} in all"
-            )
 
 
 def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:

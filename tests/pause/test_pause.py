@@ -490,10 +490,3 @@ def test_under_mps_the_hint_has_the_name_and_the_way_that_can_be_paused(job: Pau
     assert caught.value.code == "under_mps"
     assert f"kill -STOP {job.pids[1]}; or end it: gpushare stop train;" in hint
     assert "--slice 2ms" in hint
-
-
-def test_whose_pause_it_may_be_is_said(job: Paused) -> None:
-    pid = admin.add_process(SPEC, user="daemon")
-    with pytest.raises(NotFound) as caught:
-        find_paused(job.host, str(pid))
-    assert caught.value.hint == f"if its user has paused it: sudo -u daemon gpushare resume {pid}"

@@ -209,12 +209,3 @@ def test_the_output_of_a_job_is_not_refused_for_a_name_that_another_user_takes_i
     with mallory.keeps(lambda: claim(world, text, "name train")):
         assert [each.name for each in reservations(world.host) or ()] == ["train"]
         assert job.output.exists()
-
-
-def test_a_name_in_the_line_is_no_part_of_a_command(world: World, mallory: Stranger) -> None:
-    text = whole(world)
-    with mallory.keeps(lambda: [claim(world, text, "name -y web train", name=number) for number in range(20)]):
-        note = gpushare("move", "--off", "0").err
-    assert "not moved: " in note
-    assert "web" not in note
-    assert "gpushare stop" not in note

@@ -224,17 +224,6 @@ def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None
     assert cli("move", "--off", "0", host=SPEC).ok().out.startswith("nothing to do")
 
 
-def test_off_names_the_jobs_that_come_to_the_gpu_later(cli: Cli, world: World) -> None:
-    pid, out = job(), job()
-    cli("swap", "out", str(out), host=SPEC).ok()
-    waiting = Place(world.host, Request(memory_bytes=130 * GIB, keys=(world.uuid(),), client=False, name="next"))
-    answer = cli("move", "--off", "0", host=SPEC).ok()
-    waiting.leave()
-    assert gpu_of(world, pid) != 0
-    assert f"not moved: {out}, next, which wait for GPU 0 or are swapped out" in answer.err
-    assert f"end one: gpushare stop {out}" in answer.err
-
-
 def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World) -> None:
     pid = job()
     world.record("train", pid)

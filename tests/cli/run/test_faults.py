@@ -109,14 +109,6 @@ def test_a_limit_that_the_daemon_lowers_is_told(cli: Cli) -> None:
     run.communicate(timeout=120)
 
 
-def test_a_thread_variable_that_cuda_would_ignore_is_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "150")
-    refused = cli("run", "--", "true")
-    assert refused.code == 2
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=150" in refused.err
-    assert cli("run", "--threads", "50", "--", "true").code == 0
-
-
 def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text("exit 0\n", encoding="utf-8")

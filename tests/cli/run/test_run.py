@@ -139,13 +139,6 @@ def test_users_own_variables(real: Real, world: World) -> None:
     }
 
 
-def test_users_own_limit_that_would_drop_all(refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=1G,1=2G")
-    refused("run", "--", "true", code="bad_environment", exit_code=2)
-    refused("run", "-n", "--", "true", code="bad_environment", exit_code=2)
-    assert cli("run", "--memory", "1G", "--", "true").code == 0
-
-
 def test_attached_line_and_limits_in_status(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--threads", "25", "--memory", "4G", "--priority", "low", "--", "sleep", "600")
     assert started.process.stderr is not None

@@ -148,7 +148,6 @@ def test_many_turns_are_not_said_one_by_one(start: Real, world: World) -> None:
     for output in finish(*both):
         # The first time it may have less than its 8 GiB yet.
         assert output.count("out of the GPU: ") == 3
-        assert "the job was out of the GPU" in output
 
 
 # -- moved by hand -----------------------------------------------------------------------------------------------------
@@ -214,7 +213,7 @@ def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Real, cli: Cli, 
     world.fault("user", 0)
     (pid,) = world.pids()
     cli("swap", "out", str(pid), host=A30).ok()
-    assert f"sudo gpushare swap in {pid}" in job.says("swapped out by root")
+    assert f"sudo gpushare swap in {pid}" in job.says("swapped out by hand")
     assert job.end().code == 0
     assert swaps(world.host) == []
 

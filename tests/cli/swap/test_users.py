@@ -116,7 +116,7 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, 
     assert cli("swap", "out", "train", output="json").error["code"] == "already_out"
     assert world.process(pid).checkpoint == CHECKPOINTED
     become(world, 0)
-    assert "undo: gpushare swap out train -y" in cli("swap", "in", str(pid), asks=True).ok().out
+    assert "undo: gpushare swap out train" in cli("swap", "in", str(pid), asks=True).ok().out
     assert world.process(pid).checkpoint == RUNNING
     become(world, NOBODY)
     assert listed(cli) == []
