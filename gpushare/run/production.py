@@ -97,7 +97,7 @@ class Activity:
             del self._looks[0]
         first_at, first_seconds = self._looks[0]
         spent_seconds = self._used_seconds - first_seconds
-        if at > first_at and spent_seconds >= _BUSY_SHARE * max(_WINDOW_SECONDS, at - first_at) and spent_seconds > 0:
+        if at > first_at and spent_seconds >= _BUSY_SHARE * max(_WINDOW_SECONDS, at - first_at):
             # Light work is counted from here, so that the same work does not count twice.
             self._begin_light_window()
             return True

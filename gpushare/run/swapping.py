@@ -70,7 +70,7 @@ _RELEASE_SECONDS: Final = 10.0
 # No reason to wait or to speak: another job of this user is on its way, which takes as long as its copy; or the job has
 # nothing on the GPU yet.
 _PASSING: Final = frozenset({"swap_busy", "no_context"})
-# The first turn, where it is not known what the job holds.
+# The first turn, before a switch is measured.
 _FIRST_TURN_SECONDS: Final = 30.0
 # Less of a CPU than this is idle, over some seconds: a notebook server that is asked for lists every 2 s, as browsers do,
 # takes up to 16 ms at a time, 1 to 2 ms per second (jupyter_server 2.21).
@@ -278,7 +278,6 @@ class Turns(Policy):
     # The last two: a way out and a way back.
     _switches: deque[float] = field(default_factory=lambda: deque(maxlen=2))
     _warned: bool = False
-    _held_bytes: int = 0
 
     @property
     def switch_seconds(self) -> float | None:
@@ -292,13 +291,9 @@ class Turns(Policy):
             return self.seconds
         if self.switch_seconds is not None:
             return TURN_FACTOR * self.switch_seconds
-        if not self._held_bytes:
-            return _FIRST_TURN_SECONDS
-        expected = swap_times(self._held_bytes)
-        return TURN_FACTOR * (expected.out_seconds + expected.in_seconds)
+        return _FIRST_TURN_SECONDS
 
     def leaves(self, sample: Sample) -> bool:
-        self._held_bytes = sample.held_bytes
         return sample.others_wait and sample.now - sample.since >= self.turn_seconds
 
     def returns(self, _sample: Sample) -> bool:
@@ -457,8 +452,6 @@ class Swapping(Part):
         # What was said last; whether waiting production was told that the job stays.
         self._said: str | None = None
         self._told_stays = False
-        # Whether to set slices again: not once the driver did not answer, which would hold up the job each time.
-        self._renews = True
         # Since when production needs what this job has.
         self._needed_since: float | None = None
 
@@ -596,7 +589,7 @@ class Swapping(Part):
             place.leave()
             raise
         self._continue_on(target.uuid, f"to make room for {sample.makes_room_for.title}", place)
-        self._renew_slices(moved)
+        renew_slices(self._host, moved.identities(self._host), self._say)
         return True
 
     def _move_target(self, sample: Sample) -> Device | None:
@@ -820,12 +813,7 @@ class Swapping(Part):
         self._place.add(self._pid)
         self._note_on_gpu(self._place)
         self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
-        self._renew_slices(back)
-
-    def _renew_slices(self, swap: Swap) -> None:
-        """Set the time-slices again that the processes of a job had before the job went out."""
-        if self._renews:
-            self._renews = renew_slices(self._host, swap.identities(self._host), self._say)
+        renew_slices(self._host, back.identities(self._host), self._say)
 
     def _request_of_return(self, swap: Swap) -> Request:
         """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""

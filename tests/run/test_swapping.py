@@ -192,15 +192,6 @@ def test_a_turn_is_nine_times_the_measured_switch() -> None:
     assert turns.turn_seconds == 27.0
 
 
-def test_the_first_turn_is_as_long_as_the_size_of_the_job_asks_for() -> None:
-    turns = Turns(None)
-    assert not turns.leaves(look(100.0, others=True, held=40 * GIB))
-    assert 200 < turns.turn_seconds < 360
-    assert turns.leaves(look(360.0, others=True, held=40 * GIB))
-    turns = Turns(None)
-    assert turns.leaves(look(30.0, others=True, held=GIB))
-
-
 @pytest.mark.parametrize(
     ("count", "seconds", "warning"),
     [
