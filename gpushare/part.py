@@ -51,6 +51,8 @@ class Watch(abc.ABC):
     # The most memory that its processes held together at a look (bytes), and how many looks saw some.
     peak_bytes: int | None = None
     peak_looks: int = 0
+    # The slice that the job wants now (microseconds); None: the one of its record.
+    slice_us: int | None = None
     # Called with a process and its start before it is stopped; without a guard nobody is told.
     tell: Callable[[int, int | None], None] = lambda *_: None
     # What is signalled instead of the program, and passes signals on: the client of a container engine.

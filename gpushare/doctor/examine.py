@@ -56,7 +56,6 @@ from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import DAEMONS, home_of, homes_in
 from gpushare.pause.record import PAUSES, paused_jobs, paused_processes
-from gpushare.run.group import MEMBERS
 from gpushare.run.jobs import JOBS
 from gpushare.run.results import BENCHED, TUNED
 from gpushare.snapshot import BLIND, HostState
@@ -464,7 +463,7 @@ def _records(seen: Examination) -> Iterator[Check]:
     """Check that every record can be read: no command sees what an unreadable one is about."""
     # Not the journal of MIG changes: the check of MIG modes tells what became of it.
     kinds: tuple[RecordStore[Any], ...] = (
-        *(SWAPS, PAUSES, JOBS, MEMBERS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
+        *(SWAPS, PAUSES, JOBS, RECORDS, KEEPS, LENT, MODES, DAEMONS, MADE),
         *(NAMES, TUNED, BENCHED, PROFILES),
     )
     all_readable = True

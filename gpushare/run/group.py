@@ -16,24 +16,20 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare.base import values
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut, error_of
-from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import forbidding_yama_scope
 from gpushare.host.host import processes_on
-from gpushare.host.identity import Identity
-from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
-from gpushare.run.jobs import PrintedRate, living_productions
+from gpushare.run.jobs import JOBS, OPPORTUNISTIC, PrintedRate, is_running, living_productions
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
@@ -61,24 +57,14 @@ _MOST_TRIES: Final = 10
 _RESTORE_TRIES: Final = 3
 
 
-@values.dataclass(frozen=True, kw_only=True)
-class Member(Kept):
-    """An opportunistic program in the group of a device, and the slice that it wants the group to have."""
-
-    pid: Pid
-    started: Count
-    device_uuid: str
-    slice_us: Count
-
-
-MEMBERS: Final = RecordStore(Member, "group", "the record of an opportunistic program")
-
-
-def members(host: Host, device: Device) -> tuple[Member, ...]:
-    """Return this user's living members on a device, by PID."""
-    records = MEMBERS.all(host, shared=False)
-    living = [member for member in records if member.device_uuid == device.uuid and any_lives(host, member)]
-    return tuple(sorted(living, key=lambda member: member.pid))
+def members(host: Host, device: Device) -> dict[int, int]:
+    """Return by PID this user's opportunistic jobs that share a slice on a device, each with the slice that it wants (us)."""
+    return {
+        record.pid: record.slice_us
+        for record in JOBS.all(host, shared=False)
+        if record.role == OPPORTUNISTIC and record.mps and record.slice_us is not None
+        if device.uuid in record.devices and is_running(host, record)
+    }
 
 
 def why_not_settable(host: Host, device: Device) -> GpushareError | None:
@@ -135,7 +121,7 @@ class GroupSlice(Part):
     keep: float | None = None
     instead: PauseForProduction | None = None
     _slices: KeptSlices = field(init=False)
-    _member: Member = field(init=False)
+    _wanted_us: int = field(init=False)
     _watch: Attachment = field(init=False)
     # The program is paused while production works, or not slowed: the slice cannot be set.
     gave_up: bool = False
@@ -159,12 +145,7 @@ class GroupSlice(Part):
         """Become a member of the group."""
         # A job with this part is always in a share under MPS.
         self._watch = cast("Attachment", watch)
-        pid = watch.program_pid
-        # A program that has ended already is no living member: none starts at boot.
-        process = self.host.processes.identity(pid) or Identity(pid, 0)
-        first_us = self.slice_us if self.keep is None else LEAST_US
-        self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first_us)
-        self._write_record()
+        self.set_wanted(self.slice_us if self.keep is None else LEAST_US)
 
     def poll(self) -> bool:
         """Set the slice of the program's server, if the server is new or has another one; return whether the job is to end."""
@@ -195,26 +176,20 @@ class GroupSlice(Part):
         return not on_gpu <= {*watch.attached, *watch.outside}
 
     def set_wanted(self, microseconds: int) -> None:
-        """Record that this member wants another slice for the group from now on."""
-        if microseconds != self._member.slice_us:
-            self._member = replace(self._member, slice_us=microseconds)
-            self._write_record()
+        """Want this slice for the group from now on; the record of the job tells the other members."""
+        self._wanted_us = self._watch.slice_us = microseconds
 
-    def _write_record(self) -> None:
-        """Write the record of this member; without it the others do not know what it wants."""
-        with contextlib.suppress(GpushareError, OSError):
-            MEMBERS.sweep(self.host)
-            MEMBERS.write(replace(self._member, path=MEMBERS.path(self.host, self._member.pid)))
-
-    def _other_members(self) -> list[Member]:
-        return [member for member in members(self.host, self.device) if member.pid != self._member.pid]
+    def _slices_of_others(self) -> list[int]:
+        """Return the slices that the other members want."""
+        pid = self._watch.program_pid
+        return [slice_us for other, slice_us in members(self.host, self.device).items() if other != pid]
 
     def _apply_slice(self, watch: Attachment) -> None:
         """Set the slice of the program's servers where it is another one: the shortest that a member wants."""
         servers = watch.servers()
         if not servers:
             return
-        slice_us = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
+        slice_us = min([self._wanted_us, *self._slices_of_others()])
         try:
             changed = self._slices.apply(servers, slice_us)
         except GpushareError as error:
@@ -246,7 +221,7 @@ class GroupSlice(Part):
 
     def _restore(self, watch: Attachment) -> None:
         """Give a server that goes on without members the slice that it had before; tell the user if that fails."""
-        if self._other_members():
+        if self._slices_of_others():
             return
         reason = ""
         for tries_left in reversed(range(_RESTORE_TRIES)):
@@ -268,8 +243,7 @@ class GroupSlice(Part):
         return {}
 
     def settle(self) -> None:
-        """Forget this member; after the last one the server gets its slice back."""
-        MEMBERS.drop(self.host, self._member.pid)
+        """Give the server its slice back after the last member."""
         self._restore(self._watch)
         self._slices.close()
         if self.gave_up and self.instead is not None:

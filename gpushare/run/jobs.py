@@ -440,7 +440,7 @@ class RecordedJob(Part):
             self._write(watch.program_pid)
 
     def poll(self) -> bool:
-        """Note the job's peak memory, and whether it waits for an MPS server that serves another user.
+        """Note the job's peak memory, its slice, and whether it waits for an MPS server that serves another user.
 
         Only the peak of a production job is written at once: the jobs that spare it read it.
         """
@@ -456,8 +456,11 @@ class RecordedJob(Part):
             held = memory_held(process for process in listed if process.pid in self._seen)
             if held is not None:
                 self.record = replace(self.record, memory_peak_bytes=max(held, previous.memory_peak_bytes or 0))
-            self.record = replace(self.record, waits=bool(watch.pending) and not watch.attached)
-            if self.record.waits != previous.waits or (previous.role == PRODUCTION and self.record != previous):
+            waits = bool(watch.pending) and not watch.attached
+            self.record = replace(self.record, waits=waits, slice_us=watch.slice_us or self.record.slice_us)
+            # Of all jobs others read whether they wait, and their slice.
+            is_news = (self.record.waits, self.record.slice_us) != (previous.waits, previous.slice_us)
+            if is_news or (previous.role == PRODUCTION and self.record != previous):
                 write_record(self.host, self.record)
         return False
 

@@ -84,11 +84,6 @@ class _Present:
         # Each by the first process of its job. The reader of a kind of record is imported only if there are such records.
         self._paused = self._read_pauses() if has_records(host, "pause") else {}
         self._swaps = self._read_swaps() if has_records(host, "swap") else {}
-        self._slices: dict[int, int] = {}
-        if has_records(host, "group"):
-            from gpushare.run.group import MEMBERS
-
-            self._slices = {member.pid: member.slice_us for member in MEMBERS.all(host)}
 
     def _read_pauses(self) -> dict[int, PausedJob]:
         from gpushare.pause.record import paused_jobs
@@ -168,8 +163,8 @@ class _Present:
             device_uuids=device_uuids,
             way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
             threads_percent=record.threads_percent or job.threads_percent,
-            # A process on the GPU without a record of a slice has the driver's.
-            slice_us=self._slices.get(pid, job.slice_us if processes else record.slice_us),
+            # Under MPS it has the slice of the server; a process on the GPU without a record of a slice has the driver's.
+            slice_us=job.slice_us if processes and not record.mps else record.slice_us,
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             memory_limit_bytes=self._memory_limit(record),
             command=record.command or _program_text(info),

@@ -280,7 +280,7 @@ class JobStart:
         if group:
             self.say(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
-                f" {format_slice(min(member.slice_us for member in group))}; to run outside it: --slice 2ms"
+                f" {format_slice(min(group.values()))}; to run outside it: --slice 2ms"
             )
 
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
@@ -496,7 +496,7 @@ class JobStart:
         group = members(self.host, device)
         if group:
             raise InUse(
-                f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {group[0].pid}),"
+                f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {min(group)}),"
                 " and production would share it",
                 f"start it outside MPS: gpushare run --production {name} -- CMD",
                 gpu=device.gpu.index,

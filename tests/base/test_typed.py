@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize("kind", [store.kind for store in STORES], ids=[s
 
 def test_all_kinds_are_there() -> None:
     assert {
-        "swap", "pause", "slices", "keep", "lent", "mode", "jobs", "group", "tuned", "tried", "on-demand", "benched",
+        "swap", "pause", "slices", "keep", "lent", "mode", "jobs", "tuned", "tried", "on-demand", "benched",
         "peaks", "names", "made", "mig", "mps/*", "past",
     } == {store.directory for store in STORES}  # fmt: skip
 

@@ -9,9 +9,8 @@ import pytest
 
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.host.identity import start_of
-from gpushare.run.group import MEMBERS, Member, members
-from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, write_record
+from gpushare.run.group import members
+from gpushare.run.jobs import OPPORTUNISTIC, PLAIN, find_job, find_record, forget_ended, is_running, write_record
 from tests.cli.drive import record_of
 from tests.clock import step_the_clock
 
@@ -31,7 +30,7 @@ def test_a_named_job_runs_on(host: Host, device: Device, monkeypatch: pytest.Mon
 
 
 def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    member = Member(pid=OWN, started=start_of(host.processes.identity(OWN)), device_uuid=device.uuid, slice_us=30)
-    MEMBERS.write(replace(member, path=MEMBERS.path(host, OWN)))
+    record = record_of(host, device, "batch", OWN, OPPORTUNISTIC)
+    write_record(host, replace(record, mps=True, slice_us=30))
     step_the_clock(monkeypatch, -60.0)
-    assert members(host, device) == (member,)
+    assert members(host, device) == {OWN: 30}

@@ -10,10 +10,12 @@ import pytest
 from gpushare.base.errors import GpushareError
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
+from gpushare.host.identity import start_of
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run import group
 from gpushare.run.group import GroupSlice, members, why_not_settable
+from gpushare.run.jobs import JOBS, OPPORTUNISTIC, JobRecord, write_record
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -44,13 +46,34 @@ class Watched:
     """A program in the share, and its part in the slice."""
 
     def __init__(self, share: MpsShare, *, slice_us: int = 200) -> None:
+        self.host = share.host
         self.watch = share.watch(client(share))
         self.part = GroupSlice(share.host, share.device, slice_us)
+        self.record = record_of_member(share.host, share.device, self.watch.program_pid, slice_us)
+        write_record(share.host, self.record)
         self.part.started(self.watch)
 
     def poll(self) -> None:
         self.watch.poll()
         assert not self.part.poll()
+
+    def settle(self) -> None:
+        JOBS.drop(self.host, self.record.name)
+        self.part.settle()
+
+
+def record_of_member(host: Host, device: Device, pid: int, slice_us: int) -> JobRecord:
+    started = start_of(host.processes.identity(pid))
+    assert started is not None
+    return JobRecord(
+        name=f"job-{pid}",
+        pid=pid,
+        started=started,
+        devices=(device.uuid,),
+        role=OPPORTUNISTIC,
+        mps=True,
+        slice_us=slice_us,
+    )
 
 
 def state_of(file: StateFile) -> SimulatedHostState:
@@ -114,13 +137,13 @@ def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back
     first.poll()
     assert server_slices(file) == [100]
     second.poll()
-    assert [member.slice_us for member in members(host, device)] == [200, 100]
-    second.part.settle()
+    assert sorted(members(host, device).values()) == [100, 200]
+    second.settle()
     first.poll()
     assert server_slices(file) == [200]
-    first.part.settle()
+    first.settle()
     assert server_slices(file) == [2048]
-    assert members(host, device) == ()
+    assert not members(host, device)
 
 
 def test_the_member_that_ends_last_knows_the_slice_of_before(
@@ -130,10 +153,10 @@ def test_the_member_that_ends_last_knows_the_slice_of_before(
     first.poll()
     second = Watched(share, slice_us=700)
     second.poll()
-    first.part.settle()
+    first.settle()
     second.poll()
     assert server_slices(file) == [700]
-    second.part.settle()
+    second.settle()
     assert server_slices(file) == [2048]
 
 
@@ -195,20 +218,13 @@ def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, d
 
 
 def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
-    pid = admin.add_process(SPEC)
-    member = group.Member(pid=pid, started=1, device_uuid=device.uuid, slice_us=30)
-    group.MEMBERS.write(replace(member, path=group.MEMBERS.path(host, pid)))
-    assert members(host, device) == ()
-    (host.run_directory / "group" / "7.json").write_text('{"pid": "x"}')
-    (host.run_directory / "group").chmod(0o777)
-    assert members(host, device) == ()
-
-
-def test_a_directory_that_cannot_be_made_does_not_end_the_program(share: MpsShare, file: StateFile) -> None:
-    share.host.run_directory.joinpath("group").write_text("")
-    watch = Watched(share)
-    watch.poll()
-    assert server_slices(file) == [200]
+    record = record_of_member(host, device, admin.add_process(SPEC), 30)
+    write_record(host, replace(record, started=1))
+    assert not members(host, device)
+    write_record(host, record)
+    assert members(host, device)
+    (host.run_directory / "jobs").chmod(0o777)
+    assert not members(host, device)
 
 
 def test_production_in_the_daemon_is_refused_by_name(
@@ -239,5 +255,5 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
         watch.poll()
     assert server_slices(file) == [200]
     for watch in watches:
-        watch.part.settle()
+        watch.settle()
     assert server_slices(file) == [2048]
