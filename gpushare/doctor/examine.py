@@ -105,13 +105,15 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         for index in item.daemon.gpu_indexes
         if not item.daemon.ours and item.serves(seen.host, index)
     }
+    exclusive = {index for index, entry in seen.wanted.items() if entry.sharing is Way.EXCLUSIVE}
     changed = [
         gpu
         for gpu in seen.gpus
         if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
         and gpu.uuid not in served_by_gpushare
         and gpu.index not in served_by_others
-        and not _is_exclusive_by_file(seen, gpu)
+        # The applied gpushare.yaml gives it to one process.
+        and not (gpu.index in exclusive and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS)
     ]
     for gpu in changed:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
@@ -123,13 +125,6 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         )
     if seen.gpus and not changed and not unknown:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
-
-
-def _is_exclusive_by_file(seen: Examination, gpu: Gpu) -> bool:
-    """Return whether the applied gpushare.yaml gives the GPU to one process, and the mode is the one for that."""
-    entry = seen.wanted.get(gpu.index)
-    asked = entry is not None and entry.sharing is Way.EXCLUSIVE
-    return asked and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
 
 
 def xids(seen: Examination) -> Iterator[Check]:

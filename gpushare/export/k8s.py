@@ -287,8 +287,11 @@ def operator_export(
         )
     sharing = sharing_of_node(host)
     traits = host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())
+    # For nodes without a label, and for this node.
+    unshared = PluginSharing(mig=sharing.plugin.mig)
+    data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
     documents = [
-        _config_map(sharing, namespace),
+        _config_map_document("device-plugin-config.yaml", PLUGIN_MAP, namespace, data),
         *([_mig_map(host, namespace)] if sharing.plugin.mig else []),
         _policy_patch(has_mig=sharing.plugin.mig),
         *verification(host, sharing),
@@ -299,13 +302,6 @@ def operator_export(
         needs=notes("k8s", "needs", traits, mig_map=MIG_MAP),
         lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
     )
-
-
-def _config_map(sharing: NodeSharing, namespace: str) -> Document:
-    """Return the ConfigMap of the plugin: this node's sharing by its key, and ``none`` for nodes without a label."""
-    unshared = PluginSharing(mig=sharing.plugin.mig)
-    data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
-    return _config_map_document("device-plugin-config.yaml", PLUGIN_MAP, namespace, data)
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:

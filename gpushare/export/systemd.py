@@ -122,7 +122,9 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         before = f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS\n"
         after = f"# A GPU starts in compute mode default, so that is what to restore.\nExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT\n"
     if mps.users:
-        before += f"ExecStartPre=/usr/bin/setfacl -m {_access_entries(mps.users)} {pipe}\n"
+        # systemd would expand a $.
+        entries = ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in mps.users), "m::rx"])
+        before += f"ExecStartPre=/usr/bin/setfacl -m {entries} {pipe}\n"
     return rendered(
         "gpushare-mps.service",
         TITLE=device.title,
@@ -142,12 +144,6 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         # Longer than the drain, after which gpushare ends the daemon.
         STOP=DRAIN_SECONDS + 30,
     )
-
-
-def _access_entries(users: tuple[str, ...]) -> str:
-    """Return the access control entries that let users enter the pipe directory."""
-    # systemd would expand a $.
-    return ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in users), "m::rx"])
 
 
 def _ready_arguments(mps: MpsWish) -> str:

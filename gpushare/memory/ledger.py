@@ -13,7 +13,7 @@ import math
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -288,7 +288,8 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
         return None
     if not 1 <= int(count) <= len(set(keys)) or len(set(fixed)) not in {0, int(count)}:
         return None
-    limit, above = _parse_limit(facts.get("limit", ""))
+    limit, _, above = facts.get("limit", "").partition(" ")
+    limit_bytes = _parse_number(limit) if above in ABOVE else None
     role = facts.get("role")
     return Reservation(
         claim=claim,
@@ -301,8 +302,8 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
         count=int(count),
         production=role == "production",
         opportunistic=role == "opportunistic",
-        limit_bytes=limit,
-        above=above,
+        limit_bytes=limit_bytes,
+        above=None if limit_bytes is None else above,
         leaves="leaves" in facts,
         stays="stays" in facts,
         turns="turns" in facts,
@@ -313,13 +314,6 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
 
 def _parse_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 20 else None
-
-
-def _parse_limit(text: str) -> tuple[int | None, str | None]:
-    """Return the limit in bytes and what happens above it, from ``BYTES ABOVE``; (None, None): there is none."""
-    number, _, above = text.partition(" ")
-    size = _parse_number(number)
-    return (None, None) if size is None or above not in ABOVE else (size, above)
 
 
 def line_of(
@@ -635,7 +629,12 @@ class Place:
         waiting = [
             _as_waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
-            if job.id == self.id or (job.waits and self._goes_first(job, self._before))
+            if job.id == self.id
+            or (
+                job.waits
+                and (job.id in self._before or _waits_behind(self.request, os.geteuid(), job, job.claim.uid))
+                and self._patience.waits_for(job)
+            )
         ]
         devices_by_job = _admitted(lines, waiting)
         self._patience.note_who_can_start(jobs, devices_by_job.keys() - {self.id})
@@ -646,11 +645,6 @@ class Place:
             # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
             free = tuple(best(free))
         return free[: self.request.count]
-
-    def _goes_first(self, job: Reservation, came_before: Container[str]) -> bool:
-        """Return whether a waiting job is before this one, and this one still waits for it."""
-        is_before = job.id in came_before or _waits_behind(self.request, os.geteuid(), job, job.claim.uid)
-        return is_before and self._patience.waits_for(job)
 
     def _claims_with_tickets(self) -> list[Claim] | None:
         """Return all claims; at the first look, wait a moment until all have tickets, as one of them may be before this job.

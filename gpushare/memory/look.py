@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gpushare.base.model import WAITING, Gpu, LinePlace, ListedJob, Snapshot, SwappedJob
@@ -13,7 +13,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.memory.ledger import Reservation, line_of, lines_of, reservations
-from gpushare.memory.swapped import BACK, Swap, swaps
+from gpushare.memory.swapped import BACK, swaps
 
 
 def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
@@ -24,7 +24,20 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     indexes = _index_by_uuid(snapshot.gpus)
     absent = [swap for swap in swaps(host) if swap.state != BACK]
     shown = indexes.keys() | _lost(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
-    out = tuple(_swapped_job(indexes, swap) for swap in absent if swap.gpu_uuid in shown)
+    out = tuple(
+        SwappedJob(
+            pid=swap.pid,
+            name=swap.name,
+            state=swap.state,
+            memory_bytes=swap.memory_bytes,
+            gpu_index=indexes.get(swap.gpu_uuid),
+            gpu_uuid=swap.gpu_uuid,
+            since=wall_time(swap.since),
+            user=None if swap.uid is None else user_name(swap.uid),
+        )
+        for swap in absent
+        if swap.gpu_uuid in shown
+    )
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out)
 
 
@@ -108,16 +121,3 @@ def _lost(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
         return set()
     # The ledger has what its users have written.
     return {key for key in wanted if DEVICE_UUID.fullmatch(key)} - _index_by_uuid(host.nvml.sweep()).keys()
-
-
-def _swapped_job(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
-    return SwappedJob(
-        pid=swap.pid,
-        name=swap.name,
-        state=swap.state,
-        memory_bytes=swap.memory_bytes,
-        gpu_index=indexes.get(swap.gpu_uuid),
-        gpu_uuid=swap.gpu_uuid,
-        since=wall_time(swap.since),
-        user=None if swap.uid is None else user_name(swap.uid),
-    )

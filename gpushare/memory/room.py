@@ -520,13 +520,6 @@ def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     return None
 
 
-def _unusable_text(reasons: Sequence[str]) -> str:
-    """Return the first reasons why devices cannot be used, and how many more there are."""
-    text = "; ".join(reasons[:_MOST_NAMED])
-    more = len(reasons) - _MOST_NAMED
-    return f"{text}; and {more} more cannot be used" if more > 0 else text
-
-
 def size_text(request: Request) -> str:
     """Return what a job waits for: ``8.0 GiB``, ``a GPU without other jobs``, ``8.0 GiB on each of 2 GPUs``."""
     if request.memory_bytes is None:
@@ -570,7 +563,7 @@ def _room_text(
 ) -> str:
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free to reserve``."""
     if not lines:
-        return f"{size_text(request)}: {_unusable_text(reasons)}"
+        return f"{size_text(request)}: {first_few(reasons, _MOST_NAMED)}"
     most_holders = 3 if len(lines) == 1 else 1
     rooms = [f"{_free_text(line, request)}{_held_by_text(line, most_holders)}" for line in lines[:_MOST_NAMED]]
     ahead = f", {counted(jobs_ahead, 'job')} before it" if jobs_ahead else ""
@@ -579,7 +572,7 @@ def _room_text(
     if staying:
         text += f"; {staying[0]} was to leave the GPU for it, and cannot: see its output"
     if reasons:
-        text += f"; {_unusable_text(reasons)}"
+        text += f"; {first_few(reasons, _MOST_NAMED)}"
     return text + _limit_text(lines, request, limit)
 
 
@@ -629,17 +622,10 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
     sizes = sorted((line.room.memory_bytes for line in lines), reverse=True)
     # The smallest of the largest devices, as many as it needs, or else all.
     at_most = f"--memory {size_option(sizes[min(request.count, len(sizes)) - 1])}"
-    if request.count > 1:
-        fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
-        return BadUsage(
-            f"the job needs {size_text(request)}, and {counted(fitting, 'GPU')} of {len(lines)} can have that even when empty",
-            f"give it at most {at_most}" + (f"; or fewer GPUs: --gpus {fitting}" if fitting else ""),
-            code="never_fits",
-        )
-    largest = max(lines, key=lambda line: line.room.memory_bytes)
+    fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
     return BadUsage(
-        f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
-        f"give it at most {at_most}; or name a larger GPU",
+        f"the job needs {size_text(request)}, and {counted(fitting, 'GPU')} of {len(lines)} can have that even when empty",
+        f"give it at most {at_most}" + (f"; or fewer GPUs: --gpus {fitting}" if fitting else "; or name a larger GPU"),
         code="never_fits",
     )
 
@@ -650,7 +636,7 @@ def _no_room_error(
     """Return the error about a job that found no room within ``seconds`` (0: it was not to wait), with what is free."""
     freest = max(lines, key=lambda line: line.free_bytes, default=None)
     if freest is None:
-        free = _unusable_text(reasons) or "its memory is not known"
+        free = first_few(reasons, _MOST_NAMED) or "its memory is not known"
     elif request.client and freest.free_clients == 0:
         free = _free_text(freest, request)
     else:
@@ -661,15 +647,12 @@ def _no_room_error(
     stop = "; or end one of your jobs: gpushare stop NAME" if limit_text else ""
     needs_whole_gpu = request.memory_bytes is None and request.count == 1
     job = "a job that needs a whole GPU" if needs_whole_gpu else size_text(request)
-    if seconds <= 0:
-        return InUse(
-            f"there is no room for {job} now: {free}{limit_text}",
-            f"wait for it: --wait, or --wait --timeout 10m{stop}; see who holds the memory: gpushare status",
-            code="no_room",
-        )
+    when, way = "now", "wait for it: --wait, or --wait --timeout 10m"
+    if seconds > 0:
+        when, way = f"within {format_duration(seconds)}", "wait longer: --timeout TIME"
     return InUse(
-        f"there was no room for {job} within {format_duration(seconds)}: {free}{limit_text}",
-        f"wait longer: --timeout TIME{stop}; see who holds the memory: gpushare status",
+        f"there is no room for {job} {when}: {free}{limit_text}",
+        f"{way}{stop}; see who holds the memory: gpushare status",
         code="no_room",
     )
 

@@ -330,7 +330,14 @@ def come_in(host: Host, swap: Swap) -> Swap:
     _unlock(host, swap, checkpoint)
     if not swap.living(host):
         raise _forget_and_ended_error(swap)
-    _demand_running(host, swap, checkpoint)
+    for image in swap.living(host):
+        # The record stays for whoever looks next.
+        if checkpoint.state(image.pid) != RUNNING and host.processes.identity(image.pid) is not None:
+            raise OperationFailed(
+                f"the driver does not say that process {image.pid} of {swap.title} runs again",
+                f"try again: gpushare swap in {swap.selector}; see: sudo dmesg | tail",
+                code="state_unknown",
+            )
     back = replace(swap, state=BACK, restored=True, since=uptime(), left_uuid=None, arrived=())
     try:
         write_if_living(host, back)
@@ -386,17 +393,6 @@ def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code:
         # Here, not by the guard: it would ask the driver for as long as half a minute.
         with contextlib.suppress(GpushareError):
             take_back(host, swap, checkpoint, was_refused=True)
-
-
-def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
-    """Raise unless the driver says of all processes that they run: the record stays for whoever looks next."""
-    for image in swap.living(host):
-        if checkpoint.state(image.pid) != RUNNING and host.processes.identity(image.pid) is not None:
-            raise OperationFailed(
-                f"the driver does not say that process {image.pid} of {swap.title} runs again",
-                f"try again: gpushare swap in {swap.selector}; see: sudo dmesg | tail",
-                code="state_unknown",
-            )
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:

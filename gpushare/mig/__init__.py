@@ -1,3 +1,3 @@
-"""MIG without a machine: profiles and placements, wishes, the exact planner, fragmentation. Pure."""
+"""MIG without a machine: profiles and placements, wishes, the exact planner. Pure."""
 
 from __future__ import annotations

@@ -311,7 +311,11 @@ class MigLedger:
         daemons: Sequence[DaemonRecord] = (),
     ) -> None:
         """Write the layout before and after, before the first step."""
-        self._drop_proofs({shape.uuid for shape in before})
+        # The driver reuses ids: what changes that were not restored had created on these GPUs proves nothing any more.
+        gpus = {shape.uuid for shape in before}
+        for _, record in self.not_restored():
+            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
+                self._write(replace(record, proof=NOTHING))
         # Where /proc hides the time of its start, no process is taken for this one.
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         self._change = ChangeRecord(
@@ -326,12 +330,6 @@ class MigLedger:
             path=self._path,
         )
         self._write(self._change)
-
-    def _drop_proofs(self, gpus: set[str]) -> None:
-        """Forget what changes that were not restored had created on these GPUs: the driver reuses ids."""
-        for _, record in self.not_restored():
-            if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
-                self._write(replace(record, proof=NOTHING))
 
     @property
     def proof(self) -> Proof:

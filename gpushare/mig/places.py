@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, error_of, or_none
+from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
-from gpushare.mig.driver import MigReader, may_change
+from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mig.profile import ComputeInstance, GpuInstance
 from gpushare.mig.wish import Request, find_profile, parse_wish
@@ -132,18 +132,6 @@ def check_granted(host: Host, name: str) -> None:
         )
 
 
-def may_name(host: Host, place: InstancePlace) -> bool:
-    """Return whether an instance has a name, and is not granted to other users only."""
-    return place.name is not None and error_of(partial(check_granted, host, place.name)) is None
-
-
-def create_command(host: Host, profile: str, gpus: str) -> str:
-    """Return the command that makes another instance; with sudo, and where to see whether it fits, if this user may not."""
-    if may_change(host):
-        return f"gpushare mig create {profile} -g {gpus}"
-    return f"sudo gpushare mig create {profile} -g {gpus} (where it fits: gpushare mig fits {profile} -g {gpus})"
-
-
 def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     """Return the error about a name whose place has no such instance now, with what is there instead."""
     meant = f"{named.name} means {named} of GPU {gpu.index}"
@@ -202,7 +190,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
     unnamed = [place for place in places if place.name is None]
     if not unnamed:
         _check_profile_exists(host, enabled, request)
-        raise _no_instance_error(host, request, places, [gpu.index for gpu in enabled])
+        raise _no_instance_error(request, places, [gpu.index for gpu in enabled])
     return unnamed
 
 
@@ -273,16 +261,15 @@ def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> 
         raise errors[0]
 
 
-def _no_instance_error(host: Host, request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:
+def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:
     """Return the error that no free instance serves a request; ``named`` are those that only their name gives."""
     where = f"GPU {', '.join(map(str, gpus))}"
-    make = create_command(host, request.one, ",".join(map(str, gpus)))
+    make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
     if named:
         names = sorted({place.name or "" for place in named})
-        mine = sorted({place.name or "" for place in named if may_name(host, place)})
         return NotFound(
             f"every {request.one} of {where} has a name, and is reserved for runs that name it: {', '.join(names)}",
-            f"run in one: --mig {mine[0]}; or make another: {make}" if mine else f"make another: {make}",
+            f"run in one: --mig NAME; or make another: {make}",
             code="no_instance",
         )
     return NotFound(

@@ -150,7 +150,16 @@ class Site:
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
         self.existing = tuple(
-            self._in_numbers(instance, may_go=may_destroy and (may_evict or not instance.busy))
+            Existing(
+                profile=self.board.number.get(instance.profile.name),
+                start=instance.start,
+                mask=instance.placement.mask,
+                compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
+                weight=weigh(cost_of(whole(instance))),
+                pinned=not may_destroy or (instance.busy and not may_evict),
+                nameless=instance.name is None,
+                held=instance.held,
+            )
             for instance in self.instances
         )
         self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
@@ -170,18 +179,6 @@ class Site:
         # By the existing ones removed (as bits), the slices and the members of those that stay.
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
-
-    def _in_numbers(self, instance: GpuInstance, *, may_go: bool) -> Existing:
-        return Existing(
-            profile=self.board.number.get(instance.profile.name),
-            start=instance.start,
-            mask=instance.placement.mask,
-            compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
-            weight=weigh(cost_of(whole(instance))),
-            pinned=not may_go,
-            nameless=instance.name is None,
-            held=instance.held,
-        )
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -880,17 +877,6 @@ def capacity_lost(layout: Layout) -> int:
     slices of one. It is additive over GPUs, so plans for several GPUs compare by the sum.
     """
     return board_of(layout).lost(occupied(layout), members_of(layout))
-
-
-def fragmentation(layout: Layout) -> int:
-    """Return how much smaller `capacity_lost` would be with the same instances in the best places, in memory slices."""
-    board = board_of(layout)
-    members = members_of(layout)
-    kinds = tuple(InstanceKind(profile) for profile in sorted(set(members)))
-    counts = tuple(members.count(kind.profile) for kind in kinds)
-    lost_now = capacity_lost(layout)
-    lost_if_packed = (board.lost(way.mask, members) for way in board.complete(kinds, counts))
-    return lost_now - min(lost_if_packed, default=lost_now)
 
 
 @dataclass(frozen=True)

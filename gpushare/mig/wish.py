@@ -210,7 +210,13 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        alike = [each for each in unused if each.profile.name == profile and _has_compute_of(each, request)]
+        alike = [
+            each
+            for each in unused
+            if each.profile.name == profile
+            and sorted(part.profile.slices for part in each.compute)
+            == sorted(request.compute or (each.profile.slices,))
+        ]
         if request.start is None:
             serving = [each for each in alike if each.start not in named_starts]
         else:
@@ -218,12 +224,6 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
         chosen += serving[: request.count]
         unused = [instance for instance in unused if instance not in chosen]
     return (*chosen, *unused)
-
-
-def _has_compute_of(instance: GpuInstance, request: Request) -> bool:
-    """Return whether a GPU instance has exactly the compute instances of a request."""
-    slices = sorted((part.profile.slices for part in instance.compute), reverse=True)
-    return tuple(slices) == (request.compute or (instance.profile.slices,))
 
 
 def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:

@@ -20,7 +20,6 @@ from gpushare.mig.holders import claim_holder, claimed_instances
 from gpushare.mig.places import (
     InstancePlace,
     check_granted,
-    create_command,
     means_profile,
     named_places,
     places_on,
@@ -374,7 +373,7 @@ def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     elif place.name is not None:
         hint = "wait until it ends: --wait; see: gpushare mig status"
     else:
-        make = create_command(host, place.instance.profile.name, str(place.gpu.index))
+        make = f"gpushare mig create {place.instance.profile.name} -g {place.gpu.index}"
         hint = f"wait for one: --wait; or make another: {make}"
     return InUse(in_use_text(held), hint, gpu=place.gpu.index, code="instance_in_use")
 

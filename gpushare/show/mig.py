@@ -11,7 +11,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes, ranges
 from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
-from gpushare.mig.planner import fragmentation, free_profiles, holders_text, lost_slices
+from gpushare.mig.planner import free_profiles, holders_text, lost_slices
 from gpushare.mig.profile import GpuInstance, Layout, Placement
 from gpushare.show.result import Column, Table, plain_value, records
 from gpushare.show.status import silent_word
@@ -219,7 +219,6 @@ class MigGpu:
     # The same for memory slices.
     lost_memory_slices: int | None
     # From 0 (whatever is free can be had as one instance) to 1.
-    fragmentation: float | None
     # Why the instances are unknown.
     unknown: str | None
 
@@ -236,7 +235,6 @@ def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
         instances=None if layout is None else layout.instances,
         lost_compute_slices=None if lost is None else lost.compute,
         lost_memory_slices=None if lost is None else lost.memory,
-        fragmentation=None if placed is None else fragmentation(placed),
         unknown=unknown,
     )
 

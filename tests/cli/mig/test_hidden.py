@@ -26,7 +26,7 @@ def test_mig_status_says_unknown_and_why(host: World) -> None:
     assert answer.code == 0
     first, second = answer.json["data"]["gpus"]
     assert first["instances"] is None
-    assert first["lost_compute_slices"] is first["lost_memory_slices"] is first["fragmentation"] is None
+    assert first["lost_compute_slices"] is first["lost_memory_slices"] is None
     assert "does not list the GPU instances of GPU 0" in first["unknown"]
     assert (second["instances"], second["unknown"]) == ([], None)
     assert "mig/monitor" in answer.err
@@ -112,7 +112,7 @@ def test_placements_that_are_refused_are_unknown(kind: str) -> None:
     assert answer.code == 0
     row = answer.json["data"]["gpus"][0]
     assert len(row["instances"]) == 2
-    assert row["lost_compute_slices"] is row["lost_memory_slices"] is row["fragmentation"] is None
+    assert row["lost_compute_slices"] is row["lost_memory_slices"] is None
     answer = host.run("mig", "fits", "1g.10gb", "-g", "0")
     assert (answer.code, answer.error["code"]) == (3, "placements_unknown")
     # What is there can go all the same.
