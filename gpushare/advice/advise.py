@@ -126,24 +126,16 @@ def _confidence(
     if titles:
         level = Confidence.LOW if _DECIDE_MOST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
         return level, "; ".join(filter(None, [open_text(titles), missing_text]))
-    doubt = _doubt(situation, best) or missing_text
-    if doubt is not None:
-        return Confidence.MEDIUM, doubt
+    if missing_text is not None:
+        return Confidence.MEDIUM, missing_text
+    # Figures that decide are from other hosts.
+    is_open = any(reason.open for reason in best.of(Kind.CONDITION))
+    doubtful = is_open or best.way in {Way.SLICES, Way.MPS_PRIORITY, *LEAVING}
+    doubtful = doubtful or any(reason.contradiction for reason in best.reasons)
     possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
-    if possible == [best.way]:
+    if possible == [best.way] and not doubtful:
         return Confidence.HIGH, "hard limits rule out every other way"
-    if not best.of(Kind.FOR):
-        return Confidence.MEDIUM, "it is the remaining option, without a particular advantage"
-    return Confidence.MEDIUM, "all deciding questions are answered, by rules: measure it to be sure"
-
-
-def _doubt(situation: Situation, best: WayVerdict) -> str | None:
-    """Return why the winner may not be as good as the rules say."""
-    if any(reason.contradiction for reason in best.reasons):
-        return "its sources disagree on a requirement of yours"
-    if any(reason.open for reason in best.of(Kind.CONDITION)):
-        return "its conditions are unconfirmed"
-    return _measured_elsewhere(situation, best.way)
+    return Confidence.MEDIUM, "by rules, and by figures that were measured elsewhere: measure it to be sure"
 
 
 def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
@@ -157,22 +149,6 @@ def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
 def open_text(titles: Sequence[str]) -> str:
     """Return the questions whose answers are open, for the reason of a confidence."""
     return f"unanswered questions could change it: {', '.join(titles)}"
-
-
-def _measured_elsewhere(situation: Situation, way: Way) -> str | None:
-    """Return why what was measured may not be true here."""
-    name = situation.gpu.name or ""
-    cost = situation.leaving_cost(way) if way in LEAVING else None
-    if cost is not None and cost.estimated:
-        return "its cost is estimated from smaller jobs on an H200"
-    # Only slices were measured on an H100, too.
-    measured_here = "H200" in name or (way is Way.SLICES and "H100" in name)
-    relies_on_figures = cost is not None or way in {Way.SLICES, Way.MPS_PRIORITY}
-    return (
-        "its figures were measured on an H200; this host may differ"
-        if relies_on_figures and not measured_here
-        else None
-    )
 
 
 def _missing_numbers(situation: Situation) -> list[str]:

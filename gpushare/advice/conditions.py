@@ -234,6 +234,13 @@ def _half_is_enough(s: Situation, _: Way) -> bool:
     return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
 
 
+def _leaves_half(s: Situation, _: Way) -> bool:
+    """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
+    slices = s.slices(Way.MIG)
+    total = s.plain.total_bytes or 0
+    return slices is None or all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
+
+
 def _free_to_measure(s: Situation, _: Way) -> bool:
     """Return whether `gpushare bench` can measure the ways against each other, with copies of one program on one GPU."""
     if not s.several or s.pair or not s.trusted or s.isolation & {Isolation.FAULT, Isolation.FULL}:
@@ -328,6 +335,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     ),
     "small_ranks": _small_ranks,
     "half_is_enough": _half_is_enough,
+    "leaves_half": _leaves_half,
     "free_to_measure": _free_to_measure,
     "production_work": lambda s, _: Role.PRODUCTION in s.case.roles or (s.case.pattern in {None, Pattern.STEADY}),
     "interactive": lambda s, _: s.case.pattern is Pattern.INTERACTIVE,
@@ -352,7 +360,6 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
-    "most_instances": lambda s, _: s.most_instances,
     "why_no_instances": _why_no_instances,
     "nearest_sizes": _nearest_sizes,
     "sms_short": lambda s, way: s.short_of_sms(way),

@@ -132,13 +132,9 @@ class Rule:
         if way is Way.VGPU and table.at_least(needs.row, best_level, needs.wanted):
             if situation.gpu.mig_capable is not False:
                 return self._reason(cell, Kind.CONDITION, f"{self.text}: only with MIG-backed vGPU")
-            if self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos"):
-                return self._reason(
-                    cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG"
-                )
-            # A virtual machine is isolated by more than its SMs.
-            text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
-            return self._reason(cell, Kind.CONDITION, text)
+            is_asked = self.id == "bandwidth-qos" and situation.case.any("bandwidth_qos")
+            text = f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG"
+            return self._reason(cell, Kind.VETO if is_asked else Kind.CONDITION, text)
         text = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
         if table.at_least(needs.row, best_level, needs.floor):
             return self._reason(cell, Kind.CONDITION, text)

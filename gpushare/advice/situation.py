@@ -181,8 +181,6 @@ class LeavingCost:
     turn_seconds: float | None
     # The speed of the jobs in turns, relative to their speed one after another; None: there are no turns.
     kept_share: float | None
-    # How long a job waits for its next turn, where only one fits at a time; None: it does not.
-    wait_seconds: float | None
     # The free host memory that the copies need.
     host_bytes: int
     # Whether the times are estimated from smaller jobs, because no job of this size was measured.
@@ -206,10 +204,9 @@ class LeavingCost:
             return (
                 f"a job takes about {out} to leave and {back} to come back{guess}; {host} of host memory must be free"
             )
-        waits = "" if self.wait_seconds is None else f" (then {_about_text(self.wait_seconds)} until the next turn)"
         return (
             f"a switch takes about {out} out and {back} back{guess}: with turns of "
-            f"{_about_text(self.turn_seconds)}{waits}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
+            f"{_about_text(self.turn_seconds)}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
             f"have one after another; {host} of host memory must be free"
         )
 
@@ -681,17 +678,12 @@ class Situation:
         out = times.out_seconds
         back = times.in_seconds
         turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
-        # All others have their turn first; with room for several at a time, or an unknown number of jobs, nobody can tell.
-        wait = None
-        if turn is not None and self.plain.most == 1 and self.case.processes is not None:
-            wait = (self.case.processes - 1) * (turn + out + back)
         return LeavingCost(
             memory_bytes=largest,
             out_seconds=round(out, 1),
             in_seconds=round(back, 1),
             turn_seconds=None if turn is None else round(turn, 1),
             kept_share=None if turn is None else kept_share(turn, out + back),
-            wait_seconds=None if wait is None else round(wait, 1),
             host_bytes=host_bytes(sum(size * count for size, count in leavers)),
             estimated=beyond_measured(largest),
             source=SOURCE,
