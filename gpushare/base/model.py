@@ -347,20 +347,6 @@ class GpuLease:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwappedJob:
-    """A job whose memory is in host memory (`gpushare swap out`), or on its way there or back."""
-
-    pid: int
-    name: str | None
-    state: str
-    memory_bytes: int
-    gpu_index: int | None
-    gpu_uuid: str
-    since: float
-    user: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class LinePlace:
     """Where a job waits: ``place`` counts from 1 among those for the same devices.
 
@@ -486,7 +472,7 @@ class Snapshot:
     taken_at: float | None = None
     # Only `status` and `metrics` look for these.
     waiting_jobs: tuple[ListedJob, ...] = ()
-    swapped_jobs: tuple[SwappedJob, ...] = ()
+    swapped_jobs: tuple[ListedJob, ...] = ()
     leases: tuple[GpuLease, ...] = ()
     vgpu_sessions: tuple[VgpuSession, ...] = ()
 

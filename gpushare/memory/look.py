@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from gpushare.base.model import WAITING, Gpu, LinePlace, ListedJob, Snapshot, SwappedJob
+from gpushare.base.model import WAITING, Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.base.selection import Device
 from gpushare.base.typed import DEVICE_UUID, job_name
 from gpushare.host.capabilities import user_name
@@ -25,15 +25,17 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     absent = [swap for swap in swaps(host) if swap.state != BACK]
     shown = indexes.keys() | _lost(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
     out = tuple(
-        SwappedJob(
+        ListedJob(
+            name=job_name(swap.name),
             pid=swap.pid,
-            name=swap.name,
             state=swap.state,
-            memory_bytes=swap.memory_bytes,
-            gpu_index=indexes.get(swap.gpu_uuid),
-            gpu_uuid=swap.gpu_uuid,
-            since=wall_time(swap.since),
             user=None if swap.uid is None else user_name(swap.uid),
+            role=None,
+            device=None,
+            gpu_indexes=(indexes[swap.gpu_uuid],) if swap.gpu_uuid in indexes else (),
+            device_uuids=(swap.gpu_uuid,),
+            swapped_bytes=swap.memory_bytes,
+            since_seconds=max(0.0, time.time() - wall_time(swap.since)),
         )
         for swap in absent
         if swap.gpu_uuid in shown

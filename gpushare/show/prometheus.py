@@ -79,7 +79,6 @@ _HELP = {
     "gpushare_job_memory_used_bytes": "Device memory that the processes of a job hold.",
     "gpushare_job_memory_limit_bytes": "Limit of the device memory of a job on each of its GPUs.",
     "gpushare_job_memory_swapped_bytes": "Host memory that a job holds while it is swapped out.",
-    "gpushare_swapped_jobs": "Jobs that are out of the GPU in host memory, by state.",
     "gpushare_swapped_out_timestamp_seconds": "Unix time since which the longest of them is out.",
     "gpushare_mps_daemon_up": "Whether the MPS control daemon answers; 0 if it died or hangs.",
     "gpushare_mps_clients": "Clients of the MPS daemon.",
@@ -161,10 +160,9 @@ def _line_values(snapshot: Snapshot) -> Iterator[Value]:
             yield "gpushare_gpu_memory_jobs_reserved_bytes", _gpu_labels(gpu), gpu.jobs_reserved_bytes
             waiting = sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
             yield "gpushare_gpu_jobs_waiting", _gpu_labels(gpu), waiting
-    for state, count in sorted(Counter(job.state for job in snapshot.swapped_jobs).items()):
-        yield "gpushare_swapped_jobs", {"state": state}, count
-        since = min(job.since for job in snapshot.swapped_jobs if job.state == state)
-        yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
+    for state in sorted({job.state for job in snapshot.swapped_jobs}):
+        seconds = max(job.since_seconds or 0.0 for job in snapshot.swapped_jobs if job.state == state)
+        yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, (snapshot.taken_at or 0.0) - seconds
 
 
 def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:

@@ -21,7 +21,6 @@ from gpushare.base.model import (
     MpsDaemon,
     Priority,
     Snapshot,
-    SwappedJob,
     VgpuSession,
     WayInForce,
     sharing_now,
@@ -413,13 +412,13 @@ def waiting_table(jobs: Sequence[ListedJob]) -> Table:
 
 def _swapped_table(snapshot: Snapshot) -> Table:
     columns = (
-        _gpu_column(of=_of_gpu),
+        Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) or None),
         Column("pid", "pid", right=True),
         _USER,
         Column("name", "job", optional=True),
         Column("state", "state", style=_alarm_style),
-        _memory("memory_bytes", "memory"),
-        Column("out", "since", right=True, rank=1, of=lambda job: _since(snapshot, job.since), format=age),
+        _memory("swapped_bytes", "memory"),
+        Column("since_seconds", "since", right=True, rank=1, format=age),
     )
     return Table(name="swapped_jobs", title="swapped out to host memory", columns=columns, rows=snapshot.swapped_jobs)
 
@@ -598,7 +597,7 @@ class StatusAnswer:
     mps_daemons: tuple[MpsDaemon, ...]
     warnings: tuple[str, ...]
     waiting_jobs: tuple[ListedJob, ...]
-    swapped_jobs: tuple[SwappedJob, ...]
+    swapped_jobs: tuple[ListedJob, ...]
     leases: tuple[GpuLease, ...]
     vgpu_sessions: tuple[VgpuSession, ...]
 

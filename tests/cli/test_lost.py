@@ -17,7 +17,7 @@ SAID = "error: GPU 1 does not answer: the GPU is lost: it fell off the bus"
 
 def test_each_view_shows_the_others_and_ends_with_1(cli: Cli) -> None:
     World(TWO).fault("lost", gpu="1")
-    rows = {"status": "  1  -     lost", "timeslice show": "  1  -           lost", "mig status": "GPU 1  lost"}
+    rows = {"status": "  1  -     lost", "mig status": "GPU 1  lost"}
     for words in ("status", "timeslice show", "mig status", "mig profiles", "mps status", "capture", "compare"):
         done = cli(*words.split(), host=TWO)
         assert (done.code, done.lines("error")) == (1, [SAID]), words
@@ -88,7 +88,7 @@ def test_a_job_that_is_swapped_out_of_a_lost_gpu_is_shown(cli: Cli) -> None:
     uuid = World(TWO).uuid(1)
     World(TWO).fault("lost", gpu="1")
     (job,) = cli("status", host=TWO, output="json").data["swapped_jobs"]
-    assert (job["pid"], job["gpu_index"], job["gpu_uuid"]) == (pid, None, uuid)
+    assert (job["pid"], job["gpu_indexes"], job["device_uuids"]) == (pid, [], [uuid])
     assert cli("status", "-g", "0", host=TWO, output="json").data["swapped_jobs"] == []
 
 

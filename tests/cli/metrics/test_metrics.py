@@ -335,12 +335,12 @@ def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) 
     assert value(found, "gpu_jobs_waiting", gpu="0") == 1
     assert value(found, "gpu_memory_unlisted_bytes", gpu="0") == 2 << 30
     assert value(found, "gpu_memory_idle_bytes", gpu="0") == 0
-    assert value(found, "swapped_jobs") is None
+    assert value(found, "jobs", state="out") is None
     for place in places:
         place.leave()
     cli("swap", "out", str(pid)).ok()
     found = samples(cli)
-    assert value(found, "swapped_jobs", state="out") == 1
+    assert value(found, "jobs", state="out") == 1
     assert (value(found, "swapped_out_timestamp_seconds", state="out") or 0) > 1e9
 
 

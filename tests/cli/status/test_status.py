@@ -247,7 +247,7 @@ def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
     pid = admin.add_process("sim:t4", memory_bytes=4 * GIB, name="train")
     cli("swap", "out", str(pid), host="sim:t4").ok()
     (one,) = cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"]
-    assert (one["pid"], one["state"], one["memory_bytes"], one["gpu_index"]) == (pid, "out", 4 * GIB, 0)
+    assert (one["pid"], one["state"], one["swapped_bytes"], one["gpu_indexes"]) == (pid, "out", 4 * GIB, [0])
     assert one["user"] == user_name(os.geteuid())
     assert "swapped out to host memory" in cli("status", host="sim:t4").ok().out
     cli("swap", "in", str(pid), host="sim:t4").ok()
