@@ -53,10 +53,8 @@ def units_export(
         documents.append(Document(name=KEEP_UNIT, text=keep_text, kind="unit"))
     if mps_units:
         documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
-    traits = host.traits
     first = "sudo gpushare apply -f gpushare.yaml"
     if file != FILE:
-        traits.add("own-file")
         first = f"sudo install -m 644 gpushare.yaml {file}"
     return Export(
         documents=tuple(documents),
@@ -66,7 +64,7 @@ def units_export(
             f"sudo test -e {file} || {{ echo '{file} is missing; first: {first}' >&2; false; }}",
             *_commands([document.name for document in documents]),
         ),
-        needs=notes("systemd", "needs", traits, file=file, unit=HOST_UNIT, runtime=UNIT_RUNTIME),
+        needs=notes("systemd", "needs", host.traits, file=file, first=first, unit=HOST_UNIT, runtime=UNIT_RUNTIME),
         lost=notes("systemd", "lost", host.traits),
     )
 

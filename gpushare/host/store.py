@@ -273,11 +273,6 @@ class RecordStore(Generic[T]):
         """Return this user's records; with ``shared`` also root's, and with ``users`` for root those of all users."""
         return [each for each in self._scan(host, shared=shared, users=users) if not isinstance(each, Unread)]
 
-    def elsewhere(self, host: Host) -> list[T]:
-        """Return this user's records of other PID namespaces."""
-        unread = [each for each in self._scan(host, shared=False) if isinstance(each, Unread)]
-        return [each.error.record for each in unread if isinstance(each.error, Elsewhere)]
-
     def unread(self, host: Host) -> list[Unread]:
         """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
         unread = [each for each in self._scan(host, shared=True) if isinstance(each, Unread)]

@@ -358,12 +358,8 @@ class RoomOnDevice:
     gpu: int
     device_uuid: str
     free_bytes: int | None
-    # How many further clients its MPS daemon takes; null: no limit is known.
-    free_clients: int | None = None
     # What jobs of gpushare have reserved.
     reserved_bytes: int | None = None
-    # What other programs use.
-    others_bytes: int | None = None
     why: str | None = None
     held_by: tuple[RoomJob, ...]
 
@@ -435,9 +431,7 @@ def outlook(
                 gpu=line.device.gpu.index,
                 device_uuid=line.device.uuid,
                 free_bytes=line.free_bytes,
-                free_clients=line.free_clients,
                 reserved_bytes=line.reserved_bytes,
-                others_bytes=line.others_bytes,
                 why=reasons_by_uuid.get(line.device.uuid),
                 held_by=tuple(room_job(host, job) for job in line.holders),
             )

@@ -119,17 +119,6 @@ def same_job(swap: Swap, other: Swap) -> bool:
     return not {image.identity for image in swap.images}.isdisjoint(image.identity for image in other.images)
 
 
-def check_same_namespace(host: Host, text: str) -> None:
-    """Raise NotSupported if a job of this name or PID was swapped in another PID namespace (``pid_namespace``)."""
-    for swap in SWAPS.elsewhere(host):
-        if swap.is_named(text):
-            raise NotSupported(
-                f"{swap.title} was swapped out in another PID namespace, a container or its host, where PIDs differ",
-                f"run it there: gpushare swap in {swap.selector}",
-                code="pid_namespace",
-            )
-
-
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     """Return the record of the job with this first process, or of a part of it that was swapped by its own PID, or None.
 

@@ -166,10 +166,10 @@ def _refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
         raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)
 
 
-def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, although: str = "") -> InUse:
-    """Return the error about an instance that a `gpushare run` has claimed; ``although`` follows it in the sentence."""
+def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int) -> InUse:
+    """Return the error about an instance that a `gpushare run` has claimed."""
     return InUse(
-        f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}{although}; "
+        f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}; "
         "the driver does not list it there, so --evict does not end it",
         f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
         gpu=gpu.index,
@@ -255,8 +255,7 @@ class Eviction:
         deadline = time.monotonic() + CLAIM_SECONDS
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
-                although = " although the processes in it have ended"
-                raise _claimed_error(self._host, self._gpu, self.title, claim.pid, although)
+                raise _claimed_error(self._host, self._gpu, self.title, claim.pid)
             time.sleep(0.05)
         self.claims.callback(claim.release)
 

@@ -22,14 +22,10 @@ from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed,
 from gpushare.mig.places import named_instance
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
-from gpushare.mig.shape import InstanceShape
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred_step, setting_step
 
 _CLOSED: Final = 0o400
-_STILL_OPEN: Final = (
-    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to all users: CUDA needs them, and they open no instance"
-)
 _RUNNING: Final = "programs already in the instance stay in it"
 
 
@@ -67,7 +63,7 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
         steps=steps,
         # With -y: it only revokes what this command granted.
         undo=f"{as_root(host)}gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
-        notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
+        notes=(_RUNNING,) if steps else (f"{name} is granted to {granted} already",),
     )
 
 
@@ -451,11 +447,6 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
             code="bad_count",
         )
     return names
-
-
-def restoring_commands(name: str, instance: NamedInstance | InstanceShape, gpu: int, users: Sequence[str]) -> list[str]:
-    """Return the commands that give an instance on a GPU its name and its grants back."""
-    return [f"gpushare mig name {name} {instance} -g {gpu}", *grant_commands(name, users)]
 
 
 def grant_commands(name: str, users: Sequence[str]) -> list[str]:

@@ -18,7 +18,7 @@ from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
-from gpushare.mig.grant import regrant, restoring_commands
+from gpushare.mig.grant import grant_commands, regrant
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
@@ -322,7 +322,8 @@ def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Seque
     commands: list[str] = []
     for instance in before.instances:
         if instance.name and instance.place not in staying:
-            commands += restoring_commands(instance.name, instance, before.index, users.get(instance.name, ()))
+            commands.append(f"gpushare mig name {instance.name} {instance} -g {before.index}")
+            commands += grant_commands(instance.name, users.get(instance.name, ()))
     return commands
 
 

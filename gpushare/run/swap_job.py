@@ -33,7 +33,6 @@ from gpushare.memory.swapped import (
     LOST,
     OUT,
     Swap,
-    check_same_namespace,
     ended_swap,
     find_swap,
     is_on_its_way,
@@ -290,7 +289,6 @@ def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
     try:
         job = find_job(host, text)
     except NotFound:
-        check_same_namespace(host, text)
         if earlier is None:
             raise
         raise NotFound(
@@ -298,7 +296,6 @@ def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
         ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None:
-        check_same_namespace(host, text)
         swap = out_by_driver(host, job.pid, job.name, job.uid)
     if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see swapped jobs: gpushare swap list", code="not_out")

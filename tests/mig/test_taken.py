@@ -261,7 +261,7 @@ def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
     with runs(uuid, os.getpid()) as run:
         answer = host.run("mig", "destroy", name, "--evict", name)
         assert (answer.code, answer.error["code"]) == (19, "claimed")
-        assert "although the processes in it have ended" in answer.error["message"]
+        assert "is claimed by process" in answer.error["message"]
         assert (run.poll(), host.look(), pid in host.pids()) == (None, before, False)
         run.kill()
 

@@ -22,8 +22,6 @@ from gpushare.connect import connect
 from gpushare.mig.parted import choose_config, parse_parted
 from gpushare.mps.home import homes_in
 from gpushare.sim import admin
-from gpushare.sim.current import changing
-from gpushare.sim.state import SimulatedGpuInstance
 from tests.cli.drive import Cli, Refused, World, Write
 from tests.export.plugin_config import from_config
 
@@ -131,23 +129,6 @@ def test_slurm_and_mig_parted_and_systemd(cli: Cli) -> None:
     units = cli("export", "systemd", "--program", "/opt/bin/gpushare", host=H100S).ok().out
     assert "ExecStart=/opt/bin/gpushare apply -f /var/lib/gpushare/applied.yaml --yes\n" in units
     assert "gpushare-mps-ready 30.0 8192M 8G -\n" in units
-
-
-def test_what_mig_parted_cannot_say_is_lost_only_where_it_is(cli: Cli) -> None:
-    world = World.new("sim:2xh100")
-    cut("3g.40gb", host=world.spec)
-    words = ("without a compute instance", "MIG mode that is pending")
-    noted = cli("export", "mig-parted", host=world.spec).ok().err
-    assert [word in noted for word in words] == [False, False]
-    with changing(world.file) as (state, _):
-        state.gpus[0].bare.append(SimulatedGpuInstance("1g.10gb", 6, 9))
-    noted = cli("export", "mig-parted", host=world.spec).ok().err
-    assert [word in noted for word in words] == [True, False]
-    with changing(world.file) as (state, _):
-        state.gpus[0].bare.clear()
-        state.gpus[1].mig_pending = 1
-    noted = cli("export", "mig-parted", host=world.spec).ok().err
-    assert [word in noted for word in words] == [False, True]
 
 
 def test_exclusive_mode_of_a_daemon_is_kept_at_boot(cli: Cli) -> None:

@@ -194,30 +194,6 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert not host.journal.exists()
 
 
-@pytest.mark.parametrize("words", [("grant", "train", "nobody"), ("revoke", "train"), ("recover",)])
-def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli: Cli, words: tuple[str, ...]) -> None:
-    if words[0] == "grant":
-        cli("mig", *words, host=A100).ok()
-    host = connect(A100)
-    homes = host.run_directory / "mps" / "mig-1"
-    for directory in (host.run_directory / "mig", homes, host.state_directory / "names"):
-        directory.mkdir(parents=True, exist_ok=True)
-    left = [
-        host.run_directory / "mig" / ".journal-abcdefgh",
-        homes / ".daemon-abcdefgh",
-        host.state_directory / "names" / ".mig-abcdefgh",
-    ]
-    another = host.state_directory / ".another-abcdefgh"
-    for path in (*left, another):
-        path.write_text("{")
-    cli("mig", *words, "--dry-run", host=A100).ok()
-    assert all(path.exists() for path in left)
-    cli("mig", *words, host=A100).ok()
-    assert [path for path in left if path.exists()] == []
-    # It may be a user's own directory.
-    assert another.exists()
-
-
 def test_what_is_not_there(refused: Refused) -> None:
     assert "getent passwd nosuchuser" in refused(
         "mig", "grant", "train", "nosuchuser", code="no_user", exit_code=6, host=A100

@@ -456,9 +456,6 @@ def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World,
     assert document["space"] == os.stat("/proc/self/ns/pid").st_ino
     path.write_text(json.dumps({**document, "space": 7}))
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
-    error = cli("swap", "in", str(pid), output="json").error
-    assert error["code"] == "pid_namespace"
-    assert "another PID namespace" in error["message"]
     admin.end_process(SPEC, pid)
     cli("swap", "list").ok()
     repair(world.host)
