@@ -450,7 +450,7 @@ complete -c gpushare -n '__gpushare_at stop' -l debug -d 'Show the traceback of 
 complete -c gpushare -n '__gpushare_at stop' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at stop' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at logs' -s f -l follow -d 'Go on until the job has ended, or Ctrl-C.'
-complete -c gpushare -n '__gpushare_at logs' -l lines -x -d 'The last N lines. [default: all; 200 on a terminal]'
+complete -c gpushare -n '__gpushare_at logs' -l lines -x -d 'The last N lines. [default: all]'
 complete -c gpushare -n '__gpushare_at logs' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at logs' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at logs' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'

@@ -347,10 +347,8 @@ def _in_force_text(row: _GpuRow) -> str:
     entry = row.entry
     mps = entry.mps
     words = [] if entry.time_slice is None else [f"level {entry.time_slice.title}"]
-    if mps is not None and mps.limits.words:
-        words.append(f"{', '.join(mps.limits.words)} per client")
-    if mps is not None and mps.exclusive:
-        words.append("no programs outside it")
+    if mps is not None:
+        words += mps.words
     if entry.mig:
         words.append(" ".join(mig.wish if mig.name is None else f"{mig.wish} '{mig.name}'" for mig in entry.mig))
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from gpushare.advice.compare import (
     Availability,
@@ -136,29 +136,22 @@ def _facts_of_host(gpu: str | None) -> HostFacts:
     return facts
 
 
-class _Basis(NamedTuple):
-    """What the cells are about: this host (``facts``) with its driver, or a driver, by default the newest.
+def _basis(view: View | None, driver: str | None, gpu: str | None) -> tuple[str | None, HostFacts | None, str | None]:
+    """Return what the cells are about: without a view and a driver this host, if it answers.
 
-    ``why_not_host`` is why this host does not answer, if it was asked.
+    That is a driver (None: the newest), the facts of this host (None: it is not about this host), and why this host does
+    not answer, if it was asked.
     """
-
-    driver: str | None
-    facts: HostFacts | None = None
-    why_not_host: str | None = None
-
-
-def _basis(view: View | None, driver: str | None, gpu: str | None) -> _Basis:
-    """Return what the cells are about: without a view and a driver this host, if it answers."""
     is_about_host = view is View.HOST or (view is None and driver is None)
     if not is_about_host:
-        return _Basis(driver)
+        return driver, None, None
     try:
         facts = _facts_of_host(gpu)
     except GpushareError as error:
         if view is View.HOST or isinstance(error, BadUsage) or gpu is not None:
             raise
-        return _Basis(None, why_not_host=error.message)
-    return _Basis(facts.driver, facts)
+        return None, None, error.message
+    return facts.driver, facts, None
 
 
 def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:

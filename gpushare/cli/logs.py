@@ -8,14 +8,12 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, argument, flag, note, option, settings, verb
+from gpushare.cli.options import Command, argument, flag, option, settings, verb
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
 from gpushare.show.result import OutputFormat, Result, records
 from gpushare.signals import Ended
 
-# On a terminal more would push away the lines that it shows.
-_LINES_ON_A_TERMINAL: Final = 200
 # In a document, which is made in memory.
 _LINES_IN_A_DOCUMENT: Final = 10_000
 _DOCUMENT_BYTES: Final = 16 << 20
@@ -25,7 +23,7 @@ _DOCUMENT_BYTES: Final = 16 << 20
 def logs(
     job: str = argument("JOB", "A job by name or PID; also one that has ended.", default=...),
     follow: bool = flag("-f --follow", "Go on until the job has ended, or Ctrl-C."),
-    lines: int | None = option("--lines", "N", "The last N lines. [default: all; 200 on a terminal]", min=0),
+    lines: int | None = option("--lines", "N", "The last N lines. [default: all]", min=0),
 ) -> Any:
     """Show the output of a job that was started with `gpushare run -d`, byte for byte.
 
@@ -51,14 +49,9 @@ def logs(
 
 
 def _print_raw(output: Output, lines: int | None, *, follow: bool) -> int:
-    """Print an output as bytes: its last ``lines``, or all; with ``follow`` until the job ends. Returns exit code 0.
-
-    Without a number, a terminal gets only the last lines, and a note says so.
-    """
-    most_lines = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
-    skipped = most_lines is not None and seek_lines(output.descriptor, most_lines)
-    if skipped and lines is None:
-        note(f"the last {most_lines} lines; all: gpushare logs {output.name} | less")
+    """Print an output as bytes: its last ``lines``, or all; with ``follow`` until the job ends. Returns exit code 0."""
+    if lines is not None:
+        seek_lines(output.descriptor, lines)
     blocks = followed(settings.connect(), output) if follow else read_blocks(output.descriptor)
     stream = sys.stdout.buffer
     for block in blocks:

@@ -96,12 +96,8 @@ class CheckedGpu:
     """One GPU compared with what was asked. ``as_requested`` is null if the configuration has no entry for it."""
 
     gpu: int
-    uuid: str | None
     as_requested: bool | None
     problem: str | None
-    mig_enabled: bool | None
-    mig_pending: bool | None
-    mig_requested: bool | None
     missing: tuple[DeviceCount, ...]
     extra: tuple[DeviceCount, ...]
 
@@ -135,12 +131,8 @@ def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, needs_entry: bo
     is_left_out = demand is None and gpu.error is None and not needs_entry
     return CheckedGpu(
         gpu=gpu.index,
-        uuid=gpu.uuid,
         as_requested=None if is_left_out else problem is None and not difference,
         problem=problem,
-        mig_enabled=gpu.mig_enabled,
-        mig_pending=gpu.mig_pending,
-        mig_requested=None if demand is None else demand.mig_enabled,
         missing=difference.missing,
         extra=difference.extra,
     )

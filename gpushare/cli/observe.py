@@ -54,7 +54,13 @@ def observe(
     refuse((Refused("--from", "--to --gpu", "all of the recording is shown", "--from hour.jsonl"),))
     if read is not None:
         return _recording_result(read_measured(read), Path(read))
-    length, step = _length_and_interval(seconds, interval)
+    length, step = parse_seconds(seconds), positive_time("--interval", interval, **INTERVAL)
+    if length < step:
+        raise BadUsage(
+            f"--for {seconds} is shorter than one interval ({interval})",
+            "record longer, for example: gpushare observe --for 10m --interval 1s",
+            code="bad_duration",
+        )
     host = settings.connect()
     # None: all GPUs.
     indexes = None
@@ -89,19 +95,6 @@ def observe(
     return replace(result, errors=errors)
 
 
-def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
-    """Return how long to record and the time between two samples, both in seconds."""
-    length = parse_seconds(seconds)
-    step = positive_time("--interval", interval, **INTERVAL)
-    if length < step:
-        raise BadUsage(
-            f"--for {seconds} is shorter than one interval ({interval})",
-            "record longer, for example: gpushare observe --for 10m --interval 1s",
-            code="bad_duration",
-        )
-    return length, step
-
-
 def _recording_result(recording: Recording, path: Path) -> Any:
     answer = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
     return observe_result(answer, _recording_notes(recording, path))
@@ -127,16 +120,10 @@ def _recording_notes(recording: Recording, path: Path) -> list[str]:
         for use in recording.gpus
         if use.unanswered
     ]
-    if any(use.source == "utilization" for use in recording.gpus):
-        notes.append("utilization says only that a kernel ran: a GPU at 100 % may still have room")
-
     file = shlex.quote(str(path))
     if recording.processes_known:
         notes.append(f"which way of sharing fits: gpushare advise --from {file}")
     notes.append(f"what it could save: gpushare savings --from {file} --price 2")
-    notes.append(
-        "low activity does not mean that sharing is free: a small job can suffer next to a large one; measure it"
-    )
     return notes
 
 

@@ -221,13 +221,6 @@ def _whole_help(ctx: Any) -> str:
     return str(ctx.get_help()) + "\n"
 
 
-def _install_completion(_ctx: Any) -> str:
-    """Install the completion of the user's shell, and return what was done."""
-    from gpushare.cli.completion import install
-
-    return install()
-
-
 def _version(_ctx: Any) -> str:
     return f"gpushare {__version__}\n"
 
@@ -518,7 +511,7 @@ class RootGroup(Group):
             _switch("--version", _version, "Show the version and exit."),
             _switch(
                 "--install-completion",
-                _install_completion,
+                lambda _: import_module("gpushare.cli.completion").install(),
                 "Install the completion of your shell (bash, zsh or fish) for this user.",
             ),
         ]

@@ -177,17 +177,7 @@ def _users_text(users: tuple[str, ...]) -> str:
 
 
 def _mps_text(wish: MpsWish) -> str:
-    limits = wish.limits
-    parts = [f"{_percent_text(limits.threads_percent)} of the threads"]
-    if limits.memory_limit_bytes is not None:
-        parts.append(size_option(limits.memory_limit_bytes))
-    if limits.priority is not None:
-        parts.append(f"priority {limits.priority.title}")
-    if wish.users:
-        parts.append(f"for {_users_text(wish.users)}")
-    if wish.exclusive:
-        parts.append("exclusive")
-    return "a daemon, " + ", ".join(parts)
+    return ", ".join(["a daemon", *wish.words])
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:

@@ -86,6 +86,18 @@ class MpsWish:
     # Where its clients find it, of one that runs or whose place is known.
     pipe_directory: str | None = field(default=None, compare=False)
 
+    @property
+    def words(self) -> list[str]:
+        """Return it for people: its limits, who it is for, what else may run."""
+        words = list(self.limits.words)
+        if self.users:
+            words.append(f"for {', '.join(self.users)}")
+        if self.multiuser:
+            words.append("several users at the same time")
+        if self.exclusive:
+            words.append("no programs outside it")
+        return words
+
 
 @dataclass(frozen=True, kw_only=True)
 class InstanceWish:
@@ -270,8 +282,14 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
         matched_gpus = _gpus_of(entry, gpus, is_model)
         for gpu in matched_gpus:
-            _check_matched_once(file, chosen.get(gpu.index), entry, gpu)
-            chosen.setdefault(gpu.index, entry)
+            before = chosen.setdefault(gpu.index, entry)
+            if before is not entry and before.match.by is entry.match.by:
+                raise BadUsage(
+                    f"{file.shown}:{entry.mark}: GPU {gpu.index} is matched in the same way by the entry at {before.mark}",
+                    "name it in one of them; uuid wins over index, index over model, model over all",
+                    gpu=gpu.index,
+                    code="bad_file",
+                )
         missing += _missing_gpu_errors(file, entry, gpus)
         if not matched_gpus and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
             notes.append(f"{file.shown}:{entry.mark}: no GPU of this host is {entry.match}")
@@ -312,17 +330,6 @@ def _missing_gpu_errors(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> li
         for value in entry.match.values
         if value.lower() not in names
     ]
-
-
-def _check_matched_once(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -> None:
-    """Raise BadUsage if two entries name a GPU in the same way: neither wins."""
-    if before is not None and before.match.by is entry.match.by:
-        raise BadUsage(
-            f"{file.shown}:{entry.mark}: GPU {gpu.index} is matched in the same way by the entry at {before.mark}",
-            "name it in one of them; uuid wins over index, index over model, model over all",
-            gpu=gpu.index,
-            code="bad_file",
-        )
 
 
 def _check_names_differ(file: HostFile, entries: dict[int, Entry]) -> None:

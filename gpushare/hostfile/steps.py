@@ -209,7 +209,7 @@ def daemon_step(
     work = _DaemonWork(host, find, wish)
     if runs is not None:
         return _change_step(work, title, wish, selector, *runs)
-    words = _wish_words(wish)
+    words = wish.words
     commands = [
         start_command(selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None)
     ]
@@ -231,7 +231,7 @@ def _change_step(
     before = MpsWish(limits=record.limits.explicit, users=pipe_users(home.pipe) or ())
     after = replace(wish, limits=wish.limits.explicit)
     return Step(
-        what=f"change the MPS daemon of {title}: {', '.join(_wish_words(after))}",
+        what=f"change the MPS daemon of {title}: {', '.join(after.words)}",
         command=_change_commands(selector, home, before, after),
         undo=_change_commands(selector, home, after, before),
         do=work.do,
@@ -340,15 +340,3 @@ def device_to_be(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
     """Return a MIG device for checks: as it is, or if it does not exist yet, with the ``memory`` of its profile in bytes."""
     mig = next((mig for mig in gpu.mig_instances if mig.uuid == placed.uuid), None)
     return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
-
-
-def _wish_words(wish: MpsWish) -> list[str]:
-    """Return a wanted daemon in words: its limits, who it is for, what else may run."""
-    words = list(wish.limits.words)
-    if wish.users:
-        words.append(f"for {', '.join(wish.users)}")
-    if wish.multiuser:
-        words.append("several users at the same time")
-    if wish.exclusive:
-        words.append("no programs outside it")
-    return words

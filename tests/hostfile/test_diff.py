@@ -89,7 +89,7 @@ def test_the_order_of_users_is_no_difference() -> None:
 
 def test_a_daemon_that_is_not_there_too_many_or_does_not_answer() -> None:
     wish = mps_wish(threads_percent=25.0, memory_limit_bytes=4 * GIB, users=("alice",), exclusive=True)
-    text = "a daemon, 25 % of the threads, 4G, for alice, exclusive"
+    text = "a daemon, threads 25 %, memory 4.0 GiB, for alice, no programs outside it"
     (missing,) = mps_points("MPS", None, wish)
     assert (missing.found, missing.wanted) == (None, text)
     (extra,) = mps_points("MPS", LiveMps(pid=1, wish=wish), None)
@@ -205,15 +205,15 @@ def test_daemons_of_mig_devices_are_compared_each_with_its_own() -> None:
     there = (("3g.40gb", 0), ("3g.40gb", 4))
     wish = mig(InstanceWish(wish="3g.40gb:0", mps=mps_wish(threads_percent=50.0)), "3g.40gb:4")
     assert said(with_mig(*there), wish) == [
-        "MPS of 3g.40gb:0: none; the file: a daemon, 50 % of the threads",
+        "MPS of 3g.40gb:0: none; the file: a daemon, threads 50 %",
     ]
     now = with_mig(*there, daemons={"MIG-0": daemon(threads_percent=50.0), "MIG-4": daemon()})
-    assert said(now, wish) == ["MPS of 3g.40gb:4: a daemon, 100 % of the threads; the file: none"]
+    assert said(now, wish) == ["MPS of 3g.40gb:4: a daemon; the file: none"]
 
 
 def test_a_daemon_in_a_device_that_the_file_has_not_is_said() -> None:
     now = with_mig(("3g.40gb", 0), ("1g.10gb", 4), daemons={"MIG-4": daemon()})
-    assert said(now, mig("3g.40gb:0"))[1:] == ["MPS of 1g.10gb:4: a daemon, 100 % of the threads; the file: none"]
+    assert said(now, mig("3g.40gb:0"))[1:] == ["MPS of 1g.10gb:4: a daemon; the file: none"]
 
 
 def test_names_and_their_users() -> None:

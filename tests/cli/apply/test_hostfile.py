@@ -94,7 +94,7 @@ def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
     assert lines == [
         "GPU 0: exclusive",
         "GPU 1: timeslice: level long",
-        "GPU 2: mps: threads 25 %, memory 4.0 GiB, priority low per client",
+        "GPU 2: mps: threads 25 %, memory 4.0 GiB, priority low, for nobody",
         "GPU 3: mps: no programs outside it",
         "GPU 4: mig: 3g.40gb 1g.10gb*2",
         "GPU 5: mig: 3g.40gb 1g.10gb*2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -59,32 +58,6 @@ def test_it_is_read_also_if_new_files_of_the_user_may_be_written_by_a_group(worl
     finally:
         os.umask(before)
     assert raw(world, "train") == TEXT
-
-
-def test_on_a_terminal_the_last_200_lines(world: World, written: Path) -> None:
-    written.write_text("".join(f"line {number}\n" for number in range(500)))
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "gpushare", "logs", "train"]
-    process = subprocess.Popen(
-        command, stdout=theirs, stderr=subprocess.PIPE, env=environment(GPUSHARE_HOST=world.spec)
-    )
-    os.close(theirs)
-    text = b""
-    with os.fdopen(ours, "rb", buffering=0) as screen:
-        while True:
-            try:
-                block = screen.read(4096)
-            except OSError:
-                break
-            text += block or b""
-            if not block:
-                break
-    assert process.stderr is not None
-    note = process.stderr.read()
-    process.stderr.close()
-    assert process.wait() == 0
-    assert text.splitlines() == [f"line {number}".encode() for number in range(300, 500)]
-    assert note == b"note: the last 200 lines; all: gpushare logs train | less\n"
 
 
 def test_the_document(cli: Cli, world: World, written: Path) -> None:
