@@ -500,13 +500,9 @@ def create(
         all_gpus, all_layouts = current_layouts(host, gpu)
         _need_mig(all_gpus)
         # Only a GPU with MIG on has places to add to.
-        off = ",".join(str(each.index) for each in all_gpus if not each.mig_enabled)
         gpus = [each for each in all_gpus if each.mig_enabled]
         layouts = [layout for each, layout in zip(all_gpus, all_layouts, strict=True) if each.mig_enabled]
-        answer = plan_add(layouts, wanted, with_others=name is None)
-        if off and isinstance(answer, NoPlan):
-            answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
-        plan = planned_or_refused(answer)
+        plan = planned_or_refused(plan_add(layouts, wanted, with_others=name is None))
         created = [(part, new.instance) for part in plan.gpus for new in part.created]
         naming = None
         if name is not None:

@@ -237,10 +237,11 @@ def typed_wish(words: Sequence[str] | None, memory: str | None, sm: int | None) 
     """Return the instances that are wanted: by profile in words, or one by the memory and SMs that it needs."""
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:
-        problem = "neither a WISH nor --memory or --sm is given"
-        if words:
-            problem = "a WISH cannot be combined with --memory or --sm"
-        raise BadUsage(problem, "for example: 3g.40gb '1g.10gb*2'; or --memory 20G --sm 30", code="no_wish")
+        raise BadUsage(
+            "either a WISH, or --memory and --sm are needed",
+            "for example: 3g.40gb '1g.10gb*2'; or --memory 20G --sm 30",
+            code="no_wish",
+        )
     if words:
         return parse_wish(" ".join(words))
     need = Need(memory_bytes=None if memory is None else parse_memory_limit(memory), multiprocessors=sm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -95,11 +94,6 @@ def observe(
     return replace(result, errors=errors)
 
 
-def _recording_result(recording: Recording, path: Path) -> Any:
-    answer = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
-    return observe_result(answer, _recording_notes(recording, path))
-
-
 def _recording_notes(recording: Recording, path: Path) -> list[str]:
     """Return what the user should know about a recording, and what can be done with it."""
     notes = list(recording.header.warnings)
@@ -135,8 +129,9 @@ class ObserveAnswer(Recording):
     underused: tuple[Underuse, ...]
 
 
-def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
+def _recording_result(recording: Recording, path: Path) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
+    data = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
     without_processes = "no process was seen" if data.processes_known else "processes were not recorded"
     return Result(
         data=data,
@@ -158,7 +153,7 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
                 empty="no GPU is underused",
             ),
         ),
-        notes=tuple(notes),
+        notes=tuple(_recording_notes(recording, path)),
     )
 
 

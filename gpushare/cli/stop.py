@@ -103,10 +103,6 @@ def ended_sentence(done: Stopped) -> str:
             "container": f"its engine has stopped container {done.container}",
         }.get(done.ended_by, "ended by a signal")
         return f"{title} is gone after {done.seconds:.1f} s: {how}"
-    drained = {
-        "idle": "the GPU became idle",
-        "fall": "the GPU's activity fell",
-        "bound": "neighbours kept the GPU busy, so gpushare waited for the whole time limit",
-    }[done.drain.by]
+    busy = " (neighbours kept the GPU busy for the whole time limit)" if done.drain.by == "bound" else ""
     state = f"; its MPS server is {done.server_status}" if done.server_status else ""
-    return f"{title} is gone: stopped, drained for {done.drain.seconds:.2f} s ({drained}), killed{state}"
+    return f"{title} is gone: stopped, drained for {done.drain.seconds:.2f} s{busy}, killed{state}"

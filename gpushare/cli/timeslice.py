@@ -216,19 +216,19 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
         Column("job", "job", rank=1, optional=True),
         Column("user", "user", rank=3),
         Column("name", "program", rank=4, least=8),
-        Column("slice", "slice", right=True),
-        Column("how", "set by", rank=2),
+        Column("slices_us", "slice", right=True, format=_slices_text),
+        Column("how", "set by", rank=2, of=_setter_text),
     )
     return Table(
         name="processes",
         title="processes",
         columns=columns,
-        rows=tuple({**vars(row), "slice": _slices_text(row), "how": _setter_text(row)} for row in rows),
+        rows=tuple(rows),
     )
 
 
-def _slices_text(row: ProcessSlices) -> str:
-    return ", ".join(format_slice(value) for value in dict.fromkeys(row.slices_us)) or "-"
+def _slices_text(slices_us: Sequence[int]) -> str:
+    return ", ".join(map(format_slice, dict.fromkeys(slices_us))) or "-"
 
 
 def _setter_text(row: ProcessSlices) -> str:

@@ -392,19 +392,18 @@ class _GpuWork:
                 continue
             device_now = device_to_be(gpu, device, None)
             if device.uuid is None or self.live.daemon(device.uuid) is None:
-                refuse_programs(device_now.title, gpu, self._programs_in(device))
+                # None in a device that does not exist yet.
+                parts = [part for instance in self.live.instances for part in instance.compute]
+                holders = [
+                    each for part in parts if part.uuid and part.uuid == device.uuid for each in part.holders or ()
+                ]
+                refuse_programs(device_now.title, gpu, [self._process_title(holder.pid) for holder in holders])
             title = f"MIG {device} of GPU {gpu.index}"
             # A new device has no UUID yet: the printed command has a word in its place.
             selector = device.uuid or f"MIG-UUID-OF-{device}"
             find = _DeviceFinder(self.host, gpu.index, device, existing_uuids)
             steps.append(self._daemon_step(title, find, wish, device_now, selector=selector, uuid=device.uuid))
         return steps
-
-    def _programs_in(self, device: PlacedDevice) -> list[str]:
-        """Return the programs in an existing device, by name and PID."""
-        parts = [part for instance in self.live.instances for part in instance.compute]
-        own_parts = [part for part in parts if part.uuid and part.uuid == device.uuid]
-        return [self._process_title(holder.pid) for part in own_parts for holder in part.holders or ()]
 
     def _process_title(self, pid: int) -> str:
         info = self.host.processes.describe(pid)

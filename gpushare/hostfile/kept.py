@@ -12,6 +12,8 @@ from gpushare.host.records import read_own
 from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gpushare.hostfile.file import HostFile
 
 KEPT: Final = "applied.yaml"
@@ -53,13 +55,17 @@ def roots_file(host: Host) -> HostFile | None:
     directories = list(host.shared_state_directories)
     if host.root:
         directories.insert(0, host.state_directory)
-    for directory in directories:
-        with contextlib.suppress(OSError, ValueError, GpushareError):
-            if is_trusted_directory(directory):
-                content = read_own(directory / KEPT)
-                # These import a dozen modules, which a job loads at its start only where there is such a file.
-                from gpushare.hostfile.parse import parse
-                from gpushare.inputs import decode_text
+    return next(filter(None, map(file_kept_in, directories)), None)
 
-                return parse(decode_text(content, str(directory / KEPT), "gpushare.yaml"))
+
+def file_kept_in(directory: Path) -> HostFile | None:
+    """Return the file that is kept in a directory; None: there is none, it is no longer valid, or may not be read."""
+    with contextlib.suppress(OSError, ValueError, GpushareError):
+        if is_trusted_directory(directory):
+            content = read_own(directory / KEPT)
+            # These import a dozen modules, which a job loads at its start only where there is such a file.
+            from gpushare.hostfile.parse import parse
+            from gpushare.inputs import decode_text
+
+            return parse(decode_text(content, str(directory / KEPT), "gpushare.yaml"))
     return None

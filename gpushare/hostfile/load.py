@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, or_none
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
 from gpushare.base.model import Gpu
 from gpushare.base.units import format_duration, size_option
 from gpushare.gpu_models import find_model
@@ -21,7 +21,7 @@ from gpushare.host.host import Host, is_trusted_directory, make_private_director
 from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
-from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
+from gpushare.hostfile.kept import KEPT, file_kept_in, kept_limits, user_limits_in
 from gpushare.hostfile.parse import parse, write_hint
 from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
@@ -123,10 +123,8 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
 
 
 def kept_file(host: Host) -> HostFile | None:
-    """Return the kept gpushare.yaml; None: none was kept, it is no longer valid, or this user may not read it."""
-    if not is_trusted_directory(host.state_directory):
-        return None
-    return or_none(lambda: load(str(applied_path(host)))[0])
+    """Return the gpushare.yaml that this user applied last, as `file_kept_in`."""
+    return file_kept_in(host.state_directory)
 
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:

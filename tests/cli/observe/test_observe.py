@@ -56,7 +56,7 @@ def test_a_narrow_terminal_cuts_no_finding_and_shows_the_job(
     answer = cli("observe", "--from", str(path), output="table").ok()
     assert "…" not in answer.out
     shown = " ".join(answer.out.split())
-    assert "GPU 0 low: SM activity mean 20 %, 95th percentile 20 %; a candidate for sharing" in shown
+    assert "SM activity mean 20 %, 95th percentile 20 %; a candidate for sharing" in shown
     assert "PID job name" in shown
     assert " train " in shown
     assert "1 unreadable line skipped" in answer.err
