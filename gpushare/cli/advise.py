@@ -215,7 +215,7 @@ def advise(
     metric: str | None = PRINTED_NUMBER,
     lower: bool = LOWER_IS_BETTER,
     window: str | None = MEASURED_TIME,
-    repeat: int | None = option("--repeat", "N", "Runs of each way. [default: 3]"),
+    repeat: int = option("--repeat", "N", "Runs of each way.", default=3, min=1, max=100),
 ) -> Any:
     """Recommend a way of sharing, say why, and print the commands for this host.
 
@@ -749,20 +749,17 @@ _FEWEST_COPIES: Final = 2
 
 
 def parse_measuring(
-    argv: Sequence[str], metric: str | None, window: str | None, repeat: int | None, *, lower: bool
+    argv: Sequence[str], metric: str | None, window: str | None, repeat: int, *, lower: bool
 ) -> BenchSettings:
     """Return what the options of --measure say; the ways and the number of copies follow from the advice."""
-    from gpushare.cli.bench import check_repeat, check_window
+    from gpushare.cli.bench import check_window
     from gpushare.measure.bench import Settings as BenchSettings
     from gpushare.measure.metric import parse_metric
 
-    if repeat is None:
-        repeat = 3
     if not argv:
         raise BadUsage(
             "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"
         )
-    check_repeat(repeat)
     check_window(window, metric)
     return BenchSettings(
         argv=argv,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from gpushare.base.benchmark import BenchAnswer, Benchmark
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
+from gpushare.base.errors import BadCombination, GpushareError, Interrupted, OperationFailed
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
 from gpushare.cli.options import (
@@ -64,7 +64,7 @@ from gpushare.snapshot import BLIND
 
 Answer = TypeVar("Answer")
 
-_MOST_REPEATS = 100
+MOST_REPEATS: Final = 100
 
 _REFUSED: Final = (
     Refused("--size --cpu --copy --footprint", "CMD", "only the built-in workload has it", "--size 256"),
@@ -82,7 +82,7 @@ def bench(
         "LIST",
         "A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mig, streams [default: all of these], mps:PCT, streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
     ),
-    repeat: int = option("--repeat", "N", "Runs of each way.", default=3),
+    repeat: int = option("--repeat", "N", "Runs of each way.", default=3, min=1, max=MOST_REPEATS),
     gpu: str | None = ONE_GPU_OPTION,
     metric: str | None = PRINTED_NUMBER,
     lower: bool = LOWER_IS_BETTER,
@@ -118,7 +118,6 @@ def bench(
     refuse(_REFUSED)
     if command:
         check_window(window, metric)
-    check_repeat(repeat)
     to_file = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
     earlier = None if compare is None else read_bench(compare)
@@ -166,12 +165,6 @@ def check_window(window: str | None, metric: str | None) -> None:
             "--for ends the command before it finishes, so finished runs cannot be counted",
             "say what it prints: --metric 'rate=([0-9.]+)'; or drop --for",
         )
-
-
-def check_repeat(repeat: int) -> None:
-    """Raise BadUsage for a number of runs that is out of bounds."""
-    if not 1 <= repeat <= _MOST_REPEATS:
-        raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
 
 
 def picture_path(text: str) -> Path:

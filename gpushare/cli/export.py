@@ -59,9 +59,9 @@ _EVERY_GPU: Final = option(
 TO: Final = option("--to", "DIR", "Write the files there instead of printing them.")
 NODE: Final = option("--node", "NAME", "The node's name in the cluster.")
 REPLICAS: Final = option(
-    "--replicas", "N", "How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]"
+    "--replicas", "N", "How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]", min=1
 )
-MIG_REPLICAS: Final = option("--mig-replicas", "N", "How many programs share a MIG device. [default: 1]")
+MIG_REPLICAS: Final = option("--mig-replicas", "N", "How many programs share a MIG device. [default: 1]", min=1)
 
 
 def dra(
@@ -322,13 +322,6 @@ def describe(
 
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
     """
-    for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
-        if number is not None and number < 1:
-            raise BadUsage(
-                f"{name} {number}: the number of replicas must be at least 1",
-                "1 is a device for one program at a time",
-                code="bad_replicas",
-            )
     state = HostState(settings.connect())
     devices = select(gpu, state.gpus)
     if any(device.mig is not None for device in devices):

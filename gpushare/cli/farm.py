@@ -62,18 +62,18 @@ _REFUSED: Final = (
 @verb(ChangingCommand, takes_program=True)
 def farm(
     command: list[str] = argument("CMD...", "The program; {} is the number of the copy, or its line.", default=...),
-    copies: int | None = option("--copies", "N", "Run N copies, numbered from 0."),
+    copies: int | None = option("--copies", "N", "Run N copies, numbered from 0.", min=1, max=MOST_COPIES),
     each: str | None = option("--each", "FILE", "Run one copy for each line of FILE; - is stdin."),
-    parallel: int | None = option("--parallel", "K", "At most K at a time. [default: as many as fit]"),
+    parallel: int | None = option("--parallel", "K", "At most K at a time. [default: as many as fit]", min=1),
     gpu: str | None = option("-g --gpu", "SET", "The GPUs or instances: 0, 0-3, 0,2, any (all)."),
-    gpus: int | None = option("--gpus", "N", "How many of them each copy has. [default: 1]"),
+    gpus: int = option("--gpus", "N", "How many of them each copy has.", default=1, min=1),
     threads: str | None = CLIENT_THREADS,
     memory: str | None = option("--memory", "SIZE", "Device memory of each copy: 20G, 80%. [default: measured]"),
     over: str | None = OVER_ACTION,
     priority: str | None = PRIORITY_OPTION,
     logs: str | None = option("--logs", "DIR", "Write DIR/copy-N.log and DIR/farm.jsonl."),
     resume: bool = flag("--resume", "Skip the copies that are done in DIR/farm.jsonl."),
-    restart: int = option("--restart", "K", "Restart a failed copy, at most K times.", default=0),
+    restart: int = option("--restart", "K", "Restart a failed copy, at most K times.", default=0, min=0),
     fail_fast: bool = flag("--fail-fast", "End the farm with the first failed copy."),
     stall: str | None = option("--stall", "TIME", "End a copy that prints nothing for this long: 60s."),
     like: str | None = option("--like", "FILE", "Take the thread percentage of each copy from a file of bench --to."),
@@ -87,12 +87,11 @@ def farm(
     With --gpus N, each copy runs outside MPS on N GPUs with the best links between them, and reserves its memory on
     each.
     """
-    _check_numbers(copies, each, parallel, restart)
-    count = 1 if gpus is None else gpus
-    if count < 1:
-        raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+    if (copies is None) is (each is None):
+        wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
+        raise BadUsage(wrong, "give one of them before the program: --copies 8, or --each FILE", code="bad_copies")
     # --gpus 1 is as without it.
-    refuse(_REFUSED, settings.given - {"--gpus"} if count == 1 else None)
+    refuse(_REFUSED, settings.given - {"--gpus"} if gpus == 1 else None)
     limits = Limits.typed(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
@@ -100,7 +99,7 @@ def farm(
     stall_seconds = None if stall is None else positive_time("--stall", stall, "60s")
     caps = None if like is None else _read_caps(like)
     host = settings.connect()
-    devices = _chosen_devices(gpu, gpus_of(host), instances=count == 1)
+    devices = _chosen_devices(gpu, gpus_of(host), instances=gpus == 1)
     lines = None if each is None else _read_lines(each)
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
@@ -117,22 +116,9 @@ def farm(
         stall_seconds=stall_seconds,
         user_limits=kept_limits(host),
         name=title,
-        gpus=count,
+        gpus=gpus,
     )
     return _run_or_plan(host, devices, command, options)
-
-
-def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
-    """Raise BadUsage unless --copies or --each is given, and all numbers are in bounds."""
-    if (copies is None) is (each is None):
-        wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
-        raise BadUsage(wrong, "give one of them before the program: --copies 8, or --each FILE", code="bad_copies")
-    if copies is not None and not 1 <= copies <= MOST_COPIES:
-        raise BadUsage(f"--copies {copies} is outside 1 to {MOST_COPIES}", "give --copies 8", code="bad_copies")
-    if parallel is not None and parallel < 1:
-        raise BadUsage(f"--parallel {parallel} is below 1", "give --parallel 4", code="bad_parallel")
-    if restart < 0:
-        raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
 
 
 def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:

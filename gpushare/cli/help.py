@@ -53,7 +53,6 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "farm": (
         ("Eight trainings with their numbers as seeds", "farm --copies 8 --logs logs -- python3 train.py --seed {}"),
         ("One for each line, on all GPUs", "farm -g any --each inputs.txt --memory 10G -- python3 infer.py {}"),
-        ("Go on after a crash", "farm --copies 100 --logs logs --resume -- python3 train.py {}"),
     ),
     "move": (
         ("To GPU 1, when it has room", "move train -g 1 --wait"),

@@ -49,7 +49,7 @@ from gpushare.timeslice.slices import MOST_US, check_slice
 def run(
     command: list[str] = argument("CMD...", "The program and its arguments.", default=...),
     gpu: str | None = option("-g --gpu", "SET", "Run on one GPU or instance of SET: 0-3, NAME, any."),
-    gpus: int | None = option("--gpus", "N", "Run on N of them at the same time. [default: 1]"),
+    gpus: int = option("--gpus", "N", "Run on N of them at the same time.", default=1, min=1),
     bind: bool = flag("--bind", "Run it on the CPUs next to its GPUs."),
     mig: str | None = option("--mig", "PROFILE|NAME", "Run in a free MIG instance of PROFILE, or in NAME."),
     create: bool = flag("--create", "Make the instance if none is free, and remove it afterwards (root)."),
@@ -91,8 +91,6 @@ def run(
     Ctrl-C ends the program without harm to its neighbours. The exit code is the program's own, or 128 + N if signal N
     ended it. If gpushare ends the program or cannot start it, the exit code is gpushare's own (man gpushare).
     """
-    if gpus is not None and gpus < 1:
-        raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     if restart_on not in {None, "mps-fault"}:
         raise BadUsage(f"--restart-on {quoted(restart_on or '')} is not an event", "give mps-fault", code="bad_restart")
     # What does not go together.
@@ -156,7 +154,7 @@ def run(
         dry_run=settings.dry_run,
         quiet=settings.quiet,
         say=note,
-        count=gpus or 1,
+        count=gpus,
         bind=bind,
         creates=create,
         restart=restart_on is not None,

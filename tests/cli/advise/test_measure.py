@@ -199,7 +199,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real,
     ("words", "code", "exit_code"),
     [
         (("--measure",), "no_command", 2),
-        (("--measure", "--repeat", "0", "--", "true"), "bad_repeat", 2),
+        (("--measure", "--repeat", "0", "--", "true"), "usage", 2),
         (("--measure", "--for", "1s", "--", "true"), "bad_combination", 2),
         (("--measure", "--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
         (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),

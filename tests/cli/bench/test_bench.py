@@ -325,7 +325,7 @@ def test_a_command_that_fails_already_alone(
     [
         (("--copies", "0", "--", "true"), "bad_copies", 2),
         (("--ways", "x", "--", "true"), "bad_way", 2),
-        (("--repeat", "0", "--", "true"), "bad_repeat", 2),
+        (("--repeat", "0", "--", "true"), "usage", 2),
         (("--metric", "x", "--", "true"), "bad_metric", 2),
         (("--latency", "(", "--", "true"), "bad_metric", 2),
         (("--for", "1s", "--", "true"), "bad_combination", 2),

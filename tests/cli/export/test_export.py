@@ -253,8 +253,8 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
     [
         (["k8s", "-g", "0"], "per_node", 3),
         (["k8s", "-g", "9"], "unknown_gpu", 6),
-        (["k8s", "--replicas", "0"], "bad_replicas", 2),
-        (["k8s", "--mig-replicas", "0"], "bad_replicas", 2),
+        (["k8s", "--replicas", "0"], "usage", 2),
+        (["k8s", "--mig-replicas", "0"], "usage", 2),
         (["k8s", "--namespace", "default"], "bad_namespace", 2),
         (["k8s", "--node", "GPU 01"], "bad_node", 2),
         (["dra", "--kubernetes", "1.20"], "no_dra", 3),

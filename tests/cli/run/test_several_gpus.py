@@ -63,7 +63,7 @@ def fixed(world: World) -> tuple[str, ...]:
         (("--gpus", "5", "--", "true"), "too_few_gpus"),
         (("--gpus", "3", "-g", "0,1", "--", "true"), "too_few_gpus"),
         (("--gpus", "2", "-g", "all", "--", "true"), "one_gpu"),
-        (("--gpus", "0", "--", "true"), "bad_count"),
+        (("--gpus", "0", "--", "true"), "usage"),
         (("--gpus", "2", "--wait", "--memory", "500G", "--", "true"), "never_fits"),
         (("--gpus", "2", "--memory", "500G", "--", "true"), "never_fits"),
     ],
@@ -251,7 +251,7 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
     [
         (("--gpus", "5", "-g", "any"), "too_few_gpus"),
         (("--gpus", "2", "-g", "1"), "too_few_gpus"),
-        (("--gpus", "0", "-g", "any"), "bad_count"),
+        (("--gpus", "0", "-g", "any"), "usage"),
         (("--gpus", "2", "-g", "any", "--threads", "30"), "bad_combination"),
         (("--gpus", "2", "-g", "any", "--memory", "500G"), "never_fits"),
     ],

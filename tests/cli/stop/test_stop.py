@@ -369,7 +369,9 @@ def test_busy_neighbour_survives_the_end_of_a_deep_queue(cli: Cli, world: World)
 def test_neighbours_that_hide_the_fall_cost_the_bound(cli: Cli, world: World) -> None:
     victim = world.client(sm_percent=5, queue_seconds=0.2)
     world.client(sm_percent=95)
-    assert "neighbours kept the GPU busy for the whole time limit" in cli("stop", str(victim), "--grace", "0.4s").ok().out
+    assert (
+        "neighbours kept the GPU busy for the whole time limit" in cli("stop", str(victim), "--grace", "0.4s").ok().out
+    )
 
 
 @pytest.mark.usefixtures("daemon")
