@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
-import signal as signals
 import time
-from collections.abc import Callable
 from typing import Final, NamedTuple
-
-from gpushare.base.errors import signal_refused_error
 
 # Without pathlib, whose loading would be a tenth of the start of a child that calls the driver.
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
 _UID: Final = re.compile(r"^Tgid:\s*(\d+)$.*?^Uid:\s*(\d+)", re.MULTILINE | re.DOTALL | re.ASCII)
-# libnvidia-ml.so (NVML) and libcuda.so (CUDA); the driver version follows the name.
-_DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
-_MOST_MAPS: Final = 16 << 20
 _KERNEL_THREAD: Final = 0x00200000
-# Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
-_NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
 # States of a process that has ended.
@@ -188,47 +178,3 @@ def pid_space() -> int:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
         return 0
-
-
-def send_if_same(pid: int, is_same: Callable[[], bool], signal: int) -> bool:
-    """Send a signal to a process if ``is_same`` still recognizes it; return whether the signal was sent.
-
-    ``is_same`` is called while a descriptor holds the process: a process that gets the PID later gets no signal.
-
-    Raises:
-        NoPermission: it belongs to another user.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OverflowError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_DESCRIPTOR:
-            # Gone, or a thread's number.
-            return False
-        descriptor = -1
-    try:
-        if not is_same():
-            return False
-        if descriptor >= 0:
-            signals.pidfd_send_signal(descriptor, signal)
-        else:
-            os.kill(pid, signal)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        raise signal_refused_error(signals.Signals(signal).name, pid) from None
-    else:
-        return True
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-
-
-def has_driver(pid: int) -> bool | None:
-    """Return whether a process has the driver's library loaded; None when unknown."""
-    try:
-        with open(f"/proc/{pid}/maps", "rb") as file:
-            return _DRIVER.search(file.read(_MOST_MAPS)) is not None
-    except OSError:
-        return None

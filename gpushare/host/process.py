@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shlex
 import signal
+import signal as signals
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut, signal_refused_error
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
@@ -21,13 +23,11 @@ from gpushare.host.identity import (
     Identity,
     Stat,
     every_pid,
-    has_driver,
     identity_of,
     identity_of_child,
     parent_of,
     pid_space,
     read_stat,
-    send_if_same,
     start_of,
     uptime,
     wall_time,
@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
 
 
+# Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
+_NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+# libnvidia-ml.so (NVML) and libcuda.so (CUDA); the driver version follows the name.
+_DRIVER: Final = re.compile(rb"/lib(?:cuda|nvidia-ml)\.so[^/\n]*$", re.MULTILINE)
+_MOST_MAPS: Final = 16 << 20
 # A program that starts another through more is not followed.
 _MOST_PARENTS: Final = 1024
 # A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
@@ -334,12 +339,35 @@ class Processes:
             NotFound: it is gone, even if its PID was reused; or the number is a thread's.
             NoPermission: it belongs to another user.
         """
-        if not send_if_same(pid, lambda: _started(pid) == started, signal):
-            raise NotFound(f"process {pid} is gone", "see what runs: gpushare status")
+        gone = NotFound(f"process {pid} is gone", "see what runs: gpushare status")
+        with contextlib.ExitStack() as closing:
+            descriptor = -1
+            try:
+                descriptor = os.pidfd_open(pid)
+                closing.callback(os.close, descriptor)
+            except (OSError, OverflowError) as error:
+                if not isinstance(error, OSError) or error.errno not in _NO_DESCRIPTOR:
+                    raise gone from None
+            # While the descriptor holds the process: one that gets the PID later gets no signal.
+            if _started(pid) != started:
+                raise gone
+            try:
+                if descriptor < 0:
+                    os.kill(pid, signal)
+                else:
+                    signals.pidfd_send_signal(descriptor, signal)
+            except ProcessLookupError:
+                raise gone from None
+            except PermissionError:
+                raise signal_refused_error(signals.Signals(signal).name, pid) from None
 
     def uses_driver(self, pid: int) -> bool | None:
         """Return whether the process has libcuda or libnvidia-ml loaded (``/proc/PID/maps``)."""
-        return has_driver(pid)
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                return _DRIVER.search(file.read(_MOST_MAPS)) is not None
+        except OSError:
+            return None
 
     def spawn(
         self,
