@@ -145,19 +145,18 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
 
 
 def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
-    """Return the command that rewrites a specification at its path, with names of the same kinds.
+    """Return the command that rewrites a specification at its path, with all names that it has; None: a new one.
 
-    nvidia-ctk uses index and UUID (before 1.16 only the index) unless ``--device-name-strategy`` is given.
+    nvidia-ctk names devices by index and UUID (before 1.16 only by index) unless ``--device-name-strategy`` is given.
     """
-    if spec is None:
-        return (PROGRAM, "cdi", "generate", f"--output={DEFAULT_PATH}")
-    command = [PROGRAM, "cdi", "generate", f"--output={spec.path}"]
-    patterns = {"uuid": _UUID, "index": re.compile(r"\d+(:\d+)?"), "type-index": re.compile(r"(gpu\d+|mig\d+:\d+)")}
-    kinds = [kind for kind, pattern in patterns.items() if any(map(pattern.fullmatch, spec.names))]
-    is_default = "index" in kinds and "type-index" not in kinds
-    if not is_default:
-        command += [f"--device-name-strategy={kind}" for kind in kinds]
-    return tuple(command)
+    path = DEFAULT_PATH if spec is None else spec.path
+    strategies: tuple[str, ...] = ()
+    if spec is not None and any(re.match(r"(gpu|mig)\d", name) for name in spec.names):
+        strategies = ("index", "uuid", "type-index")
+    return (
+        *(PROGRAM, "cdi", "generate", f"--output={path}"),
+        *(f"--device-name-strategy={strategy}" for strategy in strategies),
+    )
 
 
 def refresh(host: Host, spec: CdiSpec) -> None:

@@ -150,12 +150,11 @@ def test_refresh_writes_what_exists(host: Host) -> None:
         (["0", "GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655", "all"], ()),
         (["0", "1:0", "all"], ()),
         (["all"], ()),
-        (["GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655"], ("--device-name-strategy=uuid",)),
-        (["gpu0", "mig1:0"], ("--device-name-strategy=type-index",)),
-        (["0", "gpu0"], ("--device-name-strategy=index", "--device-name-strategy=type-index")),
+        (["GPU-0d54321e-a080-c56a-bbc0-8fc271e8e655"], ()),
+        (["gpu0", "mig1:0"], tuple(f"--device-name-strategy={kind}" for kind in ("index", "uuid", "type-index"))),
     ],
 )
-def test_refresh_keeps_path_and_kinds_of_names(names: list[str], options: tuple[str, ...]) -> None:
+def test_refresh_keeps_path_and_names(names: list[str], options: tuple[str, ...]) -> None:
     spec = cdi.CdiSpec(path="/etc/cdi/nvidia.json", names=tuple(names))
     assert cdi.refresh_command(spec) == ("nvidia-ctk", "cdi", "generate", "--output=/etc/cdi/nvidia.json", *options)
 
@@ -171,7 +170,7 @@ def test_refresh_of_other_names_is_read_back(host: Host, strategy: str) -> None:
     host.nvml.restart()
     cdi.refresh(host, cdi.find_specs(host)[0])
     after = set(cdi.find_specs(host)[0].names)
-    assert (cdi.stale_specs(host, gpus(host)), len(after)) == ((), len(names))
+    assert (cdi.stale_specs(host, gpus(host)), len(after) >= len(names)) == ((), True)
 
 
 def failed(host: Host) -> GpushareError:
