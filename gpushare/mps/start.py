@@ -295,7 +295,14 @@ class _Start:
         """Wait until the new daemon answers. Raises OperationFailed (``daemon_silent``), which quotes what it ``printed``."""
         deadline = time.monotonic() + _ANSWER_SECONDS
         misses = 0
-        while not self._answers(deadline):
+        while True:
+            try:
+                if self._control.answers():
+                    return
+            except TimedOut:
+                # Until the deadline it may only be slow.
+                if time.monotonic() > deadline:
+                    raise
             # A single miss may fall between the daemon's fork and exec; two in a row mean that its process has ended.
             misses = misses + 1 if self._daemon_pid() is None else 0
             has_ended = misses > 1
@@ -308,15 +315,6 @@ class _Start:
                     code="daemon_silent",
                 )
             time.sleep(0.05)
-
-    def _answers(self, deadline: float) -> bool:
-        """Return whether the new daemon answers. Raises TimedOut after the deadline; until then it may only be slow."""
-        try:
-            return self._control.answers()
-        except TimedOut:
-            if time.monotonic() > deadline:
-                raise
-            return False
 
     def _end_started_daemon(self) -> None:
         pid = self._daemon_pid() if self._started else None

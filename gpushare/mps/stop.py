@@ -272,7 +272,7 @@ class Stop:
                 Step(
                     what=f"restore the compute mode{where}",
                     command=compute_mode_command(record.device_uuid, record.previous_compute_mode),
-                    do=self._restore,
+                    do=lambda: restore_mode(self._host, record, self._device),
                 )
             )
         if home is not None:
@@ -363,10 +363,6 @@ class Stop:
                 gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
                 code="clients_left",
             )
-
-    def _restore(self) -> None:
-        if self.found.record is not None:
-            restore_mode(self._host, self.found.record, self._device)
 
 
 def _has_ended_meanwhile(host: Host, found: FoundDaemon) -> bool:
