@@ -272,7 +272,7 @@ class Stop:
                 Step(
                     what=f"restore the compute mode{where}",
                     command=compute_mode_command(record.device_uuid, record.previous_compute_mode),
-                    do=lambda: restore_mode(self._host, record, self._device),
+                    do=lambda: restore_mode(self._host, record),
                 )
             )
         if home is not None:
@@ -518,18 +518,18 @@ def clients_of(control: MpsControl) -> list[int]:
         return []
 
 
-def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None) -> ComputeMode | None:
-    """Restore the compute mode in a record, and return it; None: the record has none.
+def restore_mode(host: Host, record: DaemonRecord) -> None:
+    """Restore the compute mode in a record, if it has one.
 
     Raises:
         OperationFailed: it could not be restored (code ``not_restored``).
     """
     if record.previous_compute_mode is None:
-        return None
+        return
     mode = ComputeMode[record.previous_compute_mode]
+    device = None
     try:
-        if device is None:
-            device = next((Device(gpu=gpu) for gpu in host.nvml.identities() if gpu.uuid == record.device_uuid), None)
+        device = next((Device(gpu=gpu) for gpu in host.nvml.identities() if gpu.uuid == record.device_uuid), None)
         if device is None:
             raise NotFound(f"{record.device_uuid} does not answer", "see: gpushare status")
         compute_mode_step(host, device, mode, before=None).do()
@@ -540,4 +540,3 @@ def restore_mode(host: Host, record: DaemonRecord, device: Device | None = None)
             gpu=None if device is None else str(device.gpu.index),
             code="not_restored",
         ) from error
-    return mode
