@@ -197,7 +197,7 @@ def many_pauses(part: Part, job: Job, count: int) -> dict[str, Any]:
     part.expect(after > 0.8 * rate, f"{rate} steps/s before, {after} after {count} pauses")
     return {
         "pauses": count,
-        "contexts": len(channels.compute),
+        "contexts": len(channels.groups),
         "seconds": round(seconds, 2),
         "off_ms": times(off),
         "off_in_driver_ms": times(off_driver),

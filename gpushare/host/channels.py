@@ -36,7 +36,7 @@ import signal
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
@@ -93,7 +93,7 @@ CLASS_SUBDEVICE: Final = 0x2080
 CLASS_MPS: Final = 0x900E
 CLASS_GROUP: Final = 0xA06C
 # Of each generation another high byte: GPFIFO channels, and what is made on them.
-_CHANNEL, _COMPUTE, _COPY = 0x6F, 0xC0, 0xB5
+_CHANNEL, _COMPUTE = 0x6F, 0xC0
 # What CHILD_HANDLE calls a Device (its NVOC class id).
 INTERNAL_DEVICE: Final = 0xE0AC20
 
@@ -146,12 +146,11 @@ _MOST_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """A channel group of a process.
+    """A compute channel group of a process: a CUDA context has one. Its copy groups are left alone.
 
     ``descriptor`` is the process's own number of its control file. ``client``, ``handle``, ``subdevice`` and ``channels``
     are RM handles, ``classes`` the classes of the objects on its channels. ``slice_us`` is the time-slice at the scan, in
-    microseconds (None: not readable). ``engine`` is ``compute``, ``copy`` or ``other``; a CUDA context has one compute
-    group and several copy groups. ``gpu`` is the UUID of the GPU.
+    microseconds (None: not readable). ``gpu`` is the UUID of the GPU.
     """
 
     descriptor: Count
@@ -159,7 +158,6 @@ class Group:
     handle: Count
     subdevice: Count
     gpu: Shown | None
-    engine: str
     classes: tuple[Count, ...]
     channels: tuple[Count, ...]
     slice_us: Count | None
@@ -173,7 +171,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:
-    """The channel groups of a process, as a scan found them. Later calls need nothing else; no descriptor stays open.
+    """The compute channel groups of a process, as a scan found them. Later calls need nothing else; no descriptor stays open.
 
     ``started`` is its start time in clock ticks since boot, which tells it from a later process with the same PID.
     """
@@ -181,11 +179,6 @@ class Channels:
     pid: Pid
     started: Count
     groups: tuple[Group, ...]
-
-    @property
-    def compute(self) -> tuple[Group, ...]:
-        """Return the compute groups: one per CUDA context."""
-        return tuple(group for group in self.groups if group.engine == "compute")
 
     @property
     def under_mps(self) -> bool:
@@ -535,8 +528,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
         groups = _own_groups(files, process, opened, _scan(opened, newest, deadline))
         if request.get("probe", True):
             for group in groups:
-                if group.engine == "compute":
-                    _probe(opened[group.descriptor], group)
+                _probe(opened[group.descriptor], group)
         return {"started": process.identity.started, "groups": [asdict(group) for group in groups]}
 
 
@@ -548,14 +540,10 @@ def _find_groups_again(files: KernelFiles, request: Mapping[str, Any]) -> dict[s
         for number, client in sorted({(group["descriptor"], group["client"]) for group in request["groups"]}):
             if number in opened:
                 groups += _groups_of_client(opened[number], number, client)
-        if not _has_compute(groups):
-            raise _no_compute_refusal(groups)
+        if not groups:
+            raise Refused("no_context")
         own_groups = _own_groups(files, process, opened, groups)
         return {"started": process.identity.started, "groups": [asdict(group) for group in own_groups]}
-
-
-def _has_compute(groups: Iterable[Group]) -> bool:
-    return any(group.engine == "compute" for group in groups)
 
 
 def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
@@ -632,25 +620,21 @@ def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> l
             elif client not in clients_read:
                 clients_read.add(client)
                 groups += _groups_of_client(file, number, client)
-                last_step = step + _WINDOW if _has_compute(groups) else None
+                last_step = step + _WINDOW if groups else None
         if step == last_step:
             break
         if last_step is None and step % 1024 == 0 and time.monotonic() > deadline:
-            raise _no_compute_refusal(groups, unusual_status, otherwise="scan_incomplete")
+            raise _no_group_refusal(unusual_status, "scan_incomplete")
     if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
         raise Refused("too_many")
-    if not _has_compute(groups):
-        raise _no_compute_refusal(groups, unusual_status)
+    if not groups:
+        raise _no_group_refusal(unusual_status, "no_context")
     return groups
 
 
-def _no_compute_refusal(
-    groups: Sequence[Group], unusual_status: int | None = None, *, otherwise: str = "no_context"
-) -> Refused:
-    """Return why there is no compute group; ``otherwise`` is the code for no group at all."""
-    if unusual_status is not None:
-        return _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status)
-    return Refused("no_compute_group" if groups else otherwise)
+def _no_group_refusal(unusual_status: int | None, code: str) -> Refused:
+    """Return why there is no compute group: what RM answered, or else ``code``."""
+    return Refused(code) if unusual_status is None else _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status)
 
 
 def _own_groups(
@@ -663,13 +647,12 @@ def _own_groups(
     """
     if not files.sees_host_pids():
         return groups
-    of_others = set()
+    own_groups = []
     for group in groups:
-        owners = _pids_with_compute(opened[group.descriptor], group) if group.engine == "compute" else None
-        if owners and process.identity.pid not in owners:
-            of_others.add((group.client, group.subdevice))
-    own_groups = [group for group in groups if (group.client, group.subdevice) not in of_others]
-    if not _has_compute(own_groups):
+        owners = _pids_with_compute(opened[group.descriptor], group)
+        if not owners or process.identity.pid in owners:
+            own_groups.append(group)
+    if not own_groups:
         raise Refused("inherited")
     return own_groups
 
@@ -678,7 +661,7 @@ def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
     """Return the PIDs that have compute objects on the GPU of a group; None: unknown."""
     holders: list[int] = []
     for kind in group.classes:
-        if kind & 0xFF != _COMPUTE:
+        if not _is_compute(kind):
             continue
         parameters = bytearray(PIDS.pack(0, kind, 0, *[0] * _MOST_PIDS))
         if file.control(group.client, group.subdevice, GPU_GET_PIDS, parameters) != OK:
@@ -689,7 +672,7 @@ def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
 
 
 def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
-    """Return the channel groups of a client, from the classes and parents of its objects.
+    """Return the compute groups of a client, from the classes and parents of its objects.
 
     ``number`` is the process's descriptor of the file. A device has a subdevice and groups, a group has channels, and a
     channel the objects that do its work.
@@ -715,9 +698,9 @@ def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
     groups = []
     for handle, kind in objects.items():
         subdevice = subdevice_of_device.get(parents.get(handle, 0))
-        if kind != CLASS_GROUP or subdevice is None:
-            continue
         classes = tuple(sorted(classes_of_group.get(handle, ())))
+        if kind != CLASS_GROUP or subdevice is None or not any(map(_is_compute, classes)):
+            continue
         groups.append(
             Group(
                 descriptor=number,
@@ -725,7 +708,6 @@ def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
                 handle=handle,
                 subdevice=subdevice,
                 gpu=_gpu_uuid(file, client, subdevice),
-                engine=_engine(classes),
                 classes=classes,
                 channels=tuple(sorted(channels_of_group.get(handle, ()))),
                 slice_us=_slice_or_none(file, client, handle),
@@ -771,16 +753,9 @@ def _is_channel(kind: int) -> bool:
     return kind & 0xFF == _CHANNEL and kind > CLASS_GROUP
 
 
-def _engine(classes: Iterable[int]) -> str:
-    """Return the engine of a group from the classes of the objects on its channels: ``compute``, ``copy`` or ``other``.
-
-    Seen on Hopper: the channels of a compute group have compute and copy objects, those of a copy group copy objects only.
-    """
-    # Lower classes are of no engine.
-    kinds = {kind & 0xFF for kind in classes if kind > CLASS_SUBDEVICE}
-    if _COMPUTE in kinds:
-        return "compute"
-    return "copy" if _COPY in kinds else "other"
+def _is_compute(kind: int) -> bool:
+    """Return whether a class is that of the compute objects on the channels of a compute group; lower ones are of no engine."""
+    return kind & 0xFF == _COMPUTE and kind > CLASS_SUBDEVICE
 
 
 def _gpu_uuid(file: _File, client: int, subdevice: int) -> str | None:
@@ -1250,7 +1225,7 @@ class ChannelControl:
             channels: Channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
         except ValueError:
             raise _refusal_error("internal", pid, "its answer is no list of groups", None) from None
-        if not channels.compute:
+        if not channels.groups:
             raise _refusal_error("internal", pid, "its answer names no groups", None)
         return channels
 
@@ -1275,7 +1250,7 @@ class ChannelControl:
 
     def restore_slices(self, channels: Channels) -> None:
         """Set each compute group to the slice that the scan found. Raises like `set_slice`."""
-        for group in channels.compute:
+        for group in channels.groups:
             if group.slice_us is not None:
                 alone = Channels(pid=channels.pid, started=channels.started, groups=(group,))
                 self.set_slice(alone, group.slice_us)
@@ -1313,7 +1288,7 @@ def _request(do: str, channels: Channels) -> dict[str, Any]:
         "do": do,
         "pid": channels.pid,
         "started": channels.started,
-        "groups": [vars(group) for group in channels.compute],
+        "groups": [vars(group) for group in channels.groups],
     }
 
 

@@ -256,7 +256,7 @@ class Experiment(Group):
         Raises:
             GpushareError: a slice cannot be read and set, as `find_channels`; or no process of it is on a GPU.
         """
-        slices = [group.slice_us for channels in self._channels_of(program) for group in channels.compute]
+        slices = [group.slice_us for channels in self._channels_of(program) for group in channels.groups]
         return max((each for each in slices if each is not None), default=0)
 
     def set_slice(self, program: Program, microseconds: int) -> None:

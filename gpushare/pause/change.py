@@ -218,10 +218,10 @@ class JobPause:
 
     def _disable_step(self, channels: Channels) -> Step:
         """Return the step that takes the channels of a process off the GPU."""
-        count = sum(len(group.channels) for group in channels.compute)
+        count = sum(len(group.channels) for group in channels.groups)
         return Step(
             what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
-            f"({counted(len(channels.compute), 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
+            f"({counted(len(channels.groups), 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
             command=None,
             undo=f"gpushare resume {self.job.selector}",
             do=lambda: self._disable(channels),
@@ -339,7 +339,7 @@ def enable(control: ChannelControl, channels: Channels) -> float:
 
 def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
     """Return the channels of a process by client, group and number, to see which of them it has made or closed since."""
-    return frozenset((group.client, group.handle, channel) for group in channels.compute for channel in group.channels)
+    return frozenset((group.client, group.handle, channel) for group in channels.groups for channel in group.channels)
 
 
 def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> float:
@@ -362,7 +362,7 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> fl
 
 def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     """Return the step that resumes a job. The caller holds the lock when it acts."""
-    count = sum(len(group.channels) for process in job.channels for group in process.compute)
+    count = sum(len(group.channels) for process in job.channels for group in process.groups)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
         command=None,

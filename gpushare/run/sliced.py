@@ -103,8 +103,8 @@ class KeptSlices:
             self._forget_contexts(pid)
             return False
         self._known[pid] = now
-        keys_before = {group.key for group in channels.compute}
-        return all(group.slice_us == microseconds for group in now.compute if group.key not in keys_before)
+        keys_before = {group.key for group in channels.groups}
+        return all(group.slice_us == microseconds for group in now.groups if group.key not in keys_before)
 
     def restore(self) -> None:
         """Give the processes that still run the slices of before. Raises as `restore_slice`."""

@@ -176,7 +176,7 @@ class _Process:
         if not self.slices or self.channels is None:
             return None
         # Slices are read and set by the handles of the groups; their channels would only make the record long.
-        groups = tuple(replace(group, channels=()) for group in self.channels.compute)
+        groups = tuple(replace(group, channels=()) for group in self.channels.groups)
         return KeptProcess(
             pid=self.pid,
             started=self.origin.started,
@@ -369,7 +369,7 @@ class Keeper:
 
     def _apply_rules(self, process: _Process, channels: Channels) -> None:
         """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
-        wishes = [wish for group in channels.compute if (wish := self._wish_for(process, group)) is not None]
+        wishes = [wish for group in channels.groups if (wish := self._wish_for(process, group)) is not None]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
             process.ignored = True
@@ -523,7 +523,7 @@ def _is_incomplete(put_back: Sequence[Event]) -> bool:
 
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
     """Restore each group of a process that still has the slice that was set; return what happened."""
-    groups = {group.key: group for group in kept.channels.compute}
+    groups = {group.key: group for group in kept.channels.groups}
     restored: set[tuple[int, int]] = set()
     try:
         for slices in kept.slices:

@@ -135,7 +135,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     own_us = None if earlier is None else earlier.slice_us
     new = (
         FoundSlice(*group.key, group.slice_us)
-        for group in channels.compute
+        for group in channels.groups
         if group.slice_us and group.slice_us != own_us and group.key not in recorded
     )
     record = SliceRecord(
@@ -252,7 +252,7 @@ def restore_slice(
 
         def once(present: Channels) -> None:
             on_found(present)
-            groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
+            groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.groups)
             control.restore_slices(replace(present, groups=groups))
 
         _with_present(control, channels, once)
@@ -338,7 +338,7 @@ def plan_slice(
         info = host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             notes.append(f"process {process.pid} is an MPS server: all of its clients share this slice")
-        now = {group.slice_us for group in channels.compute}
+        now = {group.slice_us for group in channels.groups}
         record = records.get(process.pid)
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
@@ -396,7 +396,7 @@ def _set_step(
                 control.restore_slices(present)
             put_record_back(host, present.pid, record)
 
-    now = {group.slice_us for group in channels.compute}
+    now = {group.slice_us for group in channels.groups}
     return Step(
         what=f"set the time-slice of process {channels.pid} from {_slices_text(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
         # NVIDIA has no program for it.
@@ -427,8 +427,8 @@ def plan_restore(
         if record is None or record.started != process.started:
             continue
         channels = find_channels(host, control, process, probe=probe)
-        earlier = {record.slice_before(group) for group in channels.compute}
-        now = {group.slice_us for group in channels.compute}
+        earlier = {record.slice_before(group) for group in channels.groups}
+        now = {group.slice_us for group in channels.groups}
         slices |= now
         act = partial(restore_slice, host, control, channels)
         steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
@@ -477,7 +477,7 @@ def read_slices(control: ChannelControl, pid: int, started: int | None) -> Readi
     except GpushareError as error:
         return Reading(slices={}, error=error)
     slices: dict[str | None, tuple[int, ...]] = {}
-    for group in channels.compute:
+    for group in channels.groups:
         if group.slice_us is not None:
             slices[group.gpu] = (*slices.get(group.gpu, ()), group.slice_us)
     return Reading(slices=slices, under_mps=channels.under_mps)

@@ -70,13 +70,10 @@ def process_of(state_file: StateFile, pid: int) -> SimulatedProcess:
 
 def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(control: ChannelControl, pid: int) -> None:
     found = control.find(pid)
-    (compute,) = found.compute
-    assert (compute.slice_us, compute.channels, compute.engine) == (2048, CHANNELS, "compute")
+    # Its three copy groups are left alone.
+    (compute,) = found.groups
+    assert (compute.slice_us, compute.channels) == (2048, CHANNELS)
     assert compute.gpu.startswith("GPU-")
-    assert sorted((group.engine, group.slice_us) for group in found.groups) == [
-        ("compute", 2048),
-        *[("copy", 1024)] * 3,
-    ]
     assert not found.under_mps
 
 
@@ -94,7 +91,7 @@ def test_a_scan_tries_the_newest_clients_first(state_file: StateFile) -> None:
 def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile, pid: int) -> None:
     files = SimulatedFiles(state_file)
     reply = answer(files, {"do": "find", "pid": pid, "started": None})
-    assert len(reply["groups"]) == 4
+    assert len(reply["groups"]) == 1
     assert not files._opened
     assert process_of(state_file, pid).slices == {}
 
@@ -117,7 +114,7 @@ def test_another_look_finds_channels_made_since_and_does_not_probe(
     monkeypatch.setattr(simulated, "_OBJECTS", more)
     with fault(state_file, None, SET_TIMESLICE=0x56):
         again = control.find_again(found)
-    assert again.compute[0].channels == (*CHANNELS, made)
+    assert again.groups[0].channels == (*CHANNELS, made)
     admin.end_process(SPEC, pid)
     assert refusal(lambda: control.find_again(found)) == (NotFound, "process_gone")
 
@@ -147,7 +144,7 @@ def test_groups_without_a_compute_object_are_refused(
     shown = {handle: one for handle, one in simulated._OBJECTS.items() if one[0] != 0xCBC0}
     monkeypatch.setattr(simulated, "_OBJECTS", shown)
     monkeypatch.setattr(room, "SCAN_SECONDS", 0.3)
-    assert refusal(lambda: SimulatedChannels(state_file).find(pid)) == (NotSupported, "no_compute_group")
+    assert refusal(lambda: SimulatedChannels(state_file).find(pid)) == (TimedOut, "scan_incomplete")
 
 
 # -- slices ------------------------------------------------------------------------------------------------------------
@@ -158,7 +155,7 @@ def test_a_slice_is_set_read_back_and_put_back(control: ChannelControl, state_fi
     control.set_slice(found, 500)
     # Another command sees it.
     assert SimulatedChannels(state_file).read_slices(found) == (500,)
-    assert SimulatedChannels(state_file).find(pid).compute[0].slice_us == 500
+    assert SimulatedChannels(state_file).find(pid).groups[0].slice_us == 500
     control.restore_slices(found)
     assert control.read_slices(found) == (2048,)
 
@@ -302,7 +299,7 @@ def test_what_has_gone_meanwhile_needs_no_undo(control: ChannelControl, state_fi
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:
     file: Any = None
-    compute = {"descriptor": 5, "client": 1, "gpu": None, "engine": "compute", "classes": (), "slice_us": None}
+    compute = {"descriptor": 5, "client": 1, "gpu": None, "classes": (), "slice_us": None}
     group = file, room.Group(**compute, handle=2, subdevice=3, channels=tuple(range(150)))
     other = file, room.Group(**compute, handle=9, subdevice=4, channels=tuple(range(3)))
     batches = room._batches([group, group, other])
@@ -424,9 +421,9 @@ def test_another_users_process_needs_root(control: ChannelControl, state_file: S
 
 def test_a_process_without_a_context_and_none_at_all(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     holder = admin.add_process(SPEC, holder=True)
-    assert refusal(lambda: control.find(holder)) == (NotFound, "no_context")
+    assert refusal(lambda: control.find(holder)) == (TimedOut, "scan_incomplete")
     assert refusal(lambda: control.find(pid + 100)) == (NotFound, "process_gone")
-    assert refusal(lambda: control.find(os.getpid())) == (NotFound, "no_context")
+    assert refusal(lambda: control.find(os.getpid())) == (TimedOut, "scan_incomplete")
 
 
 def test_a_process_that_ends_meanwhile_and_one_that_got_its_pid(
@@ -514,7 +511,7 @@ def test_a_real_descriptor_is_duplicated_checked_used_and_closed(
         files = real(state_file, child.pid)
         before = os.listdir("/proc/self/fd")
         reply = answer(files, {"do": "find", "pid": child.pid, "started": None})
-        assert len(reply["groups"]) == 4
+        assert len(reply["groups"]) == 1
         found = parsed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
         assert answer(files, request("set", found, microseconds=300)) == {}
         assert process_of(state_file, child.pid).slices == {"compute": 300}
@@ -700,7 +697,7 @@ def test_an_ioctl_that_the_kernel_refuses_is_told(state_file: StateFile) -> None
 
 def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
     with running() as child, ChannelControl() as control:
-        assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
+        assert refusal(lambda: control.find(child.pid)) == (TimedOut, "scan_incomplete")
         helper = control._caller._child
         assert helper is not None
         # 3 is the socket.
@@ -708,7 +705,7 @@ def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
         assert {os.readlink(f"/proc/{helper}/fd/{number}") for number in range(3)} == {os.devnull}
         assert os.readlink(f"/proc/{helper}/cwd") == "/"
         assert os.getsid(helper) == helper
-        assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
+        assert refusal(lambda: control.find(child.pid)) == (TimedOut, "scan_incomplete")
         assert control._caller._child == helper
     assert not Path(f"/proc/{helper}").exists()
 
@@ -826,6 +823,6 @@ def test_an_error_inside_the_child_is_an_answer(state_file: StateFile) -> None:
 
 def test_a_host_opens_its_channels(pid: int) -> None:
     with connect(SPEC).open_channels() as control:
-        assert control.find(pid).compute
+        assert control.find(pid).groups
     with connect("local").open_channels() as local:
         assert type(local) is ChannelControl

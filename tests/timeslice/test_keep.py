@@ -127,7 +127,7 @@ def test_a_later_context_gets_the_slice_too(desk: Desk, pid: int) -> None:
 
     def with_another(channels: Channels) -> Channels:
         channels = find(channels)
-        (group,) = channels.compute
+        (group,) = channels.groups
         # The simulated driver has one context per process: another client stands in for the second one.
         return Channels(
             pid=pid, started=channels.started, groups=(*channels.groups, _replaced(group, slice_us=DEFAULT))
@@ -136,7 +136,7 @@ def test_a_later_context_gets_the_slice_too(desk: Desk, pid: int) -> None:
     desk.control.find_again = with_another  # type: ignore[method-assign]
     desk.control.read_slices = lambda channels: (DEFAULT,)  # type: ignore[method-assign]
     asked: list[int] = []
-    desk.control.set_slice = lambda channels, us: asked.append(channels.compute[0].client) or 0.0  # type: ignore[method-assign,func-returns-value]
+    desk.control.set_slice = lambda channels, us: asked.append(channels.groups[0].client) or 0.0  # type: ignore[method-assign,func-returns-value]
     assert desk.look(5) == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert asked == [1]
 
@@ -145,13 +145,13 @@ def test_a_process_with_many_contexts_takes_one_call(desk: Desk, pid: int) -> No
     find, calls = desk.control.find, []
 
     def with_many(pid: int, started: int | None = None, *, seconds: float = 10.0) -> Channels:
-        (group,) = find(pid, started, seconds=seconds).compute
+        (group,) = find(pid, started, seconds=seconds).groups
         groups = tuple(replace(group, client=number) for number in range(500))
         return Channels(pid=pid, started=started or 0, groups=groups)
 
     desk.control.find = with_many  # type: ignore[method-assign,assignment]
-    desk.control.read_slices = lambda channels: (DEFAULT,) * len(channels.compute)  # type: ignore[method-assign]
-    desk.control.set_slice = lambda channels, us: calls.append(len(channels.compute)) or 0.0  # type: ignore[method-assign,func-returns-value]
+    desk.control.read_slices = lambda channels: (DEFAULT,) * len(channels.groups)  # type: ignore[method-assign]
+    desk.control.set_slice = lambda channels, us: calls.append(len(channels.groups)) or 0.0  # type: ignore[method-assign,func-returns-value]
     assert desk.look() == [f"process {pid} (root) on GPU 0: 2.048ms -> 500us (rule 4:3)"]
     assert calls == [500]
 

@@ -311,10 +311,10 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
     host = world.host
     with host.open_channels() as control:
         scanned = apply_slice(host, control, control.find(pid), 500)
-        assert apply_slice(host, control, scanned, 600, job="web").compute[0].slice_us == 500
+        assert apply_slice(host, control, scanned, 600, job="web").groups[0].slice_us == 500
         record = slice_records(host)[pid]
         assert (record.slice_us, record.slices_before, record.job) == (600, {2048}, "web")
-        later = replace(scanned.compute[0], handle=0x5C000099)
+        later = replace(scanned.groups[0], handle=0x5C000099)
         # A group that was not there: it gets what the first one had.
         assert record.slice_before(later) == 2048
         # Nor was a group that is new after a swap, with the slice that gpushare had set.
