@@ -421,9 +421,9 @@ def test_another_users_process_needs_root(control: ChannelControl, state_file: S
 
 def test_a_process_without_a_context_and_none_at_all(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     holder = admin.add_process(SPEC, holder=True)
-    assert refusal(lambda: control.find(holder)) == (TimedOut, "scan_incomplete")
+    assert refusal(lambda: control.find(holder)) == (NotFound, "no_context")
     assert refusal(lambda: control.find(pid + 100)) == (NotFound, "process_gone")
-    assert refusal(lambda: control.find(os.getpid())) == (TimedOut, "scan_incomplete")
+    assert refusal(lambda: control.find(os.getpid())) == (NotFound, "no_context")
 
 
 def test_a_process_that_ends_meanwhile_and_one_that_got_its_pid(
@@ -697,7 +697,7 @@ def test_an_ioctl_that_the_kernel_refuses_is_told(state_file: StateFile) -> None
 
 def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
     with running() as child, ChannelControl() as control:
-        assert refusal(lambda: control.find(child.pid)) == (TimedOut, "scan_incomplete")
+        assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
         helper = control._caller._child
         assert helper is not None
         # 3 is the socket.
@@ -705,7 +705,7 @@ def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
         assert {os.readlink(f"/proc/{helper}/fd/{number}") for number in range(3)} == {os.devnull}
         assert os.readlink(f"/proc/{helper}/cwd") == "/"
         assert os.getsid(helper) == helper
-        assert refusal(lambda: control.find(child.pid)) == (TimedOut, "scan_incomplete")
+        assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
         assert control._caller._child == helper
     assert not Path(f"/proc/{helper}").exists()
 
