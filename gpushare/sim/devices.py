@@ -78,7 +78,6 @@ def capability_minor(gpu: int, ids: InstanceIds) -> int:
 
 
 def node_of(gpu: int, ids: InstanceIds) -> str:
-    """Return the device node of an instance."""
     return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, ids)}"
 
 

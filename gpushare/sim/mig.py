@@ -147,7 +147,6 @@ def compute_profiles(profile: Profile) -> dict[int | None, ComputeProfile]:
 
 
 def compute_profile_id(profile: Profile, instance: SimulatedMigInstance) -> int | None:
-    """Return the id of a compute instance's profile."""
     return profile.whole.id if instance.compute_profile is None else instance.compute_profile
 
 

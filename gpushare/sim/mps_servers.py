@@ -204,10 +204,8 @@ def set_fault(
 
 
 def control_line(daemon: SimulatedDaemon, text: str) -> LogLine:
-    """Return one line of a daemon's log."""
     return LogLine(daemon.log_directory, CONTROL, "Control", daemon.pid, text)
 
 
 def server_lines(daemon: SimulatedDaemon, server: SimulatedServer, *texts: str) -> list[LogLine]:
-    """Return lines of a server's log."""
     return [LogLine(daemon.log_directory, SERVER, "Server", server.pid, text) for text in texts]

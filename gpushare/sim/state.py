@@ -296,7 +296,6 @@ class SimulatedHostState:
         return [server for daemon in self.daemons for server in daemon.servers]
 
     def process(self, pid: int) -> SimulatedProcess | None:
-        """Return the process with this PID, or None."""
         return next((process for process in self.processes if process.pid == pid), None)
 
     def may_touch(self, owner: int) -> bool:

@@ -240,11 +240,6 @@ class Events:
                         f"the MPS server of {where} is {server_now.status}",
                         "bad" if server_now.status == "FAULT" else "text",
                     )
-        for key, daemon in present.items():
-            if key not in earlier and not daemon.transient:
-                yield Event(
-                    frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
-                )
 
 
 def _job_changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event]:

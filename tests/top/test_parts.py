@@ -234,7 +234,6 @@ def test_events_of_gpus_and_daemons() -> None:
         for servers in ((server,), (replace(server, status="FAULT"),), ())
     )
     assert told(frame(), served, broken, dead, frame()) == [
-        "an MPS daemon serves GPU 0",
         "the MPS server of GPU 0 is FAULT",
         "the MPS server of GPU 0 died, with 1 client",
         "the MPS daemon of GPU 0 ended",
