@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar, Final, NamedTuple
@@ -140,7 +140,7 @@ def explain(text: str) -> tuple[Explained, ...]:
     A bare number may be several codes: all of them are returned.
 
     Raises:
-        NotFound: there is no explanation; the hint names close ones.
+        NotFound: there is no explanation.
     """
     asked = text.strip()
     code = _CODE.fullmatch(asked)
@@ -282,31 +282,6 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
 
 
 def _not_explained_error(asked: str) -> NotFound:
-    """Return the error that there is no explanation, with close titles in the hint."""
-    close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
     hint = "give a code (805), a name, or a log line; for text from stdin: -; what a job printed: gpushare logs JOB"
-    if close:
-        hint = f"close: {', '.join(close)}"
     return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
-
-
-# Up to this many letters and digits, as in ``CUDA 812``, a name is short.
-_SHORT: Final = 7
-
-
-def _close_titles(asked: str) -> Sequence[str]:
-    """Return up to three names and titles that are like what was asked for."""
-    import difflib
-
-    titles: dict[str, str] = {}
-    for entry in explanations():
-        if entry.kind != "mps":
-            titles |= {plain_name(name): name for name in entry.names}
-        if entry.code is not None:
-            titles |= {plain_name(entry.title): entry.title, str(entry.code): entry.title}
-    titles |= {plain_name(code): code for code in own_codes()}
-    name = plain_name(asked[:80])
-    # In a code of three digits, one other digit is a third.
-    close = difflib.get_close_matches(name, titles, n=3, cutoff=0.6 if len(name) <= _SHORT else 0.8)
-    return list(dict.fromkeys(titles[plain_name] for plain_name in close))

@@ -514,10 +514,8 @@ def _one_job(steps: Steps) -> None:
     count = min(processes, gpus)
     if gpus == 1:
         what = "the processes depend on each other and cannot run in turn: start it with one process"
-    elif gpus < processes:
-        what = f"one process per GPU: {processes} are requested, and {gpus} GPUs are free here"
     else:
-        what = f"start it once: each of its {processes} processes gets a GPU"
+        what = f"start it once, one process per GPU: {processes} are requested, and {gpus} GPUs are free here"
     for work in s.case.workloads:
         options: dict[str, Any] = {"gpus": count} if count > 1 else {"gpus": None, "slice": steps.own_slice}
         steps.add_job(what, work, wait=True, **options)
@@ -664,17 +662,10 @@ def _vgpu(steps: Steps, _: Way) -> None:
 def _measure(steps: Steps, _: Way) -> None:
     """Add the line that measures the ways against each other."""
     s = steps.s
-    ways = ""
-    if s.exclusive_mode and s.may_be_root is False:
-        # Nobody can change the compute mode, which admits one program or MPS.
-        ways = " --ways queue,mps"
-    elif s.case.same_user is False:
-        # Clients of one MPS server belong to one user.
-        ways = " --ways queue,timeslice,mig"
     waves = [size for size in map(s.wave_size, (Way.TIMESLICE, Way.MPS)) if size is not None]
     processes = min(waves, default=s.case.processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
-    bench = f"gpushare bench -g {s.gpu.selector} --copies {copies}{ways} -- {s.case.workloads[0].command or 'CMD'}"
+    bench = f"gpushare bench -g {s.gpu.selector} --copies {copies} -- {s.case.workloads[0].command or 'CMD'}"
     steps.add_line("run it under each way in turn; the host is restored afterwards", bench)
     steps.measure.append("total runs per second, and p99; overlapping intervals mean no difference")
 

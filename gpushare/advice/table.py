@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from gpushare.advice.ways import close_name_text, keys_named
+from gpushare.advice.ways import keys_named
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
 from gpushare.base.package import package_text
@@ -219,6 +219,6 @@ def row_named(table: Table, text: str) -> Row:
         )
     raise BadUsage(
         f"{quoted(text)} is not a row of the table",
-        close_name_text(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
+        f"its rows: {', '.join(row.key for row in table.rows)}",
         code="no_row",
     )

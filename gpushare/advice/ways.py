@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeVar
 
@@ -44,16 +43,14 @@ def way_of(text: str, ways: Sequence[Way] = ADVISED) -> Way:
     """Return the one of some ways that a user names: ``MPS``, ``time-slicing``, ``ts``.
 
     Raises:
-        BadUsage: there is none of that name; the hint names a close one.
+        BadUsage: there is none of that name.
     """
     names = {way: (way.value, *_OTHER_NAMES.get(way, ())) for way in ways}
     named = keys_named(text, names)
     if len(named) == 1:
         return named[0]
     listed = ", ".join(way.value for way in ways)
-    raise BadUsage(
-        f"{quoted(text)} is not a way of sharing", f"{close_name_text(text, names)}give {listed}", code="bad_way"
-    )
+    raise BadUsage(f"{quoted(text)} is not a way of sharing", f"give {listed}", code="bad_way")
 
 
 def keys_named(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
@@ -68,10 +65,3 @@ def keys_named(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
         return exact
     begins = [key for key, several in bare.items() if any(name.startswith(asked) for name in several)]
     return begins or [key for key, several in bare.items() if any(asked in name for name in several)]
-
-
-def close_name_text(text: str, names: Mapping[K, Sequence[str]]) -> str:
-    """Return the question whether a similar key was meant, by the first of its names; empty: there is none."""
-    by_bare = {plain_name(name): several[0] for several in names.values() for name in several}
-    close = difflib.get_close_matches(plain_name(text), by_bare, n=1, cutoff=0.6)
-    return f"did you mean {by_bare[close[0]]}? " if close else ""

@@ -211,24 +211,6 @@ def test_the_form_of_a_line_does_not_matter() -> None:
     assert titles(render(line, 0.0)) == titles("NEW SERVER 1: Ready") == ["MPS log line"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "hint"),
-    [
-        ("812", "CUDA error 811"),
-        ("NVML_ERROR_IN_USR", "NVML_ERROR_IN_USE"),
-        ("Xid 780", "Xid 79"),
-        ("inuse", "in_use"),
-        # Nothing is close.
-        ("ValueError: bad seed", "what a job printed: gpushare logs JOB"),
-    ],
-)
-def test_unknown_names_what_is_close(cli: Cli, asked: str, hint: str) -> None:
-    answer = cli("explain", *asked.split(), host=None)
-    assert (answer.code, answer.out, len(answer.lines("error"))) == (6, "", 1)
-    assert hint in answer.lines("hint")[0]
-    assert ("close" in answer.err) == ("logs JOB" not in hint)
-
-
 @pytest.mark.parametrize("asked", ["", "hello there, all is well", "\n\n"])
 def test_unknown(asked: str) -> None:
     with pytest.raises(NotFound) as caught:
@@ -496,3 +478,9 @@ def test_words_on_the_screens_of_top_observe_and_savings_are_explained(word: str
 
 def test_a_log_that_is_not_there(refused: Refused) -> None:
     refused("explain", "nofile.log", code="not_explained", exit_code=6)
+
+
+def test_what_nobody_explains_has_one_hint(cli: Cli) -> None:
+    answer = cli("explain", "ValueError: bad seed", host=None)
+    assert (answer.code, answer.out, len(answer.lines("error"))) == (6, "", 1)
+    assert "what a job printed: gpushare logs JOB" in answer.lines("hint")[0]
