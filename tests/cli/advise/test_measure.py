@@ -127,7 +127,7 @@ def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
     assert set(runs) >= {"timeslice", "mps"}
     for run in runs.values():
         assert [result["exit_code"] for result in run["result"]["copies"]] == [0, 0]
-        assert run["throughput"] == pytest.approx(2 / run["seconds"], rel=0.01)
+        assert run["throughput"] == pytest.approx(2 / run["result"]["seconds"], rel=0.01)
 
 
 def test_one_way_alone_is_not_measured(cli: Cli) -> None:

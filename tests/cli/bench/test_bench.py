@@ -111,7 +111,7 @@ def test_finished_runs_are_counted(cli: Cli) -> None:
     for way in ("queue", "mps"):
         (run,) = (run for run in data["runs"] if run["way"] == way and run["copies"] == 2)
         assert [result["exit_code"] for result in run["result"]["copies"]] == [0, 0]
-        assert cells[way]["throughput"]["mean"] == pytest.approx(2 / run["seconds"], rel=0.01)
+        assert cells[way]["throughput"]["mean"] == pytest.approx(2 / run["result"]["seconds"], rel=0.01)
     assert not data["best"]["certain"], "each ran once"
 
 
@@ -163,8 +163,8 @@ def test_a_default_limit_of_the_daemon_is_said(cli: Cli) -> None:
     answer = cli("-o", "csv", *words).ok()
     assert "note: the MPS daemon of GPU 0 caps each client at 30 %" in answer.err
     assert "gpushare mps set -g 0 --threads 100" in answer.err
-    header, row = answer.out.splitlines()
-    assert header.startswith("copies,way,threads_percent,mean,low,high")
+    header, _, row = answer.out.splitlines()
+    assert header.startswith("copies,way,threads_percent,mean,spread")
     assert row.startswith("2,mps,")
 
 
