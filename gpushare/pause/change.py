@@ -170,7 +170,9 @@ class JobPause:
                 raise _under_mps_error(self.job, pid)
             new.append(channels)
         if not new and not self.job.channels:
-            raise refused or _ended_error(self._pid)
+            raise refused or NotFound(
+                f"process {self._pid} has ended", "see what is running: gpushare status", code="process_gone"
+            )
         self.job = replace(self.job, channels=(*self.job.channels, *new))
         return new
 
@@ -280,11 +282,6 @@ class JobPause:
         write(self.job)
         if self._guard is not None:
             self._guard.hand_over(HELD)
-
-
-def _ended_error(pid: int) -> NotFound:
-    """Return the error about a process that has ended."""
-    return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
 
 
 def _under_mps_error(job: PausedJob, pid: int) -> NotSupported:

@@ -116,16 +116,11 @@ def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
             name, equals, value = word[2:].partition("=")
             has_value = bool(equals)
         else:
-            # Flags may stand together before another letter: -it, -i=false, -ieNAME=VALUE.
+            # Flags may stand together before another letter: -it, -ieNAME=VALUE.
             letters = word[1:]
             while letters[:1] in _LETTERS:
-                flag = _LETTERS[letters[0]]
+                options.append((_LETTERS[letters[0]], "true"))
                 letters = letters[1:]
-                if letters.startswith("="):
-                    options.append((flag, letters[1:]))
-                    letters = ""
-                else:
-                    options.append((flag, "true"))
             name = "env" if letters[:1] == "e" else letters[:1]
             value = letters[1:].removeprefix("=")
             has_value = bool(letters[1:])

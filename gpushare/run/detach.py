@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -197,12 +196,11 @@ def not_started_error(job: Detached) -> GpushareError:
         error = json.loads(document_of(job))["errors"][0]
         return error_class(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
     except (ValueError, LookupError, TypeError):
-        hint = f"see: gpushare logs {job.name}"
-        if not job.printed:
-            hint = (
-                f"see why: run it without -d; see whether the disk is full: df -h {shlex.quote(str(job.output.parent))}"
-            )
-        return error_class(f"'{job.name}' was not started: exit code {job.exit_code}", hint, code="detach_failed")
+        return error_class(
+            f"'{job.name}' was not started: exit code {job.exit_code}",
+            f"see: gpushare logs {job.name}; or run it without -d",
+            code="detach_failed",
+        )
 
 
 def document_of(job: Detached) -> str:

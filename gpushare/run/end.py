@@ -80,7 +80,6 @@ def end_programs(
     *,
     number: int = signal.SIGINT,
     grace_seconds: float = GRACE_SECONDS,
-    bound_seconds: float = DRAIN_BOUND_SECONDS,
     hurry: Callable[[], bool] = lambda: False,
 ) -> Drain | None:
     """End programs and all their descendants together: one grace, one drain. Return how the GPU drained; None: no wait.
@@ -109,7 +108,7 @@ def end_programs(
     if meter is None:
         kill_all(host, pids)
         return None
-    return end_clients(host, pids, meter, bound_seconds=bound_seconds)
+    return end_clients(host, pids, meter, bound_seconds=DRAIN_BOUND_SECONDS)
 
 
 def _let_end(host: Host, pids: Mapping[int, int], number: int) -> None:

@@ -93,16 +93,20 @@ def why_not_settable(host: Host, device: Device) -> GpushareError | None:
     return error_of(lambda: check_settable(host))
 
 
+def production_under_mps_error(title: str, name: str | None) -> InUse:
+    """Return the error about production that a time-slice of the opportunistic jobs cannot protect."""
+    return InUse(
+        f"{title} runs under MPS, where all clients share one time-slice",
+        f"use caps: --yield caps; or start it outside MPS: gpushare run --production {name or 'NAME'} -- CMD",
+        code="production_under_mps",
+    )
+
+
 def check_production_outside(host: Host, device: Device) -> None:
     """Raise InUse while a production job is in the daemon of a device."""
     for job in living_productions(host, device):
         if roles.is_under_mps(host, device, job.pid):
-            raise InUse(
-                f"production job '{job.name}' runs in the MPS daemon of {device.title}, and would share its time-slice",
-                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {job.name} -- CMD",
-                gpu=device.gpu.index,
-                code="production_under_mps",
-            )
+            raise production_under_mps_error(f"'{job.name}'", job.name)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import LAPSE_SECONDS, Reservation, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.mps.control import is_server
 from gpushare.run.jobs import (
@@ -47,7 +47,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     jobs of all users, but only those of its own that have ended.
     """
     ledger = reservations(host) or []
-    present = _Present(host, snapshot, ledger)
+    present = _Present(host, snapshot)
     ended = _ended_jobs(host, most_ended, {record.supervisor for record in present.records.values()})
     waiting = (
         replace(job, command=_program_text(host.processes.describe(job.pid or 0)))
@@ -58,7 +58,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
     """Return the jobs of a host that run, are paused or swapped out; ``snapshot`` was taken just now."""
-    return list(_Present(host, snapshot, reservations(host) or []).jobs(everything=False))
+    return list(_Present(host, snapshot).jobs(everything=False))
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class _OnGpu:
 class _Present:
     """The jobs that have a program now: each with its record, its processes, its pause and its swap."""
 
-    def __init__(self, host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> None:
-        self._host, self._snapshot, self._ledger = host, snapshot, ledger
+    def __init__(self, host: Host, snapshot: Snapshot) -> None:
+        self._host = host
         self._devices = _devices(snapshot)
         self.records = {record.pid: record for record in running_records(host)}
         self._on_gpu = list(_processes_on_gpus(snapshot))
@@ -145,12 +145,11 @@ class _Present:
         if was_moved:
             present = {entry.device.uuid: entry.device for entry in processes}
             device_uuids = tuple(present)
-            # Its place follows only if its gpushare swaps it: until then it also has the GPU of its record.
-            places = [place for place in self._places(record) if time.time() - place.claim.touched_at <= LAPSE_SECONDS]
-            held = {uuid for place in places for uuid in place.held}
-            devices = [*(device for device in devices if device.uuid in held), *present.values()]
+            devices = list(present.values())
         job = self._job(pid, info, devices, processes, _age(info) if record.since is None else uptime() - record.since)
-        waits = job.state == RUNNING and (record.waits or _is_ended_for_production(record))
+        names_gpushare = record.supervisor is not None and record.supervisor.pid == record.pid
+        is_ended_for_production = record.role == OPPORTUNISTIC and names_gpushare
+        waits = job.state == RUNNING and (record.waits or is_ended_for_production)
         mps = record.mps or any(entry.process.mps for entry in processes)
         # Without a process on its GPU it holds no memory there, unless the processes there are unknown.
         is_unknown = not processes and (not devices or devices[0].gpu.processes is None)
@@ -166,7 +165,7 @@ class _Present:
             # Under MPS it has the slice of the server; a process on the GPU without a record of a slice has the driver's.
             slice_us=job.slice_us if processes and not record.mps else record.slice_us,
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
-            memory_limit_bytes=self._memory_limit(record),
+            memory_limit_bytes=record.memory_bytes,
             command=record.command or _program_text(info),
             container=next(filter(None, containers), None),
         )
@@ -210,6 +209,7 @@ class _Present:
         swap = self._swaps.get(pid)
         mig = devices[0].mig if devices else None
         state, since_seconds = self._state(pid, running_seconds)
+        sizes = [entry.process.memory_used_bytes for entry in processes]
         slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
         return ListedJob(
             name=None,
@@ -223,31 +223,13 @@ class _Present:
             mig_name=None if mig is None else mig.name,
             threads_percent=self._common_threads(processes),
             slice_us=min(slices, default=None),
-            memory_used_bytes=_memory_held(processes),
+            # 0 without any.
+            memory_used_bytes=None if None in sizes else sum(size or 0 for size in sizes),
             swapped_bytes=None if swap is None else swap.memory_bytes,
             sm_percent=_sm_percent(processes),
             since_seconds=since_seconds,
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
-
-    def _places(self, record: JobRecord) -> list[Reservation]:
-        """Return what a job has in the ledger."""
-        pids = {record.pid}
-        if record.supervisor is not None:
-            pids.add(record.supervisor.pid)
-        return [job for job in self._ledger if not pids.isdisjoint(process.pid for process in job.claim.processes)]
-
-    def _memory_limit(self, record: JobRecord) -> int | None:
-        """Return the memory limit of a job on each of its GPUs: as recorded, or as its places in the ledger have it."""
-        if record.memory_bytes is not None:
-            return record.memory_bytes
-        limits = [
-            (place.limit_bytes, len(place.held)) for place in self._places(record) if place.limit_bytes is not None
-        ]
-        if len(limits) < 2:
-            return limits[0][0] if limits else None
-        # Each copy of a farm has a place, on GPUs that its record does not name: their sum, shared out to those that it names.
-        return sum(limit * gpus for limit, gpus in limits) // max(1, len(record.devices))
 
     def _state(self, pid: int, running_seconds: float | None) -> tuple[str, float | None]:
         """Return the state of a job, and for how many seconds it has been in it."""
@@ -267,12 +249,6 @@ class _Present:
             if process.process.pid in self._clients
         }
         return limits.pop() if len(limits) == 1 else None
-
-
-def _is_ended_for_production(record: JobRecord) -> bool:
-    """Return whether an opportunistic job was ended for production and not started again yet: its record names gpushare."""
-    names_gpushare = record.supervisor is not None and record.supervisor.pid == record.pid
-    return record.role == OPPORTUNISTIC and names_gpushare
 
 
 def _devices(snapshot: Snapshot) -> dict[str, Device]:
@@ -304,12 +280,6 @@ def _way(*, mps: bool, mig: bool) -> JobWay:
     if mig:
         return Way.MIG_MPS if mps else Way.MIG
     return Way.MPS if mps else Way.TIMESLICE
-
-
-def _memory_held(processes: Sequence[_OnGpu]) -> int | None:
-    """Return the bytes that processes hold together, 0 without any; None: that of one is unknown."""
-    sizes = [process.process.memory_used_bytes for process in processes]
-    return None if None in sizes else sum(size or 0 for size in sizes)
 
 
 def _sm_percent(processes: Sequence[_OnGpu]) -> int | None:

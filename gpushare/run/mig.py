@@ -120,10 +120,9 @@ class InstanceWish:
             self._check_or_release(taken)
         return taken
 
-    def has_free(self) -> bool:
-        """Return whether such an instance is free now. Raises as `take`, but for InUse."""
-        free, _ = _free_and_held(self.host, self.places())
-        return bool(free)
+    def free(self) -> list[InstancePlace]:
+        """Return such instances that are free now. Raises as `take`, but for InUse."""
+        return _free_and_held(self.host, self.places())[0]
 
     def _check_or_release(self, taken: TakenInstance) -> None:
         """Check that the program can run in an instance that was just made; if the check raises, release the claim."""

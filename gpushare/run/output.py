@@ -22,6 +22,7 @@ from gpushare.run.jobs import (
     check_job_name,
     find_record,
     is_running,
+    no_job_error,
     output_path,
     running_record,
     running_records,
@@ -29,7 +30,6 @@ from gpushare.run.jobs import (
 
 _BLOCK: Final = 64 << 10
 _POLL_SECONDS: Final = 0.2
-_MOST_NAMED: Final = 5
 
 
 class Output(NamedTuple):
@@ -55,15 +55,10 @@ def find_output(host: Host, text: str) -> Output:
         return Output(name, path, open_own(path))
     except FileNotFoundError:
         raise _no_output_error(host, name) from None
-    except PermissionError as error:
-        raise NoPermission(
-            f"cannot read the output of '{name}': {error.strerror}",
-            f"look at it: ls -l {path}",
-            code="output_unreadable",
-        ) from None
     except (OSError, ValueError) as error:
+        kind = NoPermission if isinstance(error, PermissionError) else OperationFailed
         reason = error.strerror if isinstance(error, OSError) else error
-        raise OperationFailed(
+        raise kind(
             f"cannot read the output of '{name}': {reason}", f"look at it: ls -l {path}", code="output_unreadable"
         ) from None
 
@@ -93,14 +88,10 @@ def _no_output_error(host: Host, name: str) -> GpushareError:
             "start it in the background: gpushare run -d -- CMD; for a farm: gpushare farm --logs DIR, and see DIR/copy-0.log",
             code="no_output",
         )
-    own_names = []
     for record in running_records(host):
-        if record.keeper_uid is None:
-            own_names.append(record.name)
-        elif record.name == name:
+        if record.keeper_uid is not None and record.name == name:
             return _another_users_error(record, record.keeper_uid)
-    running = f"running jobs: {', '.join(sorted(own_names)[:_MOST_NAMED])}; " if own_names else ""
-    return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
+    return no_job_error(host, name)
 
 
 def _another_users_error(record: JobRecord, uid: int) -> NotSupported:

@@ -24,7 +24,6 @@ from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, starts_of
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.plan import Step
@@ -156,7 +155,6 @@ class RunOptions:
     rate: PrintedRate | None = None
     strict: bool = False
     grace_seconds: float = GRACE_SECONDS
-    drain_seconds: float = DRAIN_BOUND_SECONDS
     name: str | None = None
     # It is started again after its end: it stays a job until then.
     stays: bool = False
@@ -600,7 +598,6 @@ class Session:
             self._share.meter,
             number=number,
             grace_seconds=self._options.grace_seconds,
-            bound_seconds=self._options.drain_seconds,
             hurry=hurry,
         )
         if drain is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import select
 import signal
 import threading
 import time
@@ -58,15 +57,6 @@ def _size_with_more(size: int) -> int:
     return max(size + MIB, int(size * MORE) // MIB * MIB)
 
 
-def _write_all(descriptor: int, text: bytes) -> None:
-    """Write all of a text, also to a pipe or terminal that another program made non-blocking."""
-    while text:
-        try:
-            text = text[os.write(descriptor, text) :]
-        except BlockingIOError:
-            select.select([], [descriptor], [], 1.0)
-
-
 def lacked_memory(text: bytes) -> bool:
     """Return whether a program whose stderr ends so has failed for want of GPU memory.
 
@@ -99,7 +89,8 @@ class ErrorTail:
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
-                    _write_all(self._to, text)
+                    while text:
+                        text = text[os.write(self._to, text) :]
         os.close(self._read)
         if self._to != 2:
             os.close(self._to)

@@ -38,11 +38,10 @@ SAFE_THREADS_PERCENT: Final = 60.0
 _MARGIN_BYTES: Final = 1024 * MIB
 
 
-def spared_process(host: Host, device: Device, target: str | None, say: Callable[[str], None]) -> ProductionJob | None:
+def spared_process(host: Host, device: Device, target: str | None) -> ProductionJob | None:
     """Return the running job of this name or PID that is to be spared, or the only production job on the device, or None.
 
-    A PID may be of any process, also of one that gpushare did not start. If it uses no GPU now, ``say`` prints that: it may
-    be mistyped, or begin later.
+    A PID may be of any process, also of one that gpushare did not start.
 
     Raises:
         NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
@@ -56,9 +55,6 @@ def spared_process(host: Host, device: Device, target: str | None, say: Callable
         indexes = _gpus_in_use_by(host, pid)
         if indexes and device.gpu.index not in indexes:
             raise _other_device_error(f"process {pid}", str(indexes[0]), device)
-        # None: unknown.
-        if indexes == []:
-            say(f"process {pid} uses no GPU now: this job yields to it once it does")
         return ProductionJob(host, device, *process, under_mps=is_under_mps(host, device, pid))
     record = find_spared(host, device, target)
     if record is None or not is_running(host, record):
@@ -244,18 +240,11 @@ def _memory_limit(
     Raises:
         InUse: production leaves nothing, and no limit was given.
     """
-    if given_bytes is None:
-        available = _memory_beside(device, production_jobs, tuned)
-        note = "no memory limit: the memory that production needs is unknown; set one with --memory"
-        return available, [note] if available is None else []
-    try:
-        available = _memory_beside(device, production_jobs, tuned)
-    except InUse:
-        available = 0
-    if available is None or given_bytes <= available:
+    if given_bytes is not None:
         return given_bytes, []
-    left = format_bytes(available)
-    return given_bytes, [f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {left}"]
+    available = _memory_beside(device, production_jobs, tuned)
+    note = "no memory limit: the memory that production needs is unknown; set one with --memory"
+    return available, [note] if available is None else []
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:

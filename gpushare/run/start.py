@@ -43,7 +43,15 @@ from gpushare.mps.limits import Limits, check_memory
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
-from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not_settable
+from gpushare.run.group import (
+    DEFAULT_US,
+    PRODUCTION_US,
+    AdaptedSlice,
+    GroupSlice,
+    members,
+    production_under_mps_error,
+    why_not_settable,
+)
 from gpushare.run.jobs import (
     MOST_GRACE_SECONDS,
     OPPORTUNISTIC,
@@ -404,7 +412,7 @@ class JobStart:
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
-            if self.dry_run and not wish.has_free():
+            if self.dry_run and not wish.free():
                 return creator.dry_run_result(self.command)
             if not self.dry_run:
                 creator.sweep()
@@ -419,7 +427,7 @@ class JobStart:
         check_program(options.container or self.command[0])
         mps = options.strict or _asks_for_mps(options)
         if not mps:
-            self._say_dropped("; for a cap, give --threads")
+            self._say_dropped()
 
         def check(device: Device) -> None:
             """Raise unless the program can run in this instance."""
@@ -466,11 +474,11 @@ class JobStart:
         unqueued = replace(self.queue, wait=False)
         return self._run_in_ledger((share.device,), request, options, unqueued, start)
 
-    def _say_dropped(self, more: str = "") -> None:
+    def _say_dropped(self) -> None:
         """Say which variables of the caller mean nothing outside MPS."""
         dropped = dropped_variables(os.environ)
         if dropped:
-            self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
+            self.say(f"ignored without MPS: {', '.join(dropped)}")
 
     def _place_for(self, wish: InstanceWish, options: RunOptions) -> tuple[InstancePlace, HeldClaim | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be."""
@@ -538,7 +546,7 @@ class JobStart:
         """Return the production job to spare, which runs on one of these devices; None: none does."""
         for device in devices:
             try:
-                process = spared_process(self.host, device, self.role.target, self.say)
+                process = spared_process(self.host, device, self.role.target)
             except BadUsage as error:
                 # It runs on another of these GPUs.
                 if error.code != "other_device" or device is devices[-1]:
@@ -567,9 +575,6 @@ class JobStart:
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way is Way.SLICES
         if by_tune and not asked and process is not None and process.under_mps:
-            self.say(
-                f"tuned for time-slices, with {process.title} outside MPS; it runs under MPS, so this job gets a cap"
-            )
             return False
         if not (asked or outside or by_tune):
             return False
@@ -585,11 +590,7 @@ class JobStart:
     def _check_slices_next_to(self, process: ProductionJob | None, device: Device) -> None:
         """Raise if a time-slice cannot protect production: it runs under MPS, or with --keep there is none."""
         if process is not None and process.under_mps:
-            raise InUse(
-                f"{process.title} runs under MPS, where all clients share one time-slice",
-                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
-                code="production_under_mps",
-            )
+            raise production_under_mps_error(process.title, process.name)
         if self.role.keep is not None and process is None:
             raise _not_one_production_error(self.host, [device])
 
@@ -642,10 +643,6 @@ class JobStart:
 
     def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
         """Run a program that is paused while a production job works on one of the devices."""
-        if self.role.yields != "pause" and len(devices) == 1:
-            self.say(
-                f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
-            )
         how = "by SIGSTOP" if process.under_mps and len(devices) == 1 else "by its GPU channels"
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
         share, options = self._share_beside(devices, options, process)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +14,7 @@ from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
-from gpushare.memory.ledger import LAPSE_SECONDS, Place, Request, reservations
+from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swaps
 from gpushare.run.moving import Mover
@@ -230,21 +229,6 @@ def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World)
     cli("move", "train", "-g", "1", host=SPEC).ok()
     (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
     assert (row["gpu_indexes"], row["device"], row["device_uuids"]) == ([1], "GPU 1", [world.uuid(1)])
-
-
-def test_a_moved_job_is_also_listed_where_its_place_stays(cli: Cli, world: World) -> None:
-    words = ("--slice", "2ms", "--memory", "90G", "--name", "train")
-    cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
-    cli("move", "train", "-g", "1", host=SPEC).ok()
-    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
-    assert (row["gpu_indexes"], row["device_uuids"]) == ([0, 1], [world.uuid(1)])
-    assert "/ 90.0 GiB" in cli("jobs", host=SPEC).ok().out
-    # Unused, it lapses.
-    (place,) = reservations(world.host) or []
-    os.utime(place.claim.path, (time.time() - 2 * LAPSE_SECONDS,) * 2)
-    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
-    assert (row["gpu_indexes"], row["device_uuids"]) == ([1], [world.uuid(1)])
-    cli("stop", "train", host=SPEC).ok()
 
 
 def test_off_names_a_whole_gpu_that_a_job_has_reserved(cli: Cli, refused: Refused, world: World) -> None:

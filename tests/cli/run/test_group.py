@@ -57,7 +57,7 @@ def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT" in planned.out
 
 
-def test_production_under_mps_that_was_tuned_for_slices_is_told(
+def test_next_to_production_under_mps_a_tuning_for_slices_gives_way_to_a_cap(
     cli: Cli, world: World, running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES))
@@ -65,7 +65,6 @@ def test_production_under_mps_that_was_tuned_for_slices_is_told(
     monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
     planned = cli("run", "--opportunistic", "--for", "web", "-n", "--", "true").ok()
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
-    assert "tuned for time-slices, with 'web' outside MPS; it runs under MPS" in planned.err
 
 
 def test_caps_next_to_production_outside_mps_are_refused(refused: Refused, running: int) -> None:

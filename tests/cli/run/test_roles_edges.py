@@ -44,13 +44,6 @@ def test_the_memory_of_all_of_them_is_left_to_them(cli: Cli) -> None:
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
 
 
-@pytest.mark.usefixtures("two")
-@pytest.mark.parametrize(("memory", "told"), [("30G", False), ("60G", True)])
-def test_more_memory_than_they_leave_is_told(cli: Cli, memory: str, told: bool) -> None:
-    planned = cli("run", "--opportunistic", "-n", "--memory", memory, "--", "true").ok()
-    assert ("is more than production's peak leaves" in planned.err) is told
-
-
 @pytest.mark.parametrize(("words", "told"), [((), True), (("--threads", "90"), False)])
 def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, ...], told: bool) -> None:
     planned = cli("run", "--opportunistic", "-n", *words, "--", "true").ok()
