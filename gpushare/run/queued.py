@@ -27,7 +27,7 @@ from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import living_productions
-from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
+from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, step_of_run
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns
 from gpushare.show.waiting import waiting_line
 
@@ -71,11 +71,23 @@ def lacked_memory(text: bytes) -> bool:
     return not failed_later
 
 
-class ErrorTail:
-    """Passes a program's stderr on, to ours or to its log, and keeps its end, which tells one that ran out of memory."""
+def _size_of(log: Path | None) -> int:
+    """Return the size of a log; 0: there is none yet."""
+    return log.stat().st_size if log is not None and log.exists() else 0
 
-    def __init__(self, log: Path | None = None) -> None:
-        self._to = 2 if log is None else open_log(log)
+
+def _end_of_log(log: Path, since: int) -> bytes:
+    """Return the end of what was appended to a log after it had the size ``since``; empty if it cannot be read."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(since, _size_of(log) - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES)
+    return b""
+
+
+class ErrorTail:
+    """Passes a program's stderr on to ours, and keeps its end, which tells one that ran out of memory."""
+
+    def __init__(self) -> None:
         self._read, self.descriptor = os.pipe()
         os.set_inheritable(self.descriptor, True)
         self._tail = b""
@@ -90,10 +102,8 @@ class ErrorTail:
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
                     while text:
-                        text = text[os.write(self._to, text) :]
+                        text = text[os.write(2, text) :]
         os.close(self._read)
-        if self._to != 2:
-            os.close(self._to)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -312,14 +322,16 @@ class Queued:
         ]
         swapping = self._swapping(devices[0], memory, place)
         parts = (*self.options.parts, memory, *(() if swapping is None else (swapping,)), *others)
+        log = self.options.log
+        log_size = _size_of(log)
         tail: ErrorTail | None = None
         code: int | None = None
         over_limit: OperationFailed | None = None
         began = time.monotonic()
         try:
             options = replace(self.options, limits=self._mps_limits(limit), parts=parts)
-            if self.queue.requeue:
-                tail = ErrorTail(self.options.log)
+            if self.queue.requeue and log is None:
+                tail = ErrorTail()
                 options = replace(options, stderr=tail.descriptor)
             code = self.start(devices, options)
         except OperationFailed as error:
@@ -330,7 +342,10 @@ class Queued:
             if swapping is not None:
                 swapping.leave()
             memory.leave()
-            said_so = tail is not None and tail.ran_out_of_memory()
+            if log is None:
+                said_so = tail is not None and tail.ran_out_of_memory()
+            else:
+                said_so = lacked_memory(_end_of_log(log, log_size))
 
         # What its user ends has not run out of memory, whatever it has said before.
         is_own_failure = code not in {0, _KILLED} and not memory.asked_to_end

@@ -85,7 +85,6 @@ def test_a_job_whose_error_cannot_be_kept_is_refused_aloud(cli: Cli, monkeypatch
     assert error == f"error: 'train' was not started: exit code {answer.code}"
     (hint,) = answer.lines("hint")
     assert "run it without -d" in hint
-    assert "df -h" in hint
     for printed in (b"", b'{\n  "schema": 1,\n  "com'):
         monkeypatch.setattr(os, "pread", lambda *_, printed=printed: printed)
         error = cli("-o", "json", "run", "-d", "--name", "train", "--memory", "900G", "--", "true").error

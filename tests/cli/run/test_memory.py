@@ -744,3 +744,12 @@ def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Real, wo
         assert answer.out.splitlines() == ["rate=1", "broken"]
         # That of the job before is not kept.
         assert output_path(world.host, "web").read_text().splitlines() == ["rate=1", "broken"]
+
+
+def test_production_with_a_metric_that_ran_out_of_memory_waits_again(real: Real, tmp_path: Path) -> None:
+    script = f"[ -e {tmp_path}/again ] && exit 3; touch {tmp_path}/again; echo CUDA out of memory >&2; exit 1"
+    words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)")
+    answer = real("run", "--wait", "--requeue", "--memory", "10G", *words, "--", "sh", "-c", script).result()
+    # What the first try has printed says nothing of the second one.
+    assert answer.code == 3
+    assert answer.err.count("it ran out of memory, and waits again for 12.0 GiB") == 1
