@@ -148,7 +148,11 @@ def cdi_export(share: ExportedDevice) -> Export:
         # A file for each device: one for all would lose the others.
         file = f"gpushare-mps-{name}.yaml"
         flags += ["--device", f"{CDI_KIND}={name}", "--ipc=host"]
-        documents.append(yaml_document(file, _cdi_device_file(share, name)))
+        pipe = share.pipe_directory
+        mount = {"hostPath": pipe, "containerPath": pipe, "options": ["rw", "nosuid", "nodev", "bind"]}
+        edits = {"env": [f"{key}={value}" for key, value in share.environment.items()], "mounts": [mount]}
+        device = {"name": name, "containerEdits": edits}
+        documents.append(yaml_document(file, {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [device]}))
         commands.append(f"sudo install -D -m 644 {file} /etc/cdi/{file}")
     commands += [f"docker run --rm {' '.join(flags)} {IMAGE}", f"podman run --rm {' '.join(flags)} {IMAGE}"]
     return Export(
@@ -192,17 +196,6 @@ def _mps_flags(share: ExportedDevice) -> list[str]:
     for key, value in share.environment.items():
         flags += ["-e", f"{key}={value}"]
     return flags
-
-
-def _cdi_device_file(share: ExportedDevice, name: str) -> dict[str, Any]:
-    """Return the CDI file of a device that mounts the pipes of an MPS daemon and sets the limits of its client."""
-    mount = {
-        "hostPath": share.pipe_directory,
-        "containerPath": share.pipe_directory,
-        "options": ["rw", "nosuid", "nodev", "bind"],
-    }
-    edits = {"env": [f"{key}={value}" for key, value in share.environment.items()], "mounts": [mount]}
-    return {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [{"name": name, "containerEdits": edits}]}
 
 
 FILE: Final = "mig-parted.yaml"

@@ -10,6 +10,7 @@ from typing import Final
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu_error
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, Priority, TimeSlice, Way, way_in_force
 from gpushare.base.selection import check_answers
+from gpushare.base.units import format_percent
 from gpushare.host.host import Host
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
@@ -136,6 +137,17 @@ def short_model(name: str | None) -> str | None:
     return words[0] if words else None
 
 
+def whole_percent(percent: float, engine: str, where: str) -> int:
+    """Return a share of the threads for an engine that takes no fractions. Raises NotSupported (``fractional_threads``)."""
+    if percent != int(percent):
+        raise NotSupported(
+            f"{engine} takes a whole percentage; {where} has {format_percent(percent)}",
+            f"round it: gpushare mps set --threads {max(1, round(percent))}; or use gpushare export systemd, which keeps it",
+            code="fractional_threads",
+        )
+    return int(percent)
+
+
 def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = None) -> HostDescription:
     """Return these GPUs of a host as they are now. ``node`` is the host's name in a cluster.
 
@@ -202,15 +214,14 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
         mps=_daemon_on(host, own, gpu.index) if way is Way.MPS else None,
         mig=_describe_instances(state, gpu, daemons) if gpu.mig_enabled else (),
-        links=tuple(_nvlink(host, gpu, other) for other in state.gpus),
+        # As Slurm's Links (gres.conf(5)).
+        links=tuple(
+            -1
+            if gpu.index == other.index
+            else int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
+            for other in state.gpus
+        ),
     )
-
-
-def _nvlink(host: Host, gpu: Gpu, other: Gpu) -> int:
-    """Return 1 if NVLink connects two GPUs, 0 if not, and -1 for one and the same: as Slurm's Links (gres.conf(5))."""
-    if gpu.index == other.index:
-        return -1
-    return int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
 
 
 def _daemon_on(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:

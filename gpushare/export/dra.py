@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import TimeSlice, Way
-from gpushare.base.units import MIB, format_percent
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription
+from gpushare.base.units import MIB
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription, whole_percent
 from gpushare.export.document import Document, Export, cluster_object, notes, yaml_document
 from gpushare.export.k8s import deployment, slug, verifying_commands
 from gpushare.hostfile.file import MpsWish
@@ -132,13 +132,7 @@ def _mps_sharing(mps: MpsWish, where: str) -> dict[str, Any]:
     """Return the sharing of a daemon as the driver's parameters have it; ``where`` is for the message."""
     config: dict[str, Any] = {}
     if mps.limits.threads_percent is not None:
-        if mps.limits.threads_percent != int(mps.limits.threads_percent):
-            raise NotSupported(
-                f"the DRA driver takes a whole percentage; {where} has {format_percent(mps.limits.threads_percent)}",
-                "round it: gpushare mps set --threads; or use gpushare export systemd, which keeps it",
-                code="fractional_threads",
-            )
-        config["defaultActiveThreadPercentage"] = int(mps.limits.threads_percent)
+        config["defaultActiveThreadPercentage"] = whole_percent(mps.limits.threads_percent, "the DRA driver", where)
     if mps.limits.memory_limit_bytes is not None:
         config["defaultPinnedDeviceMemoryLimit"] = f"{mps.limits.memory_limit_bytes // MIB}Mi"
     return {"strategy": "MPS", **({"mpsConfig": config} if config else {})}

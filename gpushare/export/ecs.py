@@ -12,8 +12,9 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Way
-from gpushare.base.units import MIB, format_percent
+from gpushare.base.units import MIB
 from gpushare.export.containers import ExportedDevice
+from gpushare.export.description import whole_percent
 from gpushare.export.document import Document, Export, image_or_default, notes
 
 FILE: Final = "task-definition.json"
@@ -78,11 +79,5 @@ def _gpu_requirement(share: ExportedDevice) -> dict[str, Any]:
     allocation = {"memory": limits.memory_limit_bytes // MIB}
     percent = limits.threads_percent
     if percent is not None and percent < 100:
-        if percent != int(percent):
-            raise NotSupported(
-                f"ECS takes a whole percentage; {share.title} has {format_percent(percent)}",
-                f"round it: gpushare mps set -g {share.gpu.index} --threads {max(1, round(percent))}",
-                code="fractional_threads",
-            )
-        allocation["maxComputePercent"] = int(percent)
+        allocation["maxComputePercent"] = whole_percent(percent, "ECS", share.title)
     return {"sharingStrategy": {"nvidiaMps": allocation}}

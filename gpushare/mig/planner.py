@@ -20,7 +20,7 @@ from itertools import combinations
 from operator import add, le, mul, or_, sub
 from typing import Final, NamedTuple
 
-from gpushare.base.errors import GpushareError, NotFound, NotSupported
+from gpushare.base.errors import GpushareError, NotSupported
 from gpushare.base.model import GpuProcess, Holder
 from gpushare.base.units import first_few
 from gpushare.mig.board import (
@@ -623,7 +623,6 @@ def plan_exact(
 
     An empty wish clears a GPU. Existing instances that are wished stay, even if their place is not the best.
     """
-    _check_gpus(layouts, wishes)
     evictable = frozenset(evict)
     plans: list[GpuPlan] = []
     blocked = False
@@ -653,8 +652,6 @@ def plan_destroy(
     """Return the plan that destroys these; NoPlan if that needs a busy one that is not in ``evict``."""
     target_set = frozenset(targets)
     evictable = frozenset(evict)
-    _check_gpus(layouts, [target.gpu for target in target_set])
-    _check_targets(layouts, target_set)
     plan = plan_of(layouts, [_plan_removal(layout, target_set) for layout in layouts])
     blocked = any(change.busy and not _may_end(gpu, change, evictable) for gpu, change in plan.destroyed)
     return no_plan_now((), plan) if blocked else plan
@@ -791,36 +788,6 @@ def _candidates_on(board: Board, offer: _Offer, sizes: Sequence[int]) -> list[Ca
         )
         for arrangement in board.arrangements(offer.kinds, tuple(request.count for request in offer.requests))
     ]
-
-
-# -- what is named exists --------------------------------------------------------------------------
-
-
-def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
-    """Raise NotFound if one of these GPUs has no MIG here."""
-    gpus = [layout.gpu for layout in layouts]
-    for gpu in indexes:
-        if gpu not in gpus:
-            listing = ", ".join(str(index) for index in gpus) or "none"
-            raise NotFound(f"GPU {gpu} has no MIG here", f"GPUs with MIG: {listing}", gpu=gpu, code="gpu_not_found")
-
-
-def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
-    """Raise NotFound if one of these instances does not exist."""
-    existing: set[Target] = set()
-    for layout in layouts:
-        for instance in layout.instances:
-            existing.add(Target(layout.gpu, instance.id))
-            existing.update(Target(layout.gpu, instance.id, part.id) for part in instance.compute)
-    for target in sorted(targets, key=str):
-        if target not in existing:
-            part = "" if target.compute is None else f", compute instance {target.compute}"
-            raise NotFound(
-                f"GPU {target.gpu} has no GPU instance {target.instance}{part}",
-                "see what exists: gpushare mig status",
-                gpu=target.gpu,
-                code="instance_not_found",
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

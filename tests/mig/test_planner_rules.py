@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from gpushare.base.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.board import InstanceKind, board_of
@@ -271,15 +271,6 @@ def test_what_no_gpu_ever_has() -> None:
         plan_add([], parse_wish("3g"))
     with pytest.raises(BadUsage):
         plan_add([layout("h100")], parse_wish("3g:1"))
-
-
-def test_what_does_not_exist_is_not_destroyed() -> None:
-    gpu = layout("h100", "3g.40gb:0")
-    for target in (Target(1, 400), Target(0, 1), Target(0, 400, 7)):
-        with pytest.raises(NotFound):
-            plan_destroy([gpu], [target])
-    with pytest.raises(NotFound):
-        plan_exact([gpu], {3: ()})
 
 
 @pytest.mark.parametrize(
