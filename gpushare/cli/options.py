@@ -65,7 +65,10 @@ class Settings:
     connected: Host | None = None
 
     def connect(self) -> Host:
-        """Return the host that ``--host`` or ``GPUSHARE_HOST`` names, or this machine; it is connected once."""
+        """Return the host that ``--host`` or ``GPUSHARE_HOST`` names, or this machine; it is connected once.
+
+        A command that changes something also removes the temporary files of killed gpushare processes.
+        """
         if self.connected is None:
             from gpushare.connect import connect
 
@@ -73,6 +76,10 @@ class Settings:
             # Printed commands name the host, unless the user's shell does already.
             is_host_of_shell = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
             set_host(None if is_host_of_shell else self.spec, self.verbs, simulated=self.connected.is_simulated)
+            if self.changes and not self.dry_run:
+                from gpushare.host.records import sweep_leftovers
+
+                sweep_leftovers(self.connected)
         return self.connected
 
     @property

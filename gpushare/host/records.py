@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, OperationFailed
+from gpushare.host.host import Host
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # No link is followed, no FIFO waited for.
@@ -26,6 +27,21 @@ _USUAL_BYTES: Final = 16 << 10
 _LOCK_POLL_SECONDS: Final = 0.05
 # Of a lock that is held for a moment only.
 _SHORT_POLL_SECONDS: Final = 0.02
+# The directories of records (`store.RecordStore`), but for those in "mps".
+_RUN: Final = (
+    "group",
+    "jobs",
+    "keep",
+    "lent",
+    "made",
+    "mig",
+    "mode",
+    "on-demand",
+    "pause",
+    "slices",
+    "swap",
+)
+_STATE: Final = ("benched", "names", "past", "peaks", "tried", "tuned")
 # Where old files are removed.
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 
@@ -346,3 +362,29 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sweep_leftovers(host: Host) -> None:
+    """Remove leftovers of journals, names and records; every changing command does, even if it has nothing to change.
+
+    Needs no lock: files being written are locked. Only directories that no other user can create or redirect are swept.
+    """
+    # Not all of the state and run directories: the user may have named them, and they may have files of others.
+    if _is_private(host.state_directory):
+        clear_leftovers(host.state_directory, "applied")
+    directories = [host.state_directory / name for name in _STATE] + [host.run_directory / name for name in _RUN]
+    daemons = host.run_directory / "mps"
+    with contextlib.suppress(OSError):
+        directories += daemons.iterdir() if _is_private(host.run_directory) and _is_private(daemons) else ()
+    for directory in directories:
+        if _is_private(directory.parent) and _is_private(directory):
+            clear_leftovers(directory)
+
+
+def _is_private(directory: Path) -> bool:
+    """Return whether this is a directory, not a link, that only this user or root may write."""
+    try:
+        stated = os.lstat(directory)
+    except OSError:
+        return False
+    return stat.S_ISDIR(stated.st_mode) and stated.st_uid in {0, os.geteuid()} and not stated.st_mode & 0o022

@@ -26,15 +26,7 @@ from gpushare.base.typed import JOB_NAME, parsed, plain
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
-from gpushare.host.records import (
-    DIRECTORY,
-    clear_leftovers,
-    directory_locked,
-    opened_below,
-    read_own,
-    replace_file,
-    writing,
-)
+from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing
 from gpushare.host.users import opened_user
 
 SCHEMA: Final = 1
@@ -386,8 +378,6 @@ class RecordStore(Generic[T]):
         if not self._survives_reboot:
             document |= {"boot": boot_id(), "space": pid_space()}
         with writing(value.path, self.noun, code=code):
-            # Of any record in this directory, which is gpushare's own.
-            clear_leftovers(value.path.parent)
             replace_file(value.path, json.dumps(document), durable=self._durable, mode=self._mode)
 
     def forget(self, path: Path) -> None:

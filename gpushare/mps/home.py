@@ -26,7 +26,7 @@ from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import change_refused_error, listed_users, set_listed_users, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
-from gpushare.host.records import flocked, lock_within, open_lock, writing
+from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
@@ -194,6 +194,7 @@ class DaemonHome:
             with writing(self.directory / "lock", "of this MPS daemon"):
                 holds = f"held the lock of the daemon in {self.directory}"
                 lock_within(descriptor, self.directory / "lock", _LOCK_SECONDS, holds)
+            clear_leftovers(self.directory)
             yield
         finally:
             os.close(descriptor)

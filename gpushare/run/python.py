@@ -90,9 +90,11 @@ def start(
         option = word.partition("=")[0]
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
+    from gpushare.host.records import sweep_leftovers
     from gpushare.run.detach import detach, not_started_error, was_started
 
     host = _host()
+    sweep_leftovers(host)
     values = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
     words = ["-o", "json", "run"]
     for option, value in values.items():
