@@ -53,7 +53,7 @@ _PAST: Final = re.compile(
     r"^var/past/\w[\w.@-]*\.json$|^var/before-[0-9a-f]{8}\.yaml$|^var/output(?:/\w[\w.-]*\.log)?$"
 )
 # Records by PID: that of a real process differs from run to run.
-_BY_PID: Final = re.compile(r"(/(?:slices|swap|group|pause)/)(\d{1,7})\.json$")
+_BY_PID: Final = re.compile(r"(/(?:slices|swap|pause)/)(\d{1,7})\.json$")
 _PAUSE_GUARD: Final = "the guard of a pause"
 # Times, and the most memory that was seen of a job.
 _VARIES: Final = frozenset(

@@ -20,7 +20,6 @@ from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_o
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, has_unrecorded_daemon, home_of, homes_in
 from gpushare.run.jobs import JobRecord, records, write_record
-from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
 from gpushare.timeslice.slices import RECORDS, FoundSlice, SliceRecord, slice_records
@@ -40,7 +39,6 @@ def fill(host: Host, device: Device) -> None:
     # One that has ended.
     record = DaemonRecord(device_uuid=device.uuid, pid=me.pid, started=me.started + 1, uid=0)
     home.write(record)
-    note_pauses(host, Pauses(**me._asdict(), gpu_uuid=device.uuid))
     write_record(host, JobRecord(name="web", **me._asdict(), devices=(device.uuid,)))
     slices = SliceRecord(**me._asdict(), slice_us=500, before=(FoundSlice(1, 2, 2048),), set_at=1.0)
     RECORDS.write(replace(slices, path=RECORDS.path(host, me.pid)))
@@ -68,7 +66,6 @@ def fill(host: Host, device: Device) -> None:
 READERS: dict[str, Reader] = {
     "record": lambda host, device: home_of(host.run_directory, device.uuid).read(),
     "homes": lambda host, device: homes_in([host.run_directory]),
-    "pauses": lambda host, device: noted_pauses(host),
     "production": lambda host, device: records(host),
     "slices": lambda host, device: slice_records(host),
     "mode": lambda host, device: MODES.read(MODES.path(host, device.uuid)),
