@@ -94,6 +94,16 @@ class GpuFacts:
         return max((profile.instances for profile in profiles if profile.instances is not None), default=None)
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that runs, and the UUIDs of its devices. ``mps``: it is a client of MPS."""
+
+    name: str
+    production: bool
+    mps: bool
+    devices: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
     """One host. ``root`` is whether commands run as root there."""
@@ -108,11 +118,17 @@ class HostFacts:
     mps_program: bool = False
     # Asks it for its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
     ask_mps_version: Callable[[], int | None] = lambda: None
+    # Looks for the jobs that run, once; by default there are none.
+    ask_jobs: Callable[[], tuple[RunningJob, ...]] = tuple
 
     @property
     def driver_major(self) -> int | None:
         """Return the branch of the driver: 580 of 580.159.04."""
         return driver_branch(self.driver)
+
+    @property
+    def jobs(self) -> tuple[RunningJob, ...]:
+        return self.ask_jobs()
 
     @property
     def mps_version(self) -> int | None:

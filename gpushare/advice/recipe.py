@@ -383,7 +383,9 @@ def _production(steps: Steps, way: Way) -> None:
     first = next((work for work in s.case.workloads if work.role is Role.PRODUCTION), None)
     already_running = first is not None and bool(first.running)
     can_yield = _can_yield(s, way, already_running=already_running)
-    first_name = None if first is None else clean_name(first.name, 1, "serve")
+    # Under MPS, production has no role.
+    running_names = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
+    first_name = None if first is None else steps.free_name(_production_name(first, 1, running_names))
     owner = "by its own user" if s.case.same_user is False else None
     cost = s.leaving_cost(way) if way is Way.SWAP else None
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
@@ -409,7 +411,7 @@ def _production(steps: Steps, way: Way) -> None:
             steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
         elif is_production:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
-            options = {pair.name: clean_name(work.name, production_count, "serve"), "wait": pair.wait}
+            options = {pair.name: _production_name(work, production_count, running_names), "wait": pair.wait}
             steps.add_job(program_text(count or 1, label_of(work), how, owner), work, memory=memory, **options)
         else:
             others_count += 1
@@ -453,6 +455,13 @@ def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, owner
     what = f"the slice of {program_text(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
     steps.add_line(f"{what}; {owner}" if owner else what, f"gpushare timeslice set {slice_of_job} PID")
     steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
+
+
+def _production_name(work: Workload, number: int, running_names: Sequence[str]) -> str:
+    """Return the name of production job ``number``; if the case gives it none, that of the one that runs already."""
+    if work.name is None and number <= len(running_names):
+        return running_names[number - 1]
+    return clean_name(work.name, number, "serve")
 
 
 # -- the whole GPU, one after the other ----------------------------------------------------------------

@@ -24,7 +24,7 @@ from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
-    from gpushare.advice.facts import GpuFacts
+    from gpushare.advice.facts import GpuFacts, RunningJob
     from gpushare.advice.table import Table
 
 
@@ -429,6 +429,12 @@ class Situation:
     def spread(self) -> tuple[GpuFacts, ...]:
         """Return all GPUs that this answer is for."""
         return (self.gpu, *self.more)
+
+    @property
+    def jobs(self) -> dict[str, RunningJob]:
+        """Return the jobs that run on the GPUs that it is spread over, by name."""
+        uuids = {gpu.uuid for gpu in self.spread}
+        return {job.name: job for job in self.host.jobs if not uuids.isdisjoint(job.devices)}
 
     @cached_property
     def gpus_each(self) -> int:
@@ -845,7 +851,7 @@ class Situation:
             return not self.case.any("running")
         if way is Way.SLICES:
             # Jobs that yield to production share its daemon.
-            return not self.pair
+            return not (self.pair and any(job.mps for job in self.jobs.values()))
         return way in ALL_MIG
 
     @cached_property

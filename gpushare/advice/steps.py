@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -205,12 +206,30 @@ class Steps:
         """Put lines before the present undo: what is done last is undone first."""
         self.undo[:0] = lines
 
+    def free_name(self, name: str) -> str:
+        """Return a name for a job: with a number if a job on another GPU has it.
+
+        A job on these GPUs may have the name: that is then the job, and its line says that it runs already.
+        """
+        taken = {job.name for job in self.s.host.jobs} - set(self.s.jobs)
+        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        return next(free for free in names if free not in taken)
+
     def add_job(self, what: str, work: Workload, **options: Any) -> None:
-        """Add the line of a job, by default on one of the GPUs of the situation.
+        """Add the line of a job, by default on one of the GPUs of the situation; a job of its name that runs there stays.
 
         ``options`` are fields of `JobCommand`, of which ``production`` or ``name`` is the name.
         """
-        self.job_names += filter(None, [options.get("production"), options.get("name")])
+        name_option = "production" if options.get("production") else "name"
+        name = options.get(name_option)
+        if name is not None:
+            free_name = options[name_option] = self.free_name(name)
+            self.job_names.append(free_name)
+            if free_name in self.s.jobs:
+                self.add_line(f"{what}: '{free_name}' runs already, and stays as it is")
+                return
+            if free_name != name:
+                what += f"; '{name}' is a job on another GPU"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
         self.lines.append(AdviceStep(what, str(job), starts_job=True))
@@ -226,12 +245,15 @@ class Steps:
         names = [name]
         if count is not None and count > 1:
             names = [f"{name}-{number}" for number in range(1, count + 1)]
-        first, *others = names
+        # Jobs that run come last: the line is to start one that does not run.
+        first, *rest = sorted(names, key=lambda name: self.free_name(name) in self.s.jobs)
+        others = [self.free_name(name) for name in rest]
         what = program_text(count, label_of(work), *how)
-        if others:
-            what += (
-                f"; the others are {others[0]} to {others[-1]}" if len(others) > 1 else f"; the other is {others[0]}"
-            )
+        if len(others) == 1:
+            what += f"; the other is {others[0]}"
+        elif others:
+            listed = f"{others[0]} to {others[-1]}" if others == names[1:] else ", ".join(others)
+            what += f"; the others are {listed}"
         self.add_job(what, work, name=first, **options)
         self.job_names += others
 
@@ -248,10 +270,17 @@ class Steps:
         )
 
     def _end_of_jobs(self) -> list[AdviceStep]:
-        """Return the line that ends the jobs that the recipe starts; none if no job has a name."""
+        """Return the line that ends the jobs that the recipe starts; none if no job has a name.
+
+        Where all of them run already, so that it starts none, the line ends those.
+        """
+        # The host is asked for the running jobs only where there are names.
         if not self.job_names:
             return []
-        return [self.command_line("end the jobs: what they set ends with them", "stop", *self.job_names)]
+        running = {job.name for job in self.s.host.jobs}
+        started = [name for name in self.job_names if name not in running]
+        ended = started or [name for name in self.job_names if name in self.s.jobs]
+        return [self.command_line("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
 
 
 def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:

@@ -6,9 +6,9 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer
@@ -28,7 +28,7 @@ from gpushare.advice.case import (
     workloads_of,
     workloads_of_sizes,
 )
-from gpushare.advice.facts import GpuFacts, HostFacts, host_facts, instance_facts
+from gpushare.advice.facts import GpuFacts, HostFacts, RunningJob, host_facts, instance_facts
 from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
 from gpushare.advice.measured import measured_answer as answer_of
 from gpushare.advice.place import first_gpu
@@ -47,6 +47,7 @@ from gpushare.base.errors import (
     NotFound,
     NotSupported,
     no_gpu_error,
+    or_none,
 )
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
@@ -83,6 +84,7 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import Plan, Step
+from gpushare.run.jobs import PRODUCTION, is_running, records
 from gpushare.show.advise import answer_table, reasons_table, verdicts_table
 from gpushare.show.plan import plan_result, with_undo
 from gpushare.show.result import OutputFormat, Result, Table
@@ -254,7 +256,8 @@ def advise(
 
         recover_first(host, MigLedger(host))
     state = HostState(host)
-    facts = host_facts(state)
+    # Few answers name jobs: only these look for those that run.
+    facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
     fixed_gpu, among = _gpu_choice(state, facts, gpu)
     if from_host:
         fixed_gpu = fixed_gpu or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
@@ -317,6 +320,14 @@ def _parse_count(option: str, text: str | None) -> int | None:
         return workload_of({"processes": text}).processes
     except BadUsage as error:
         raise BadUsage(f"{option}: {error.message}", error.hint, code=error.code) from None
+
+
+def _running_jobs(host: Host) -> Iterator[RunningJob]:
+    """Yield the jobs of gpushare that run now; none if the records cannot be read."""
+    for record in or_none(lambda: records(host)) or ():
+        if is_running(host, record):
+            production = record.role == PRODUCTION
+            yield RunningJob(record.name, production=production, mps=record.mps, devices=record.devices)
 
 
 def _gpu_choice(state: HostState, facts: HostFacts, value: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
