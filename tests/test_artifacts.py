@@ -152,7 +152,6 @@ def completed(line: str, folder: Path) -> list[str]:
         ("gpushare advise --needs nc", ["nccl"]),
         ("gpushare advise --needs nccl,gr", ["nccl,graphics"]),
         ("gpushare compare vg", ["vgpu"]),
-        ("gpushare export k8s --mig-strategy m", ["mixed"]),
         ("gpushare mig fits --model h200-n", ["h200-nvl"]),
         ("gpushare sim fault los", ["lost"]),
         ("gpushare nonsense --pri", []),
@@ -227,7 +226,6 @@ def test_bash_asks_for_names_profiles_and_clients(cut: Path) -> None:
         ("gpushare mps start --prio", ["--priority"]),
         ("gpushare mps stop -g GPU-b", ["GPU-bbbb"]),
         ("gpushare advise --users d", ["different"]),
-        ("gpushare export k8s --mig-strategy m", ["mixed"]),
     ],
 )
 def test_fish_offers(line: str, offered: list[str], programs: Path) -> None:
@@ -306,7 +304,6 @@ def completed_by_zsh(line: str, folder: Path) -> list[str]:
         ("gpushare --host sim:h200 mps start --priority ", ["normal", "low"]),
         ("gpushare mps start --prio", ["--priority"]),
         ("gpushare advise --users d", ["different"]),
-        ("gpushare export k8s --mig-strategy m", ["mixed"]),
     ],
 )
 def test_zsh_offers(line: str, offered: list[str], programs: Path) -> None:

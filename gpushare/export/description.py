@@ -80,6 +80,9 @@ class GpuDescription:
     time_slice: TimeSlice | None = None
     mps: MpsWish | None = None
     mig: tuple[MigDescription, ...] = ()
+    # It has a GPU instance without a compute instance; its MIG mode changes at the next reset.
+    bare: bool = False
+    pending_mode: bool = False
     # Of each GPU of the host by its index: 1 where NVLink connects the two, -1 for this one.
     links: tuple[int, ...] = ()
 
@@ -121,6 +124,8 @@ class HostDescription:
             "shared-instances": any(mig.replicas for mig in instances),
             "served-instances": any(mig.mps for mig in instances),
             "shared-inside-instances": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
+            "bare": any(gpu.bare for gpu in self.gpus),
+            "pending-mode": any(gpu.pending_mode for gpu in self.gpus),
             "daemons": bool(daemons),
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
@@ -214,6 +219,8 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
         mps=_daemon_on(host, own, gpu.index) if way is Way.MPS else None,
         mig=_describe_instances(state, gpu, daemons) if gpu.mig_enabled else (),
+        bare=bool(gpu.mig_enabled) and not all(instance.compute for instance in state.layout(gpu).instances),
+        pending_mode=gpu.mig_pending not in {None, gpu.mig_enabled},
         # As Slurm's Links (gres.conf(5)).
         links=tuple(
             -1
@@ -312,6 +319,8 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
         mps=_plain_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
         mig=_wished_devices(entry, profiles) if entry.sharing is Way.MIG else (),
+        bare=False,
+        pending_mode=False,
     )
 
 
