@@ -59,8 +59,26 @@ def _pods_idle(s: Situation, way: Way) -> bool:
 # -- MIG ---------------------------------------------------------------------------------------------
 
 
+def _instances_may_go(s: Situation, _: Way) -> bool:
+    """Return whether instances stand in the way of a job that needs the whole GPU, and may go: idle and nobody's."""
+    needs_whole_gpu = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
+    if not s.gpu.mig_enabled or not s.kept or s.may_be_root is False:
+        return False
+    return needs_whole_gpu and not any(instance.busy or instance.name or instance.granted for instance in s.kept)
+
+
+def _mig_sms(s: Situation, _: Way) -> str:
+    """Return how many SMs the largest instance has, of those of the GPU."""
+    profiles = s.gpu.layout.profiles if s.gpu.layout else ()
+    largest = max((profile.multiprocessors or 0 for profile in profiles), default=0)
+    return f"{largest or '-'} of {s.gpu.multiprocessors or '-'}"
+
+
 def _mig_stays(s: Situation, way: Way) -> bool:
     """Return whether MIG is on and cannot be turned off: without root, or with instances that must stay."""
+    if way is Way.WHOLE and _instances_may_go(s, way):
+        # The rule `idle-instances-first` makes that a condition.
+        return False
     # Instances are never destroyed only in order to measure.
     has_instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
     must_stay = s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and has_instances)
@@ -279,6 +297,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "static_partitions": lambda s, _: has_static_partitions(s.host, s.gpu),
     # MIG
     "mig_stays": _mig_stays,
+    "instances_may_go": _instances_may_go,
     "mig_occupied": _mig_occupied,
     # Only turning MIG on needs an idle GPU.
     "programs_in_the_way": lambda s, _: (
@@ -360,6 +379,8 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
+    "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
+    "mig_sms": _mig_sms,
     "why_no_instances": _why_no_instances,
     "nearest_sizes": _nearest_sizes,
     "sms_short": lambda s, way: s.short_of_sms(way),

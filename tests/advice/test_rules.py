@@ -279,6 +279,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "production-milliseconds": ("mps-priority", of({**PAIR[0], "latency": "4ms"}, PAIR[1]), of(*PAIR)),
     "server-queue": ("whole-gpu", four(server=True), one(server=True)),
     "fix-no-code": ("fix-app", four(code=False), four(code=True)),
+    "idle-instances-first": ("whole-gpu", one(facts=with_foreign(), saturating=True), one(facts=with_foreign())),
     "slices-need-gaps": ("slices", of(*PAIR), of({**PAIR[0], "gaps": True}, PAIR[1])),
     "queue-no-shares": ("whole-gpu", four(weights=True), four()),
     "slices-shares-idle": ("slices", four(weights=True), four(weights=True, saturating=True)),
