@@ -523,8 +523,10 @@ def _one_job(steps: Steps) -> None:
     count = min(processes, gpus)
     if gpus == 1:
         what = "the processes depend on each other and cannot run in turn: start it with one process"
+    elif gpus < processes:
+        what = f"one process per GPU: {processes} are requested, and {gpus} GPUs are free here"
     else:
-        what = f"start it once, one process per GPU: {processes} are requested, and {gpus} GPUs are free here"
+        what = f"start it once: each of its {processes} processes gets a GPU"
     for work in s.case.workloads:
         options: dict[str, Any] = {"gpus": count} if count > 1 else {"gpus": None, "slice": steps.own_slice}
         steps.add_job(what, work, wait=True, **options)
