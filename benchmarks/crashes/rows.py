@@ -268,7 +268,7 @@ def _mig_rows() -> list[Row]:
         "1g.10gb:6",
         "2g.20gb*2",
         "--name",
-        "one,two,three",
+        "keep,two,idle",
         "--grant",
         "two=daemon",
         "-y",

@@ -16,7 +16,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.mps.control import is_server
 from gpushare.run.jobs import (
@@ -47,7 +47,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     jobs of all users, but only those of its own that have ended.
     """
     ledger = reservations(host) or []
-    present = _Present(host, snapshot)
+    present = _Present(host, snapshot, ledger)
     ended = _ended_jobs(host, most_ended, {record.supervisor for record in present.records.values()})
     waiting = (
         replace(job, command=_program_text(host.processes.describe(job.pid or 0)))
@@ -58,7 +58,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
     """Return the jobs of a host that run, are paused or swapped out; ``snapshot`` was taken just now."""
-    return list(_Present(host, snapshot).jobs(everything=False))
+    return list(_Present(host, snapshot, reservations(host) or []).jobs(everything=False))
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class _OnGpu:
 class _Present:
     """The jobs that have a program now: each with its record, its processes, its pause and its swap."""
 
-    def __init__(self, host: Host, snapshot: Snapshot) -> None:
-        self._host = host
+    def __init__(self, host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> None:
+        self._host, self._ledger = host, ledger
         self._devices = _devices(snapshot)
         self.records = {record.pid: record for record in running_records(host)}
         self._on_gpu = list(_processes_on_gpus(snapshot))
@@ -165,7 +165,7 @@ class _Present:
             # Under MPS it has the slice of the server; a process on the GPU without a record of a slice has the driver's.
             slice_us=job.slice_us if processes and not record.mps else record.slice_us,
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
-            memory_limit_bytes=record.memory_bytes,
+            memory_limit_bytes=self._memory_limit(record),
             command=record.command or _program_text(info),
             container=next(filter(None, containers), None),
         )
@@ -230,6 +230,18 @@ class _Present:
             since_seconds=since_seconds,
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
+
+    def _memory_limit(self, record: JobRecord) -> int | None:
+        """Return the memory limit of a job on each of its GPUs; of a farm those of its running copies together."""
+        if record.memory_bytes is not None:
+            return record.memory_bytes
+        # Each copy of a farm has a place in the ledger, on GPUs that its record does not name.
+        limits = [
+            place.limit_bytes * len(place.held)
+            for place in self._ledger
+            if place.limit_bytes is not None and record.pid in (process.pid for process in place.claim.processes)
+        ]
+        return sum(limits) // max(1, len(record.devices)) if limits else None
 
     def _state(self, pid: int, running_seconds: float | None) -> tuple[str, float | None]:
         """Return the state of a job, and for how many seconds it has been in it."""

@@ -164,6 +164,8 @@ def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World) -> Non
     )
     assert (job["name"], job["pid"], job["way"], job["memory_used_bytes"]) == ("many", started.pid, "mps", 1024 * MIB)
     assert job["since_seconds"] is not None
+    # That of both copies, as what they hold.
+    assert job["memory_limit_bytes"] == 2 * GIB
     (done,) = cli("stop", "many", output="json").ok().data["jobs"]
     assert done["ended_by"] == "gpushare"
     started.result()
