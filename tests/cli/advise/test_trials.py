@@ -24,15 +24,13 @@ def test_ranks_that_wait_for_each_other_get_a_gpu_each_and_no_queue(cli: Any) ->
     data = advice(cli, "--processes", "3", "--needs", "nccl", "--users", "same", host="sim:4xa100-80gb")
     (line,) = commands(data)
     assert line == "gpushare run -g 0-2 --gpus 3 --wait -- CMD"
-    assert (
-        data["commands"][0]["what"] == "start it once, one process per GPU: 3 are requested, and 3 GPUs are free here"
-    )
+    assert data["commands"][0]["what"] == "start it once: each of its 3 processes gets a GPU"
 
 
 @pytest.mark.parametrize(
     ("host", "what"),
     [
-        ("sim:2xa100-80gb", "start it once, one process per GPU: 3 are requested, and 2 GPUs are free here"),
+        ("sim:2xa100-80gb", "one process per GPU: 3 are requested, and 2 GPUs are free here"),
         ("sim:a100-80gb", "the processes depend on each other and cannot run in turn: start it with one process"),
     ],
 )
@@ -46,9 +44,7 @@ def test_ranks_on_too_few_gpus_are_told_so(cli: Any, host: str, what: str) -> No
 def test_a_gpu_that_somebody_uses_is_not_given_to_a_rank(cli: Any) -> None:
     add_process("sim:3xa100-80gb", "1", memory_bytes=1024**3)
     data = advice(cli, "--processes", "3", "--needs", "nccl", "--users", "same", host="sim:3xa100-80gb")
-    assert (
-        data["commands"][0]["what"] == "start it once, one process per GPU: 3 are requested, and 2 GPUs are free here"
-    )
+    assert data["commands"][0]["what"] == "one process per GPU: 3 are requested, and 2 GPUs are free here"
 
 
 def test_virtual_machines_get_no_lock_of_the_host(cli: Any) -> None:
