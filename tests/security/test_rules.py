@@ -52,7 +52,7 @@ def test_a_directory_that_anyone_may_change(tmp_path: Path) -> None:
     path.write_text(RULES)
     assert load_own(str(path)).rules
     directory.chmod(0o777)
-    assert f"{directory} is a directory that anyone may change" in refused(path)
+    assert f"{directory}: it is a directory that anyone may change" in refused(path)
 
 
 def test_a_user_raises_nothing_by_its_command_line(mallory: Stranger) -> None:
