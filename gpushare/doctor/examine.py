@@ -34,6 +34,7 @@ from gpushare.doctor.check import (
     for_owner,
     process_title,
     remedy_of,
+    whom_to_ask,
 )
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
@@ -42,7 +43,7 @@ from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
-from gpushare.host.store import RecordStore
+from gpushare.host.store import RecordStore, Unread
 from gpushare.host.users import as_user
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
@@ -310,7 +311,12 @@ def drift(seen: Examination) -> Iterator[Check]:
         return
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept):
-        if any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index], seen.wanted)):
+        try:
+            drifted = any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index], seen.wanted))
+        except GpushareError:
+            # It has no such profile any more: `gpushare diff` says so, and the other GPUs are still compared.
+            drifted = True
+        if drifted:
             wrong = True
             yield finding("host.drift", live.gpu.index, file=applied_path(seen.host))
     if not wrong:
@@ -480,7 +486,7 @@ def _records(seen: Examination) -> Iterator[Check]:
             if path.suffix != ".json":
                 directories.add(path)
                 kind = "the directory of records"
-            remedy = _record_remedy(seen.host, path, uid)
+            remedy = _record_remedy(seen.host, records, unread)
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield finding("records.unread", kind=kind, path=path, owner=owner, reason=unread.why, remedy=remedy)
         for uid, count in counts.items():
@@ -490,15 +496,22 @@ def _records(seen: Examination) -> Iterator[Check]:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _record_remedy(host: Host, path: Path, uid: int) -> str:
+def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str:
     """Return what to do about a record, or a directory of records, that is not read.
 
     Root leaves that to its user: the directory may be a link of that user by then.
     """
-    if uid != host.uid:
-        return f"tell {user_name(uid)}, whose it is"
-    quoted = shlex.quote(str(path))
-    return f"remove it: rm {quoted}" if path.suffix == ".json" else f"others must not write there: chmod go-w {quoted}"
+    if unread.uid != host.uid:
+        return f"tell {user_name(unread.uid)}, whose it is"
+    path, quoted = unread.path, shlex.quote(str(unread.path))
+    if path.suffix == ".json":
+        # Without its record a job that is off the GPU stays there; the driver knows what became of the process.
+        verb = {SWAPS.directory: "swap in", PAUSES.directory: "resume"}.get(records.directory)
+        back = f"gpushare {verb} {path.stem}; then " if verb and path.stem.isdecimal() else ""
+        return f"{back}remove it: rm {quoted}"
+    look = f"see whose it is: ls -ld {quoted}"
+    # Of a link, chmod would change what it leads to.
+    return f"{look}; if yours, close it: chmod go-w {quoted}" if "others may write" in unread.why else look
 
 
 def _command_for(uid: int | None, record: Path, words: str) -> str:
@@ -614,8 +627,9 @@ def _unlisted_finding(seen: Examination, gpu: Gpu, files: OpenFiles) -> Check:
     pids = sorted(set(holders) - listed - {os.getpid()})
     titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
     suspects = [pid for pid in pids if pid > 1 and _may_hold_memory(seen, pid)][:_AT_MOST]
+    own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
     if suspects:
-        remedy = f"end what has it open: kill {' '.join(map(str, suspects))}"
+        remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
     elif not files.complete:
         remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if minor is None else minor}"
     else:
@@ -662,13 +676,15 @@ def _idle(seen: Examination) -> Iterator[Check]:
                 continue
             listed = process.pid in work
             since = f"for {format_duration(now - worked)}" if listed else "for as long as the driver remembers"
+            may_swap = seen.host.root or info.uid == seen.host.uid
+            swap = f"; or move it to host memory: gpushare swap out {process.pid}" if may_swap else ""
             yield finding(
                 "gpu.idle_memory",
                 gpu.index,
                 process=process_title(seen, process.pid),
                 size=format_bytes(process.memory_used_bytes),
                 since=since,
-                remedy=f"{ending_hint(seen.host, process.pid)}; or move it to host memory: gpushare swap out {process.pid}",
+                remedy=f"{ending_hint(seen.host, process.pid)}{swap}",
             )
 
 

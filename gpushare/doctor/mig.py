@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -110,15 +111,16 @@ def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
     try:
-        is_open = bool(reapplied_steps(seen.host, named))
-    except NotSupported:
-        # Without capabilities no instance is closed to anybody.
-        is_open = True
+        if not reapplied_steps(seen.host, named):
+            return
+        remedy = f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}"
+    except NotSupported as error:
+        # Without capabilities no instance is closed to anybody, and no grant closes it.
+        remedy = error.hint
     except GpushareError:
         # The GPU does not answer, which another check says.
         return
-    if is_open:
-        yield finding("mig.grant", index, named=named, users=", ".join(named.users))
+    yield finding("mig.grant", index, named=named, users=", ".join(named.users), remedy=remedy)
 
 
 def holders(seen: Examination) -> Iterator[Check]:

@@ -30,6 +30,7 @@ from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
+from gpushare.sim import admin
 from tests.cli.drive import Cli, World
 
 
@@ -325,9 +326,33 @@ def test_a_directory_of_records_that_others_may_write_is_named_once(cli: Cli, wo
     findings = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
     (found,) = findings
     assert f"the directory of records, {run}, is ignored" in found["seen"]
-    assert f"chmod go-w {run}" in found["remedy"]
+    assert found["remedy"] == f"see whose it is: ls -ld {run}; if yours, close it: chmod go-w {run}"
     run.chmod(0o755)
     assert verdict(cli, "records.unread") == "pass"
+
+
+def test_a_link_in_the_place_of_a_directory_of_records_is_only_looked_at(cli: Cli, world: World) -> None:
+    """`chmod` would change what it leads to."""
+    elsewhere = world.directory / "elsewhere"
+    elsewhere.mkdir(parents=True)
+    jobs = world.host.run_directory / "jobs"
+    jobs.parent.mkdir(parents=True)
+    jobs.symlink_to(elsewhere)
+    (found,) = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
+    assert found["remedy"] == f"see whose it is: ls -ld {jobs}"
+
+
+@pytest.mark.parametrize(("verb", "kind", "back"), [("pause", "pause", "resume"), ("swap out", "swap", "swap in")])
+def test_a_job_off_the_gpu_is_brought_back_before_its_unreadable_record_goes(
+    cli: Cli, world: World, verb: str, kind: str, back: str
+) -> None:
+    pid = admin.add_process(world.spec, memory_bytes=4 << 30)
+    cli(*verb.split(), str(pid)).ok()
+    (path,) = world.host.run_directory.joinpath(kind).glob(f"{pid}.json")
+    path.write_text("x")
+    (found,) = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
+    assert found["remedy"] == f"gpushare {back} {pid}; then remove it: rm {path}"
+    cli(*back.split(), str(pid)).ok()
 
 
 def test_a_link_in_the_place_of_a_record_is_not_followed(cli: Cli, world: World) -> None:

@@ -27,7 +27,7 @@ from gpushare.host.machine import Machine, xids_in
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import ComputePolicy
-from gpushare.hostfile.load import keep_applied
+from gpushare.hostfile.load import applied_path, keep_applied
 from gpushare.memory.swapped import SWAPS, swaps
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
 from gpushare.mps.home import DaemonHome
@@ -659,6 +659,32 @@ def test_what_was_applied_and_is_gone_is_told(
     assert findings(cli) == {}
 
 
+def test_a_gpu_that_cannot_be_compared_hides_no_other(cli: Cli, sim_dir: Path, tmp_path: Path) -> None:
+    host = "sim:2xh100"
+    path = tmp_path / "gpushare.yaml"
+    path.write_text(
+        "version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g.40gb]\n- match: {index: 1}\n  timeslice: long\n"
+    )
+    cli("apply", "-f", str(path), "-y", host=host).ok()
+    kept = applied_path(World(host).host)
+    kept.write_text(kept.read_text().replace("3g.40gb", "3g.71gb"))
+    cli("timeslice", "set", "default", "-g", "1", host=host).ok()
+    checks = cli("doctor", host=host, output="json").data["checks"]
+    assert [(each["verdict"], each["gpu"]) for each in checks if each["id"] == "host.drift"] == [
+        ("warn", 0),
+        ("warn", 1),
+    ]
+
+
+def test_a_grant_that_the_driver_cannot_keep_is_not_to_be_repeated(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mig("3g.71gb:0")(cli, world, world.directory)
+    name("3g.71gb", NOBODY)(cli, world, world.directory)
+    monkeypatch.setattr(type(world.host.capabilities), "of_gpu", lambda *_: {})
+    assert findings(cli)["mig.grant"]["remedy"].startswith("access per instance needs nv_cap_enable_devfs=1")
+
+
 def test_what_a_user_applied_is_not_the_hosts(cli: Cli, world: World, tmp_path: Path) -> None:
     apply(cli, tmp_path, "timeslice: long")
     cli("timeslice", "reset", "-g", "0").ok()
@@ -721,6 +747,8 @@ def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: 
     other = admin.add_process(world.spec, holder=True, name="python3")
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
     theirs = admin.add_process(world.spec, holder=True, name="python3", user="bob")
+    # The own one first: it may be all.
+    assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
     admin.end_process(world.spec, other)
     end = f"end what has it open: kill {theirs}"
     # Root can do so.
@@ -756,6 +784,10 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypat
     assert check["verdict"] == "warn"
     assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in check["seen"]
     assert check["remedy"].startswith("ask nobody to end it")
+    # Root may move a job of another user, other users may not.
+    assert ("gpushare swap out" in check["remedy"]) is world.host.root
+    world.fault("user", "daemon")
+    assert "gpushare swap out" not in finding(cli, "gpu.idle_memory")["remedy"]
     assert not {str(small), str(busy)} & set(check["seen"].split())
 
 
