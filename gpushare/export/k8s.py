@@ -224,7 +224,10 @@ def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
         )
     lost = [_ASSUMED] if threads is None and gpu.replicas is None else []
     if threads is None or limit is None:
-        lost.append(f"unlimited clients: the plugin caps each at {percent} % of the threads and {mebibytes or '?'} MiB")
+        lost.append(
+            "clients without a limit of threads or memory: "
+            f"the plugin caps each at {percent} % of the threads and {mebibytes or '?'} MiB"
+        )
     if mps.limits.priority is Priority.LOW:
         lost.append("low priority: the plugin sets no priority")
     return _GpuSharing("mps", clients, tuple(lost))

@@ -54,7 +54,7 @@ def node_pool_export(
     for word, pattern, example in (
         (name, _OBJECT, "--name gpu-shared"),
         (node_class, _OBJECT, "--node-class gpu-nodes"),
-        (ami, r"(?a)(?:al2|al2023)@[\w.-]{1,20}", "--ami al2023@latest"),
+        (ami, r"(?a)(?:al2|al2023)@[A-Za-z0-9.-]{1,20}", "--ami al2023@latest"),
         *((tag, _TAG, "--tag karpenter.sh/discovery=my-cluster") for tag in tags),
         (cluster, r"(?a)[A-Za-z0-9][\w-]{0,99}", "--cluster prod"),
         # Without its path (IAM API, RoleName).

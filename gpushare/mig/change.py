@@ -94,11 +94,12 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     # An MPS server ends after its clients.
     named = {process.pid: with_name(host, process).name for _, process in blocking_processes}
     ended = [pid for pid in pids if named[pid] != MPS_SERVER]
+    numbers = ",".join(map(str, gpus))
+    command = f"stop {' '.join(map(str, ended))}" if ended else f"mps stop -g {numbers}"
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: these must end before the MIG mode can "
         f"change: {processes_text(host.processes, pids)}",
-        f"see all: gpushare status -g {','.join(map(str, gpus))}; end them, or ask their users to: "
-        f"gpushare stop {' '.join(map(str, ended))}",
+        f"see all: gpushare status -g {numbers}; end them, or ask their users to: gpushare {command}",
         gpu=gpus[0] if len(gpus) == 1 else None,
     )
 

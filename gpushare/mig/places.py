@@ -269,7 +269,7 @@ def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: S
         names = sorted({place.name or "" for place in named})
         return NotFound(
             f"every {request.one} of {where} has a name, and is reserved for runs that name it: {', '.join(names)}",
-            f"run in one: --mig NAME; or make another: {make}",
+            f"run in one of them, if it is open to you: --mig NAME; or make another: {make}",
             code="no_instance",
         )
     return NotFound(

@@ -87,7 +87,7 @@ def test_mps_with_the_equal_part(limit: int | None) -> None:
     assert plugin(found, "mps-4").strategy == "mps"
     assert plugin(found, "mps-4").replicas == {"nvidia.com/gpu": 4}
     assert any("mps.capable" in need for need in found.needs)
-    assert any("unlimited clients" in one for one in found.lost) is (limit is None)
+    assert any("clients without a limit of threads or memory" in one for one in found.lost) is (limit is None)
 
 
 def test_mps_without_limits_gets_some() -> None:

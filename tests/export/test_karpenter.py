@@ -165,6 +165,7 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(), {"node_class": "ours", "role": "nodes"}, BadCombination, "bad_combination"),
         (t4s(), {"node_class": "ours", "ami": "al2023@latest"}, BadCombination, "bad_combination"),
         (t4s(), {"ami": "bottlerocket@latest"}, BadUsage, "bad_name"),
+        (t4s(), {"ami": "al2023@v2024_01"}, BadUsage, "bad_name"),
         (t4s(), {"instance_type": "big"}, BadUsage, "bad_name"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
     ],

@@ -540,3 +540,11 @@ def test_cdi_is_written_anew_only_where_there_is_one(cli: Cli, refused: Refused)
     assert "note: the CDI specification of containers is written again" in fresh.err
     assert "stale" not in fresh.err
     assert "--refresh-cdi" not in fresh.err
+
+
+def test_a_server_without_clients_ends_with_its_daemon(refused: Refused) -> None:
+    world = World(H100)
+    assert world.host.nvml.count() == 1
+    admin.add_process(H100, name="nvidia-cuda-mps-server", user="bob")
+    text = refused("mig", "enable", "-y", code="in_use", exit_code=19, host=H100)
+    assert "or ask their users to: gpushare mps stop -g 0\n" in f"{text}\n"

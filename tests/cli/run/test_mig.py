@@ -318,6 +318,8 @@ def test_names_are_kept_for_who_names_them(real: Real, refused: Refused, world: 
     bind(world, "train", "3g.71gb", 0)
     message = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
     assert "reserved for runs that name it: train" in message
+    # It may be granted to others only.
+    assert "run in one of them, if it is open to you: --mig NAME" in message
     assert variables(real("run", "--mig", "train", "--", sys.executable, "-c", PRINT))["CUDA_VISIBLE_DEVICES"] == uuid
     started = waiting(real, "--mig", "train")
     until(lambda: {record.pid for record in records(world.host)} == set(world.pids()) != set(), "it runs")
