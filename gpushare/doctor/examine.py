@@ -43,7 +43,7 @@ from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
-from gpushare.host.store import RecordStore, Unread
+from gpushare.host.store import Elsewhere, RecordStore, Unread
 from gpushare.host.users import as_user
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
@@ -503,6 +503,9 @@ def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str
     """
     if unread.uid != host.uid:
         return f"tell {user_name(unread.uid)}, whose it is"
+    if isinstance(unread.error, Elsewhere):
+        # Its job may well live, and its PIDs are other processes here.
+        return "see it where it was written, in a container or on its host: gpushare doctor"
     path, quoted = unread.path, shlex.quote(str(unread.path))
     if path.suffix == ".json":
         # Without its record a job that is off the GPU stays there; the driver knows what became of the process.

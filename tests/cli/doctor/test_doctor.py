@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import io
+import json
 import os
 import signal
 from dataclasses import replace
@@ -353,6 +354,16 @@ def test_a_job_off_the_gpu_is_brought_back_before_its_unreadable_record_goes(
     (found,) = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
     assert found["remedy"] == f"gpushare {back} {pid}; then remove it: rm {path}"
     cli(*back.split(), str(pid)).ok()
+
+
+def test_a_record_of_a_container_is_not_to_be_removed(cli: Cli, world: World) -> None:
+    """Its job lives there, and its PID is another process here."""
+    pid = admin.add_process(world.spec, memory_bytes=4 << 30)
+    cli("swap", "out", str(pid)).ok()
+    path = world.host.run_directory / "swap" / f"{pid}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "space": 7}))
+    (found,) = [each for each in cli("doctor", output="json").data["checks"] if each["id"] == "records.unread"]
+    assert found["remedy"] == "see it where it was written, in a container or on its host: gpushare doctor"
 
 
 def test_a_link_in_the_place_of_a_record_is_not_followed(cli: Cli, world: World) -> None:
