@@ -148,6 +148,17 @@ def _memory_cell(job: ListedJob) -> Cell:
     return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
 
 
+def _short_way(job: ListedJob) -> str | None:
+    """Return the way of a job in few cells: of MIG the name of its instance or the profile; the dialog of the job has all."""
+    if job.way is None or not job.way.startswith("mig"):
+        return way_text(job.way)
+    profile = job.mig_profile or "MIG"
+    if job.way.endswith("mps"):
+        # The memory of the profile would not fit: 3g+MPS.
+        return f"{job.mig_name or profile.rsplit('.', 1)[0]}+MPS"
+    return job.mig_name or profile
+
+
 def _cpu_cell(row: Row) -> Cell:
     percent = None if row.use is None else row.use.cpu_percent
     return _number_text(percent), "text" if percent else "dim"
@@ -163,7 +174,7 @@ COLUMNS: Final = (
     _of_job("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
     _of_job("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
     _of_job("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
-    _of_job("way", "WAY", 10, lambda job: way_text(job.way, profile=job.mig_profile, name=job.mig_name)),
+    _of_job("way", "WAY", 10, _short_way),
     Column("cpu", "CPU%", 5, lambda row: row.use and row.use.cpu_percent, _cpu_cell, right=True, falls=True),
     _of_job("age", "AGE", 4, lambda job: job.since_seconds, age, "dim", right=True, falls=True),
     Column("ram", "RAM", 5, lambda row: row.use and row.use.memory_bytes, lambda row: (size_text(None if row.use is None else row.use.memory_bytes), "text"), right=True, falls=True),

@@ -17,6 +17,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from gpushare.base.units import counted, format_bytes, format_duration
+from gpushare.show.status import way_text
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
 from gpushare.top.dialogs import Choice, Dialog, Line, Prompt, Question
@@ -769,6 +770,7 @@ class Cockpit(App[None]):
         facts = [
             ("command", job.command),
             ("device", job.device or (f"GPU {', '.join(map(str, job.gpu_indexes))}" if job.gpu_indexes else None)),
+            ("way", way_text(job.way, job.threads_percent, job.slice_us, job.mig_profile, job.mig_name)),
             ("processes", ", ".join(map(str, job.processes)) or None),
             (
                 "memory",

@@ -207,6 +207,7 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show, world: World) 
         assert "was paused" in screen.text
         await screen.press("escape", "enter")
         assert "pause it: off the GPU at once" in screen.text
+        assert "way        slice 6.144ms" in screen.text
         await screen.press("p")
         assert f"gpushare pause {pid}" in screen.text
         await screen.press("n")

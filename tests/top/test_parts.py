@@ -47,7 +47,7 @@ from gpushare.top.gpus import (
     sharing_text,
 )
 from gpushare.top.history import Events, History
-from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
+from gpushare.top.jobs import COLUMNS, Row, View, rows_of, visible_columns
 from gpushare.top.verbs import follow_output, plan_lines
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
@@ -434,3 +434,21 @@ def test_the_tree_of_a_job_has_branches() -> None:
     tree = tuple(Member(pid=pid, depth=depth, name="w", use=None) for pid, depth in ((8, 1), (9, 2), (10, 1)))
     rows = rows_of(frame(jobs=(job(7),), trees={7: tree}), View(tree=True))
     assert [row.branch for row in rows] == ["", "├ ", "  └ ", "└ "]
+
+
+@pytest.mark.parametrize(
+    ("facts", "text"),
+    [
+        ({"way": "mig+mps", "mig_profile": "2c.3g.40gb"}, "2c.3g+MPS"),
+        ({"way": "mig+mps", "mig_profile": "1g.10gb", "mig_name": "alice"}, "alice+MPS"),
+        ({"way": "mig", "mig_profile": "7g.141gb"}, "7g.141gb"),
+        ({"way": "mig+mps"}, "MIG+MPS"),
+        ({"way": "mps"}, "MPS"),
+        ({"way": None}, "-"),
+    ],
+)
+def test_the_way_of_a_job_fits_its_column(facts: dict[str, Any], text: str) -> None:
+    (column,) = (column for column in COLUMNS if column.key == "way")
+    job = ListedJob(name="a", pid=1, state="running", user="anna", role=None, device=None, **facts)
+    assert column.cell(Row(job, None))[0] == text
+    assert len(text) <= column.width
