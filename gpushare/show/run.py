@@ -232,11 +232,28 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     if ended and seconds > 0:
         rate = ended / seconds
         words.append(f"{60 * rate:.0f}/min" if rate > 1 else f"{60 * rate:.2g}/min")
-        if ended < total:
-            words.append(f"about {format_duration(round((total - ended) / rate))} left")
+        seconds_left = round(_seconds_left(copies, seconds))
+        if seconds_left:
+            words.append(f"about {format_duration(seconds_left)} left")
     else:
         words.append(format_duration(round(seconds)))
     return ", ".join(words)
+
+
+def _seconds_left(copies: Sequence[Copy], seconds: float) -> float:
+    """Return how long the rest of a farm takes, if each copy takes the mean of those done; 0: that cannot be said."""
+    done = [copy.seconds for copy in copies if copy.state == "done"]
+    running = [copy.started_after for copy in copies if copy.state == "running"]
+    # One copy, such as the first with its cold caches, is no measure of the others.
+    if len(done) < 2 or not running:
+        return 0.0
+    mean = sum(done) / len(done)
+    rests = [max(0.0, mean - (seconds - started)) for started in running]
+    waiting = sum(copy.state == "waiting" for copy in copies)
+    if not waiting:
+        return max(rests)
+    # A copy that waits must at least start, when one ends, and end.
+    return max((sum(rests) + waiting * mean) / len(running), min(rests) + mean)
 
 
 @dataclass(kw_only=True)
