@@ -531,7 +531,7 @@ complete -c gpushare -n '__gpushare_at mps env' -s q -l quiet -d 'Print no notes
 complete -c gpushare -n '__gpushare_at mps env' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at mps env' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at mps env' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at mig' -a status -d 'Show the MIG instances of each GPU with placement, UUID and processes, and what still fits'
+complete -c gpushare -n '__gpushare_at mig' -a status -d 'Show the MIG instances of each GPU with placement and processes (UUIDs: -v), and what still fits'
 complete -c gpushare -n '__gpushare_at mig' -a profiles -d 'Show the GPU instance profiles that the driver offers, with free counts and placements'
 complete -c gpushare -n '__gpushare_at mig' -a fits -d 'Tell whether a wish fits next to what exists: yes, and where; no, and what is in the way; or never'
 complete -c gpushare -n '__gpushare_at mig' -a plan -d 'For a wish, print the plan that destroys and creates the fewest instances, with a picture and nvidia-smi commands'

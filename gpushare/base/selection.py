@@ -264,5 +264,5 @@ def _devices_hint(gpus: Sequence[Gpu]) -> str:
         return "this host has no GPU; see: gpushare doctor"
     title = f"GPU{'s' if len(gpus) > 1 else ''} {first_few((gpu.index for gpu in gpus), 16)}"
     if any(gpu.mig_instances for gpu in gpus):
-        return f"this host has {title}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"
+        return f"this host has {title}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status -v"
     return f"this host has {title}; see: gpushare status"

@@ -121,17 +121,17 @@ _GPU_OR_MODEL: Final = (Refused("--gpu", "--model", "it is a GPU of this host", 
 
 
 def status(gpu: str | None = GPU_OPTION) -> Any:
-    """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
+    """Show the MIG instances of each GPU with placement and processes (UUIDs: -v), and what still fits.
 
-    Of several GPUs a terminal shows no UUIDs, unless -v is given, and GPUs that look the same are shown once. A * marks
-    an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
+    Of several GPUs a terminal shows no UUIDs, unless -v or -g is given, and GPUs that look the same are shown once. A *
+    marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
     host = settings.connect()
     gpus, silent = capable_gpus(host, gpu)
     hidden: dict[int, GpushareError] = {}
     layouts = layouts_of(host, gpus, hidden)
     screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
-    uuids = settings.verbose or len(gpus) == 1 or not screen
+    uuids = settings.verbose or gpu is not None or len(gpus) == 1 or not screen
     texts: list[tuple[int, str]] = []
     rows: list[MigGpu] = []
     unusable_notes: list[str] = []
@@ -146,11 +146,14 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
         rows.append(status_row(mig_gpu, layout, None))
         if mig_gpu.mig_enabled and not layout.instances:
             unusable_notes.append(f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it")
+    text = grouped_text(texts)
+    if not uuids and any(layout.instances for layout in layouts):
+        text += "\n\nUUIDs: gpushare mig status -v"
     notes = [str(leftover) for leftover in leftovers(host, MigLedger(host))]
     notes += [*unusable_notes, *(f"{error.message}: {error.hint}" for error in hidden.values())]
     return Result(
         data=MigStatusAnswer(gpus=tuple(rows)),
-        text=grouped_text(texts) + silent_lines(silent),
+        text=text + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
         errors=gpu_errors(silent),

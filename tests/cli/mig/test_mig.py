@@ -231,10 +231,14 @@ def test_equal_gpus_are_shown_once(cli: Cli) -> None:
     short = cli("mig", "status", host=world.spec, output="table").ok().out
     assert short.startswith("GPU 0-7  NVIDIA")
     assert short.count("MIG-") == 0
+    assert short.endswith("\n\nUUIDs: gpushare mig status -v\n")
     # A pipe, -v and -g have all UUIDs.
     assert all(uuid in cli("mig", "status", host=world.spec, output="plain").ok().out for uuid in uuids)
     assert all(uuid in cli("mig", "status", "-v", host=world.spec, output="table").ok().out for uuid in uuids)
-    assert uuids[3] in cli("mig", "status", "-g", "3", host=world.spec, output="table").ok().out
+    for gpus in ("3", "2,3"):
+        shown = cli("mig", "status", "-g", gpus, host=world.spec, output="table").ok().out
+        assert uuids[3] in shown
+        assert "UUIDs:" not in shown
     world.add(uuids[2])
     busy = cli("mig", "status", host=world.spec, output="table").ok().out
     assert busy.startswith("GPU 0-1, 3-7  NVIDIA")
