@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 _WIDEST: Final = 110
 _MOST_CHANGES: Final = 6
 _OUTCOMES: Final = {"fits": "green", "fits with a condition": "yellow", "refused": "dim"}
-_SHORT: Final = {"fits": "fits", "fits with a condition": "depends", "refused": "no"}
 _STYLES: Final = {
     **dict.fromkeys(("measured", "do", "undo"), "bold"),
     **dict.fromkeys(("confidence", "memory", "shared", "step"), "dim"),
@@ -45,14 +44,15 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
 
 
 def verdicts_table(data: Any) -> Table:
-    """Return every way with its verdict and most important reason; the chosen one is green, also with its condition."""
+    """Return every way with its verdict and most important reason; the title names the chosen one."""
     columns = (
         Column("way", "way", style=lambda way: "green" if way == data.winner else None),
-        Column("verdict", "verdict", format=lambda outcome: _SHORT[outcome], style=_OUTCOMES.get),
+        Column("verdict", "verdict", style=_OUTCOMES.get),
         Column("why", "why", wrap=True),
     )
     rows = ({"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts)
-    return Table(name="verdicts", title="all ways", columns=columns, rows=tuple(rows))
+    title = "all ways" if data.winner is None else f"all ways, chosen: {data.winner}"
+    return Table(name="verdicts", title=title, columns=columns, rows=tuple(rows))
 
 
 def reasons_table(verdicts: Sequence[Any], title: str) -> Table:

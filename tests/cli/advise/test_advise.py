@@ -55,7 +55,7 @@ def test_the_first_screen_fits_80_columns(cli: Any, monkeypatch: pytest.MonkeyPa
     text = cli("advise", *FARM, host="sim:a100-80gb", output="table").ok().out
     assert text.splitlines()[0] == "MPS  on GPU 0, NVIDIA A100-SXM4-80GB"
     assert max(len(line) for line in text.splitlines()) <= 80
-    for words in ("do\n", "undo\n", "measure\n", "what would change it\n", "all ways\n"):
+    for words in ("do\n", "undo\n", "measure\n", "what would change it\n", "all ways, chosen: mps\n"):
         assert f"\n{words}" in text
     assert "    gpushare mps start -g 0 --threads 50 --memory 2816M\n" in text
     assert "    gpushare mps stop -g 0\n" in text
@@ -99,6 +99,19 @@ def test_csv_is_the_table_of_verdicts(cli: Any) -> None:
     lines = cli("advise", *FARM, host="sim:t4", output="csv").ok().out.splitlines()
     assert lines[0] == "way,verdict,why"
     assert len(lines) == 17
+
+
+@pytest.mark.parametrize("output", ["plain", "table"])
+def test_the_chosen_way_and_the_verdicts_are_words(cli: Any, output: str) -> None:
+    words = ("--processes", "4", "--memory", "2G", "--no-saturating", "--users", "same")
+    winner = cli("advise", *words, host="sim:t4", output="json").ok().data["winner"]
+    out = cli("advise", *words, host="sim:t4", output=output).ok().out
+    title, *rows = out[out.index("all ways") :].splitlines()
+    assert title == f"all ways, chosen: {winner}"
+    verdicts = {row.split()[0]: row for row in rows if row.strip()}
+    assert " fits " in verdicts[winner]
+    assert " fits with a condition " in verdicts["fix-app"]
+    assert " refused " in verdicts["mig"]
 
 
 def test_the_order_of_flags_does_not_matter(cli: Any) -> None:
