@@ -535,6 +535,8 @@ def _idle_seconds(process: GpuProcess, snapshot: Snapshot) -> float | None:
 
 def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
     """Return what is said if no process is listed: none, or that those of some GPUs are unknown."""
+    if not gpus:
+        return "the processes on the GPUs are unknown"
     unknown = [gpu.index for gpu in gpus if gpu.processes is None]
     return f"the processes on GPU {ranges(unknown)} are unknown" if unknown else "no processes on the GPUs"
 

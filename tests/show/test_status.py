@@ -104,6 +104,8 @@ def test_no_gpu_that_works_is_a_failure_with_a_reason(gpus):
     assert exit_code_of(result) == ExitCode.FAILED
     assert len(result.errors) == 1
     assert result.errors[0].hint
+    (processes,) = (table for table in result.tables if table.name == "processes")
+    assert "unknown" in (processes.empty or "")
 
 
 def test_unknown_is_a_dash_and_null_and_said_in_a_note(shown):
