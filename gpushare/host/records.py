@@ -29,7 +29,6 @@ _LOCK_POLL_SECONDS: Final = 0.05
 _SHORT_POLL_SECONDS: Final = 0.02
 # The directories of records (`store.RecordStore`), but for those in "mps".
 _RUN: Final = (
-    "group",
     "jobs",
     "keep",
     "lent",

@@ -1333,7 +1333,9 @@ class Farm:
                 self._results.add(copy)
             except OperationFailed as error:
                 # A failed write must not end the copies.
-                self._unrecorded = error
+                if self._unrecorded is None:
+                    self._unrecorded = error
+                    self._reporter.say(f"{error.message}; the farm goes on")
         if self._options.fail_fast and copy.state == "failed" and self._signals.first is None:
             self._giving_up = True
         self._reporter.ended(copy, again=again)

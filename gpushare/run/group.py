@@ -29,7 +29,7 @@ from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
-from gpushare.run.jobs import JOBS, OPPORTUNISTIC, PrintedRate, is_running, living_productions
+from gpushare.run.jobs import JOBS, OPPORTUNISTIC, PrintedRate, living_productions
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
@@ -58,12 +58,16 @@ _RESTORE_TRIES: Final = 3
 
 
 def members(host: Host, device: Device) -> dict[int, int]:
-    """Return by PID this user's opportunistic jobs that share a slice on a device, each with the slice that it wants (us)."""
+    """Return by PID this user's opportunistic jobs that share a slice on a device, each with the slice that it wants (us).
+
+    Their programs run: one whose program has ended must not keep the slice, though its gpushare still lives.
+    """
     return {
         record.pid: record.slice_us
         for record in JOBS.all(host, shared=False)
         if record.role == OPPORTUNISTIC and record.mps and record.slice_us is not None
-        if device.uuid in record.devices and is_running(host, record)
+        if device.uuid in record.devices and (record.supervisor is None or record.supervisor.pid != record.pid)
+        if host.processes.identity(record.pid) == (record.pid, record.started)
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -10,12 +11,12 @@ import pytest
 from gpushare.base.errors import GpushareError
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.host.identity import start_of
+from gpushare.host.identity import identity_of, start_of
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run import group
 from gpushare.run.group import GroupSlice, members, why_not_settable
-from gpushare.run.jobs import JOBS, OPPORTUNISTIC, JobRecord, write_record
+from gpushare.run.jobs import OPPORTUNISTIC, JobRecord, write_record
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -58,8 +59,12 @@ class Watched:
         assert not self.part.poll()
 
     def settle(self) -> None:
-        JOBS.drop(self.host, self.record.name)
+        """End the program. The record of the job is dropped later, and its gpushare still lives."""
+        self.end_program()
         self.part.settle()
+
+    def end_program(self) -> None:
+        admin.end_process(SPEC, self.record.pid)
 
 
 def record_of_member(host: Host, device: Device, pid: int, slice_us: int) -> JobRecord:
@@ -73,6 +78,7 @@ def record_of_member(host: Host, device: Device, pid: int, slice_us: int) -> Job
         role=OPPORTUNISTIC,
         mps=True,
         slice_us=slice_us,
+        supervisor=identity_of(os.getpid()),
     )
 
 
@@ -157,6 +163,19 @@ def test_the_member_that_ends_last_knows_the_slice_of_before(
     second.poll()
     assert server_slices(file) == [700]
     second.settle()
+    assert server_slices(file) == [2048]
+
+
+def test_two_members_that_end_together_give_the_slice_back(share: MpsShare, file: StateFile) -> None:
+    both = Watched(share), Watched(share)
+    # A client that is no member keeps the server.
+    client(share)
+    for watch in both:
+        watch.poll()
+    for watch in both:
+        watch.end_program()
+    for watch in both:
+        watch.part.settle()
     assert server_slices(file) == [2048]
 
 

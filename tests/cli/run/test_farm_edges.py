@@ -78,3 +78,5 @@ def test_a_farm_goes_on_when_its_results_cannot_be_written(
     (error,) = answer.json["errors"]
     assert error["code"] == "not_written"
     assert error["message"].endswith("farm.jsonl: No space left on device")
+    # Said at once, for the first one only: the copies may run for days.
+    assert answer.err.count("No space left on device; the farm goes on") == 1
