@@ -216,19 +216,39 @@ def _write_textfile(path: Path, text: str) -> None:
         ) from None
 
 
-# How long a connection may last, with its request and its answer, and how many there are at the same time.
-_CONNECTION_SECONDS: Final = 15.0
-_MOST_CONNECTIONS: Final = 12
+# How long a request may take to come, and its answer to be read.
+_CONNECTION_SECONDS: Final = 10.0
+# Connections whose request is not complete, and those that are answered at the same time.
+_MOST_INCOMPLETE: Final = 8
+_MOST_ANSWERED: Final = 32
 
 
 class _Handler(WSGIRequestHandler):
     """Answers one request. Its lines and headers are bounded by the library, its time by the server."""
 
     server: MetricsServer
+    # Of each read and write: also for a slow reader of the answer.
+    timeout = _CONNECTION_SECONDS
+    _is_counted = False
 
     def parse_request(self) -> bool:
-        """Read a request, and return whether to answer it: the end of a dropped connection looks like the end of one."""
-        return super().parse_request() and self.connection in self.server.deadlines
+        """Read a request, and return whether to answer it: it is valid, and not too many others are being answered."""
+        is_valid = super().parse_request()
+        if self.server.deadlines.pop(self.connection, None) is None:
+            # It was dropped: the end of the connection looks like the end of a request.
+            return False
+        if is_valid and not self.server.answers.acquire(blocking=False):
+            self.send_error(503)
+            return False
+        self._is_counted = is_valid
+        return is_valid
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            if self._is_counted:
+                self.server.answers.release()
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
         """Do not log."""
@@ -247,18 +267,19 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((address, port), _Handler)
         self.set_app(application)
         self.socket.setblocking(False)
-        # Of the open connections, in order of arrival.
+        self.answers = threading.BoundedSemaphore(_MOST_ANSWERED)
+        # Of the connections whose request is not complete, in order of arrival.
         self.deadlines: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread; if there are too many, drop the oldest."""
-        if len(self.deadlines) >= _MOST_CONNECTIONS:
+        """Answer a connection in a thread; if too many have not sent a whole request yet, drop the oldest of them."""
+        if len(self.deadlines) >= _MOST_INCOMPLETE:
             self._drop(next(iter(self.deadlines)))
         self.deadlines[request] = time.monotonic() + _CONNECTION_SECONDS
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Drop connections that have lasted too long. Called twice a second, and after each connection."""
+        """Drop connections whose request did not come in time. Called twice a second, and after each connection."""
         now = time.monotonic()
         # The threads of other connections change the dictionary meanwhile.
         for connection, deadline in list(self.deadlines.items()):

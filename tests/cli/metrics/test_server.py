@@ -6,14 +6,17 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
+from gpushare.cli.metrics import MetricsServer
 from tests.cli.drive import Real
 
 
@@ -137,3 +140,69 @@ def test_an_answer_is_compressed_for_who_asks(server: tuple[str, int, int]) -> N
     with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310 - this test's own
         assert answer.headers["Content-Encoding"] == "gzip"
         assert answer.read(2) == b"\x1f\x8b"
+
+
+SlowServer = tuple[MetricsServer, threading.Semaphore, threading.Event]
+
+
+@pytest.fixture
+def slow_server() -> Iterator[SlowServer]:
+    """Yield a server in this process, what counts the answers that it begins, and what lets it end them."""
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def answered(_: Any, start_response: Any) -> list[bytes]:
+        begun.release()
+        go_on.wait(60)
+        start_response("200 OK", [])
+        return [b"done"]
+
+    server = MetricsServer("127.0.0.1", 0, answered)
+    serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    serving.start()
+    yield server, begun, go_on
+    go_on.set()
+    server.shutdown()
+    serving.join()
+    server.server_close()
+
+
+def requested(server: MetricsServer) -> socket.socket:
+    """Return a connection that has sent a whole request."""
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=60)
+    connection.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    text = b""
+    while part := connection.recv(4096):
+        text += part
+    return text
+
+
+def test_so_many_are_answered_at_once_and_the_others_refused(slow_server: SlowServer) -> None:
+    server, begun, go_on = slow_server
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(requested(server)) for _ in range(32)]
+        assert all(begun.acquire(timeout=60) for _ in waiting)
+        for _ in range(40):
+            with requested(server) as refused:
+                assert b" 503 " in read_all(refused)
+        go_on.set()
+        assert all(read_all(one).endswith(b"done") for one in waiting)
+    with requested(server) as afterwards:
+        assert read_all(afterwards).endswith(b"done")
+
+
+def test_idle_connections_take_no_answer_away(slow_server: SlowServer) -> None:
+    server, begun, go_on = slow_server
+    with ExitStack() as stack:
+        asked = stack.enter_context(requested(server))
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port), timeout=60))
+        # Connections are taken in their order: once this one is answered, all were.
+        with requested(server) as last:
+            assert all(begun.acquire(timeout=60) for _ in range(2))
+            go_on.set()
+            assert read_all(last).endswith(b"done")
+        assert read_all(asked).endswith(b"done")
