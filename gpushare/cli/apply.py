@@ -113,7 +113,9 @@ def apply(
     try:
         carry_out(keeping, say_step if settings.verbose else None)
     except GpushareError as error:
-        problem = "the file is not kept: the next boot will not apply it, and limits of users in it are not in force"
+        problem = "the file is not kept: the next boot will not apply it"
+        if limits:
+            problem += ", and limits of users in it are not in force"
         not_kept = error.restated(message=f"{problem}: {error.message}")
         result = _apply_result(rows, matched, None, limits, dry_run=False, undo=undo, notes=notes)
         return replace(result, errors=(*result.errors, not_kept))
@@ -306,7 +308,7 @@ def _other_commands_notes(host: Host, wanted: HostFile) -> list[str]:
             "the rules for time-slices are followed by gpushare timeslice keep, which reads the file at its start and at "
             f"SIGHUP; as a unit: gpushare export systemd, then systemctl reload {KEEP_UNIT}"
         )
-    if not host.root and (wanted.memory or wanted.longest_lease_seconds is not None):
+    if not host.root and changed_limits(host, wanted):
         notes.append("limits of users (memory, reserve) come into force only when root applies the file")
     return notes
 

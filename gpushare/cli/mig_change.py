@@ -160,9 +160,12 @@ def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cd
 def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
     """Hold the lock of all MIG changes and undo an interrupted one; yield what was done, in words.
 
-    It is printed even if the change that follows is refused.
+    It is printed even if the change that follows is refused. Raises NoPermission if this user may not undo it.
     """
     with ledger.locked():
+        if ledger.begun() is not None:
+            # Without rights the undo would fail, and the change would count as one that cannot be undone.
+            need_rights(host)
         notes = recover_changes(host, ledger)
         # Where no job has had an instance of its own, nothing of it is loaded.
         if (host.run_directory / "on-demand").is_dir():

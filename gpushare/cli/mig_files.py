@@ -215,7 +215,7 @@ def _entry_notes(config: Config, host: Host, ids: Mapping[int, PciIds]) -> tuple
     """Return the notes on entries without a GPU of this host. Raises NoGpu if all entries name only other GPUs."""
     gpus = host.nvml.identities()
     notes = unmatched_entry_notes(config, gpus, ids)
-    if not any(entry.devices is None or {gpu.index for gpu in gpus} & set(entry.devices) for entry in config.entries):
+    if all(entry.devices and not {gpu.index for gpu in gpus} & set(entry.devices) for entry in config.entries):
         raise NoGpu(
             f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",
             "see which are here: gpushare status",

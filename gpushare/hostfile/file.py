@@ -268,15 +268,17 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
     """Return the entry of each GPU; a GPU without one is left out.
 
     ``same_model`` returns whether a model in the file (product name or alias) means a product name. Words of the name,
-    ``a100``, match every such GPU.
+    ``a100``, match every such GPU that no entry names in full.
     """
     chosen: dict[int, Entry] = {}
     missing: list[GpushareError] = []
     notes = []
+    models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
+    named_in_full = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
 
     def is_model(written: str, gpu: Gpu) -> bool:
         name = gpu.name or ""
-        return same_model(written, name) or _words_of(written) <= _words_of(name)
+        return same_model(written, name) if gpu.index in named_in_full else _words_of(written) <= _words_of(name)
 
     # The most exact entries come first, and keep their GPUs.
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):

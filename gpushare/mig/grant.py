@@ -345,7 +345,7 @@ def plan_names(
 
     Raises:
         BadUsage: the names are not as many as the instances, a grant is for none of them, a name means another instance, or
-            an instance has another name.
+            an instance has another name; so has the place of one that is gone, if that name has grants.
         NotFound: there is no such user.
     """
     names = _names_for(words, len(instances))
@@ -362,8 +362,9 @@ def plan_names(
     name_at = {named.spot: named for named in names_now.values()}
     bound = [named for named in wanted if name_at.get(named.spot) != names_now.get(named.name, named)]
     for named in bound:
-        if named.spot in name_at:
-            raise name_taken_error(host, name_at[named.spot])
+        has_now = name_at.get(named.spot)
+        if has_now is not None and (named.spot in kept_spots or has_now.users):
+            raise name_taken_error(host, has_now).restated(hint=f"forget it: gpushare mig name --forget {has_now.name}")
         present = names_now.get(named.name)
         if present is not None:
             refuse_name_elsewhere(host, present, index)
@@ -379,6 +380,11 @@ def plan_names(
         if named not in staying and names_now.get(named.name, named).spot not in destroyed_spots
     ]
     late = [named for named in bound if named not in early]
+    # The names of instances that are gone give way.
+    stale = [name_at[named.spot] for named in bound if named.spot in name_at and name_at[named.spot].name not in names]
+    first = [replace(names_step(host, (), stale, index), undo=None)] if stale else []
+    if early:
+        first.append(names_step(host, early, (), index, to_come=names))
     after = [names_step(host, late, (), index)] if late else []
     # Revoked before the names are forgotten: without its name nothing could open the nodes of an instance again.
     undo = [f"gpushare mig revoke {named.name} -y" for named in staying if users[named.name]]
@@ -394,7 +400,7 @@ def plan_names(
             undo += [f"gpushare mig revoke {named.name} {shlex.quote(user)} -y" for user in new_users]
     return Naming(
         bound=tuple(bound),
-        first=(names_step(host, early, (), index, to_come=names),) if early else (),
+        first=tuple(first),
         commands=tuple(binding_commands(early, index)),
         after=tuple(after),
         undo=tuple(undo),

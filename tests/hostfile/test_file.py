@@ -466,6 +466,16 @@ def test_the_most_exact_entry_holds() -> None:
     assert (found.missing, found.notes) == ((), ())
 
 
+def test_a_full_name_wins_over_words_of_a_longer_one() -> None:
+    text = (
+        "version: 1\ngpus:\n- {match: {model: NVIDIA H200}, timeslice: short}\n"
+        "- {match: {model: NVIDIA H200 NVL}, timeslice: long}\n"
+    )
+    hosts_gpus = gpus("NVIDIA H200", "NVIDIA H200 NVL")
+    matched = match_entries(parse(text), hosts_gpus, lambda written, name: written == name)
+    assert [entry.time_slice for entry in matched.entries.values()] == [TimeSlice.SHORT, TimeSlice.LONG]
+
+
 def test_a_gpu_without_an_entry_is_left_out() -> None:
     found = match_entries(parse("version: 1\ngpus:\n- {match: {index: 1}, exclusive: true}\n"), gpus("T4", "T4"), same)
     assert list(found.entries) == [1]

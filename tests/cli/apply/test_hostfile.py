@@ -860,6 +860,20 @@ def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Writ
     assert cli("diff", "-f", path, host=TWO).code == 0
 
 
+def test_who_may_not_change_mig_leaves_an_interrupted_change_to_root(cli: Cli, refused: Refused, write: Write) -> None:
+    world = World(TWO)
+    cli("mig", "enable", "-g", "0", "-y", host=TWO).ok()
+    world.fault("crash-step", "2")
+    assert world.run_apart("mig", "create", "-g", "0", "1g.10gb", "2g.20gb") == 137
+    world.clear()
+    world.fault("user", "1000")
+    path = write(one("mps: {threads: 25}", index=1))
+    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
+    world.fault("user", "root")
+    assert "was undone" in cli("apply", "-f", path, host=TWO).ok().err
+    assert cli("mig", "status", "-g", "0", host=TWO).ok().err == ""
+
+
 @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, 1), (errno.EIO, 1), (errno.EACCES, 4)])
 def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
     cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch, number: int, code: int
@@ -879,6 +893,7 @@ def test_a_file_that_cannot_be_kept_for_the_boot_is_an_error(
         answer = cli("apply", "-f", write(text), host=TWO, output="json")
     (error,) = answer.json["errors"]
     assert (answer.code, error["code"], answer.json["status"]) == (code, "not_kept", "partial")
+    assert "limits" not in error["message"]
     assert os.strerror(number) in error["message"]
     assert error["hint"]
     assert (states(answer), answer.data["kept"]) == ({0: "done"}, None)
@@ -960,6 +975,7 @@ def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(cli: Cli, writ
     assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "nothing differs from the file"
     for words in (("-n",), (), ()):
         answer = cli("apply", *words, "-f", path, host=TWO).ok()
+        assert "come into force" not in answer.err
     assert "nothing to do: the host is as requested" in answer.out
     captured = cli("capture", host=TWO).ok().out
     assert "limit: 8G" in captured

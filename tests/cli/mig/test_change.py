@@ -7,11 +7,12 @@ import os
 import re
 import shlex
 import sys
+from dataclasses import replace
 
 import pytest
 
 from gpushare.host.capabilities import user_name
-from gpushare.mig.ledger import made_by_gpushare
+from gpushare.mig.ledger import made_by_gpushare, names_changed
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedGpuInstance
@@ -270,8 +271,17 @@ def test_a_name_whose_instance_is_gone_is_free_again(cli: Cli, refused: Refused)
     # GPU 1 was looked at, and gets nothing.
     assert "'train' on GPU 0" in cli("mig", "create", "1g.18gb", "-g", "all", "--name", "train", host=two).ok().out
     cli("sim", "mig", "-g", "0", "1g.18gb:0", host=two).ok()
-    # The new instance would have two names.
-    refused("mig", "create", "1g.18gb", "-g", "0", "--name", "other", code="name_taken", exit_code=2, host=two)
+    # Nobody has a grant by the old name: it gives way.
+    planned = cli("mig", "create", "1g.18gb", "-g", "0", "--name", "other", "-n", host=two).ok().out
+    assert "forget the name 'train'" in planned
+    cli("mig", "create", "1g.18gb", "-g", "0", "--name", "other", host=two).ok()
+    world = World(two)
+    assert list(world.names()) == ["other"]
+    cli("sim", "mig", "-g", "0", "1g.18gb:0", host=two).ok()
+    with names_changed(world.host) as names:
+        names["other"] = replace(names["other"], users=("nobody",))
+    error = refused("mig", "create", "1g.18gb", "-g", "0", "--name", "more", code="name_taken", exit_code=2, host=two)
+    assert "hint: forget it: gpushare mig name --forget other" in error
 
 
 @pytest.mark.parametrize(

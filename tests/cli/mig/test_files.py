@@ -154,6 +154,13 @@ def test_a_gpu_without_mig(cli: Cli, write: Write) -> None:
     assert cli("mig", "check", "-f", off, host="sim:t4").ok().out == "GPU 0: as asked\n"
 
 
+def test_an_entry_for_no_gpu_changes_nothing(cli: Cli, write: Write) -> None:
+    path = write("version: v1\nmig-configs: {x: [{devices: [], mig-enabled: false}]}\n")
+    done = cli("mig", "apply", "-f", path, host=HOST).ok()
+    assert "entry 1 matches no GPU here" in done.err
+    assert "nothing to do" in done.out
+
+
 def test_a_lost_gpu_is_not_as_asked(cli: Cli) -> None:
     cut("1g.10gb")
     admin.set_fault(HOST, "lost", "1", None)
