@@ -95,7 +95,6 @@ def option_values(option: Option) -> tuple[str, ...]:
         "--view": ("published", "today", "host"),
         "--ways": ("queue", "timeslice", "mps", "mps:100/n", "mps:200/n", "mig"),
         "--by": ("index", "uuid"),
-        "--mig-strategy": ("mixed", "single"),
         "--autodetect": ("nvml", "off"),
         "--signal": ("KILL", "TERM", "INT", "STOP", "CONT"),
     }.get(option.long, ())

@@ -46,7 +46,7 @@ _LEAST_SIGNIFICANT: Final = 16
 class Explanation:
     """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
-    # cuda, nvml, xid, mps, concept, column, gpushare, check (of doctor) or exit (the exit code of gpushare or of a job).
+    # cuda, nvml, xid, mps, concept, column, gpushare or exit (the exit code of gpushare or of a job).
     kind: str
     code: int | None = None
     names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""``gpushare explain``: an error code or a log line in words; from `gpushare/doctor/` and `gpushare/advice/explain.py`."""
+"""``gpushare explain``: an error code, a log line or a concept in words; from `gpushare/advice/explain.py`."""
 
 from __future__ import annotations
 

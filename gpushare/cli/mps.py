@@ -71,14 +71,13 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     result = status_result(shown)
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     where = "this host" if gpu is None else "these GPUs"
+    gpu_option = f" -g {chosen.gpus[0].index}" if chosen.gpus else ""
     return replace(
         result,
         command="mps status",
         data=MpsStatusAnswer(mps_daemons=shown.daemons),
         tables=tables,
-        text=None
-        if tables
-        else f"no MPS daemon runs on {where}; start one: gpushare mps start -g {chosen.gpus[0].index}",
+        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{gpu_option}",
         csv=daemon_table(shown),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import threading
 import time
@@ -102,7 +103,10 @@ class ErrorTail:
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
                     while text:
-                        text = text[os.write(2, text) :]
+                        # Another program may have made it non-blocking.
+                        select.select([], [2], [])
+                        with contextlib.suppress(BlockingIOError):
+                            text = text[os.write(2, text) :]
         os.close(self._read)
 
     def ran_out_of_memory(self) -> bool:

@@ -26,6 +26,13 @@ def test_status_of_nothing(cli: Cli) -> None:
     assert text == "no MPS daemon runs on these GPUs; start one: gpushare mps start -g 1\n"
 
 
+def test_status_without_a_gpu(cli: Cli, world: World) -> None:
+    with world.file.changed() as state:
+        state.gpus.clear()
+    answer = cli("mps", "status")
+    assert answer.out == "no MPS daemon runs on this host; start one: gpushare mps start\n"
+
+
 def test_status_of_ours_and_others(cli: Cli, sim_dir: Path) -> None:
     world = World(TWO)
     cli("mps", "start", "-g", "0", host=TWO).ok()

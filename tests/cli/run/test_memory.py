@@ -661,6 +661,26 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
     assert len(capfd.readouterr().err) == 200_020
 
 
+def test_stderr_that_another_program_made_non_blocking_loses_nothing() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    full = os.write(writer, b"x" * (1 << 20))
+    ours = os.dup(2)
+    os.dup2(writer, 2)
+    os.close(writer)
+    try:
+        tail = ErrorTail()
+        os.write(tail.descriptor, b"last words\n")
+        until(lambda: tail._tail == b"last words\n", "the words are read")
+        assert len(os.read(reader, full)) == full
+        assert not tail.ran_out_of_memory()
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+    with open(reader, "rb") as stream:
+        assert stream.read() == b"last words\n"
+
+
 @pytest.mark.parametrize(
     ("last_words", "short"),
     [
