@@ -24,7 +24,7 @@ DOMAIN_OF = {
     "apply": "hostfile",
     "diff": "hostfile",
     "capture": "hostfile",
-    "explain": "doctor",
+    "explain": "advice",
     "savings": "advice",
     "compare": "advice",
     "advise": "advice",
