@@ -85,13 +85,15 @@ def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
 def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
     """Return the target of a link. Raises OSError: it is no link, or another user's in a directory where anyone may make one.
 
-    ``at`` is its path, ``name`` its name in an open directory. With ``strangers`` no link of another user is followed.
+    ``at`` is its path, ``name`` its name in an open directory. With ``strangers`` no link of another user is followed, and by
+    root none in a directory of another user: also not of the user who called sudo, whose programs may have made it.
     """
     stated = os.stat(name, dir_fd=directory, follow_symlinks=False)
     above = os.fstat(directory)
     if not stat.S_ISLNK(stated.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
-    if stated.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):
+    others_may_make_it = above.st_mode & stat.S_IWOTH or (os.geteuid() == 0 and above.st_uid != 0)
+    if stated.st_uid not in {os.geteuid(), 0} and (strangers or others_may_make_it):
         raise _in_the_way_error(at, f"a symbolic link of user {stated.st_uid}")
     return os.readlink(name, dir_fd=directory)
 

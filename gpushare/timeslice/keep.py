@@ -254,7 +254,9 @@ class Keeper:
         for process in self._processes.values():
             # A GPU that does not answer for a moment must not let us forget what was set.
             may_be_listed = process.pid in listed or process.gpus & silent_gpus or (silent_gpus and not process.gpus)
-            if not (may_be_listed and self._lives(process)):
+            # What a killed keep left, and could not be restored, was never seen on a GPU by this one.
+            was_never_seen = process.taken_over and not process.gpus
+            if not ((may_be_listed or was_never_seen) and self._lives(process)):
                 ended.append(process)
         for process in ended:
             del self._processes[process.pid]
@@ -527,9 +529,13 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
     restored: set[tuple[int, int]] = set()
     try:
         for slices in kept.slices:
+            # A record may have the slice of a context that has ended, if the one after it could not be written.
+            group = groups.get(slices.key)
+            if group is None:
+                continue
             # Its context, or the process, may have ended.
             with contextlib.suppress(NotFound):
-                restored |= _restore_group(host, control, kept, groups[slices.key], slices)
+                restored |= _restore_group(host, control, kept, group, slices)
     except GpushareError as error:
         return [_skipped_event(kept.pid, kept.uid, error)]
     user = _user_of(kept.uid)

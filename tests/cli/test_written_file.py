@@ -140,9 +140,13 @@ def test_root_spares_another_users_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs_root
+@pytest.mark.parametrize("caller", ["", str(STRANGER)])
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
-def test_root_follows_no_link_that_a_stranger_made_to_a_directory(tmp_path: Path, mode: int) -> None:
-    """In a directory for everybody, or in the stranger's own."""
+def test_root_follows_no_link_that_a_stranger_made_to_a_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, caller: str
+) -> None:
+    """In a directory for everybody, or in the stranger's own; also where the stranger has called sudo."""
+    monkeypatch.setenv("SUDO_UID", caller)
     public, elsewhere = tmp_path / "public", tmp_path / "elsewhere"
     public.mkdir()
     elsewhere.mkdir()
@@ -151,8 +155,9 @@ def test_root_follows_no_link_that_a_stranger_made_to_a_directory(tmp_path: Path
     (public / "dir").symlink_to(elsewhere)
     os.lchown(public / "dir", STRANGER, STRANGER)
     for path in (public / "dir", public / "dir" / "below"):
-        with pytest.raises(OSError, match="of user"), directory_of(path):
-            pass
+        for strangers in (False, True):
+            with pytest.raises(OSError, match="of user"), directory_of(path, strangers=strangers):
+                pass
     assert os.listdir(elsewhere) == []
     os.lchown(public / "dir", 0, 0)
     if mode == 0o1777:

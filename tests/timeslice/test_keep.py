@@ -538,6 +538,26 @@ def test_a_killed_keep_is_undone_where_nvml_fails(
     assert desk.slice(pid) == DEFAULT
 
 
+def test_what_a_killed_keep_left_is_not_forgotten_while_no_gpu_lists_it(
+    new_desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = new_desk()
+    pid = killed.add()
+    killed.look()
+
+    def refused(*_: Any) -> None:
+        raise OperationFailed("no", "none", code="driver_failed")
+
+    desk = new_desk()
+    with monkeypatch.context() as patched:
+        patched.setattr(ChannelControl, "set_slice", refused)
+        assert [event.kind for event in desk.keeper.recover()] == ["skipped"]
+        patched.setattr(desk.host.nvml, "processes", lambda _: [])
+        desk.look()
+    assert [event.kind for event in desk.keeper.undo()] == ["restored"]
+    assert desk.slice(pid) == DEFAULT
+
+
 @pytest.mark.parametrize("code", ["driver_failed", "half_done"])
 def test_a_slice_that_was_refused_is_not_written_down_unless_a_part_of_it_is_set(
     desk: Desk, monkeypatch: pytest.MonkeyPatch, pid: int, code: str
