@@ -41,7 +41,7 @@ _NO_MEMORY: Final = re.compile(
     re.IGNORECASE,
 )
 _TRACEBACK: Final = b"Traceback (most recent call last):"
-_EXCEPTION: Final = re.compile(rb"[\w.]{1,200}(?:Error|Exception|Exit|Interrupt)\b")
+_EXCEPTION: Final = re.compile(rb"^[\w.]{1,200}(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
 # After these, a traceback belongs to the exception before it, or to another thread or process.
 _OF_ANOTHER: Final = re.compile(
     rb"During handling of the above|direct cause of the following|Exception ignored in|Exception in thread|ChildFailedError"
@@ -59,7 +59,7 @@ def _size_with_more(size: int) -> int:
 
 
 def lacked_memory(text: bytes) -> bool:
-    """Return whether a program whose stderr ends so has failed for want of GPU memory.
+    """Return whether a program whose stderr, or log, ends so has failed for want of GPU memory.
 
     It has not if it went on after it told so, and failed later by a Python exception that is another one.
     """
@@ -67,14 +67,17 @@ def lacked_memory(text: bytes) -> bool:
     if not ends:
         return False
     after = text[ends[-1] :]
-    last_line = after.rstrip().rpartition(b"\n")[2]
-    failed_later = _TRACEBACK in after and _EXCEPTION.match(last_line) is not None and not _OF_ANOTHER.search(after)
+    # What called the program, or gpushare itself in a log, may have printed lines after the exception.
+    exception = _EXCEPTION.search(after.rpartition(_TRACEBACK)[2])
+    failed_later = _TRACEBACK in after and exception is not None and not _OF_ANOTHER.search(after)
     return not failed_later
 
 
 def _size_of(log: Path | None) -> int:
-    """Return the size of a log; 0: there is none yet."""
-    return log.stat().st_size if log is not None and log.exists() else 0
+    """Return the size of a log; 0: there is none yet, or it cannot be read."""
+    with contextlib.suppress(OSError):
+        return 0 if log is None else log.stat().st_size
+    return 0
 
 
 def _end_of_log(log: Path, since: int) -> bytes:
@@ -349,7 +352,7 @@ class Queued:
             if log is None:
                 said_so = tail is not None and tail.ran_out_of_memory()
             else:
-                said_so = lacked_memory(_end_of_log(log, log_size))
+                said_so = self.queue.requeue and lacked_memory(_end_of_log(log, log_size))
 
         # What its user ends has not run out of memory, whatever it has said before.
         is_own_failure = code not in {0, _KILLED} and not memory.asked_to_end

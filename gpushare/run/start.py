@@ -304,8 +304,13 @@ class JobStart:
         devices = self._usable_devices(gpu)
         check_program(options.container or self.command[0])
         if queue.for_production:
-            # Raises if there is no such job: this one leaves for any production job.
-            self._spared_process(devices)
+            try:
+                # Raises if there is no such job.
+                self._spared_process(devices)
+            except BadUsage as error:
+                # It leaves for any production job, and may get one of several GPUs where the named one does not run.
+                if error.code != "other_device" or len(devices) == 1:
+                    raise
         if self.count == 1:
             devices = self._large_enough(devices)
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):

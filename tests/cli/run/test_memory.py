@@ -462,6 +462,13 @@ def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Refused
     cli(*words, "-g", "any", "--", "true", host=world.spec).ok()
 
 
+def test_a_job_that_leaves_may_get_a_gpu_where_the_named_job_does_not_run(cli: Cli) -> None:
+    world = World("sim:3xh200")
+    world.record("web", admin.add_process(world.spec, "2", name="serve"), PRODUCTION, gpu=2)
+    words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G", "--for", "web")
+    assert "run true on GPU 0" in cli(*words, "-g", "0,1", "--", "true", host=world.spec).ok().out
+
+
 def test_a_process_to_yield_to_is_looked_for_on_the_gpus(cli: Cli, refused: Refused) -> None:
     world = World("sim:2xh200")
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -719,6 +726,8 @@ BROKEN = b"Traceback (most recent call last):\n  File 'a.py'\nValueError: bad sh
         ),
         (OOM + b"======\ntrain.py FAILED\n", True),
         (BROKEN, False),
+        # Its wrapper, or gpushare in a log, has the last word.
+        (b"CUDA out of memory. retrying\n" + BROKEN + b"train.py has ended with 1\n", False),
     ],
 )
 def test_a_later_failure_of_its_own_is_no_want_of_memory(text: bytes, short: bool) -> None:
