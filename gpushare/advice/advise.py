@@ -370,7 +370,7 @@ def _why_this_way(advice: Advice, best: WayVerdict) -> list[str]:
     ruled_out = all(advice.of(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
     why_not = "; ".join(_vetoes_of_nearest(advice)[: 1 if reasons else None]) if ruled_out else ""
     some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
-    if best.way not in CONCURRENT and why_not and (some_wait or not reasons):
+    if why_not and ((best.way is Way.WHOLE and some_wait) or (best.way not in CONCURRENT and not reasons)):
         reasons.append(f"not possible here: several at the same time ({why_not})")
     elif why_not and not reasons:
         reasons.append(f"every other way of sharing is ruled out; {why_not}")

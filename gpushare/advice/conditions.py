@@ -384,7 +384,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "why_no_instances": _why_no_instances,
     "nearest_sizes": _nearest_sizes,
     "sms_short": lambda s, way: s.short_of_sms(way),
-    "processes_here": lambda s, _: counted(s.gpu.processes or 0, "process"),
+    "processes_here": lambda s, _: counted(s.gpu.processes, "process") if s.gpu.processes else "programs",
     "total": lambda s, way: format_bytes(s.budget_of(way).total_bytes),
     "needed": lambda s, way: format_bytes(s.budget_of(way).needed_bytes),
     "short": lambda s, way: format_bytes(-(s.budget_of(way).left_bytes or 0)),

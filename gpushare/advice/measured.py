@@ -305,7 +305,10 @@ def _confidence(advice: Advice, final: Advice, finding: _Finding, metric: Metric
         return level, "another way has the higher throughput"
     chosen, against = finding.chosen, finding.against
     level, why = Confidence.HIGH, "measured here"
-    if chosen is not None and against is not None:
+    if against is None:
+        # The copies of the rules' way failed: nothing was compared.
+        level = Confidence.MEDIUM
+    elif chosen is not None:
         differs = chosen.differs_from(against, metric)
         if differs is None:
             level = advice.confidence if finding.effect == "confirmed" else Confidence.LOW

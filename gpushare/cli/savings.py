@@ -116,6 +116,12 @@ def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
         indexes = ", ".join(str(use.gpu.index) for use in recording.gpus)
         raise NotFound(f"{read} has no GPU {quoted(gpu or '')}", f"it has GPU {indexes}", code=error.code) from None
     uses = [use for use in recording.gpus if use.gpu.index in chosen]
+    if len(uses) > MOST_GPUS:
+        raise BadUsage(
+            f"{read} has {len(uses)} GPUs: at most {MOST_GPUS} can be put together",
+            f"choose some: -g 0-{MOST_GPUS - 1}",
+            code="bad_number",
+        )
     names = sorted({use.gpu.name or "unknown" for use in uses})
     if len(names) > 1:
         raise BadUsage(

@@ -112,7 +112,7 @@ def _parse_yaml(text: str) -> Any:
 def stale_specs(host: Host, gpus: Sequence[Gpu]) -> tuple[Staleness, ...]:
     """Return the specifications that name MIG devices that are gone, or lack devices.
 
-    ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no device counts as gone.
+    ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, none of its devices counts as gone.
     """
     compared = (_staleness_of(spec, gpus) for spec in find_specs(host))
     return tuple(spec for spec in compared if spec.gone or spec.missing)
@@ -133,8 +133,13 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
         if listed:
             missing += [uuid for uuid in uuids if uuid not in listed]
         else:
-            places = [name for name in spec.names if (match := _MIG.fullmatch(name)) and int(match[1]) == gpu.index]
-            gone += places[len(uuids) :]
+            # A device may have a name by index and another by type and index.
+            places = {
+                match[2]: name
+                for name in spec.names
+                if (match := _MIG.fullmatch(name)) is not None and int(match[1]) == gpu.index
+            }
+            gone += [*places.values()][len(uuids) :]
             missing += uuids[len(places) :]
         if gpu.uuid and not gpu.mig_enabled and gpu.uuid not in spec.names and gpu.index not in listed_indexes:
             missing.append(gpu.uuid)

@@ -174,7 +174,8 @@ def test_copies_that_failed_under_the_rules_way_refute_it() -> None:
     found = after(SURE, {"timeslice": 100, "mps": "copy 1: exit code 1", "mps:200/n": "copy 1: exit code 1"})
     assert (found.measured.effect, way_of(found.final)) == ("changed", Way.TIMESLICE)
     assert "its copies failed (copy 1: exit code 1)" in found.measured.sentence
-    assert found.final.confidence is Confidence.HIGH
+    # Nothing was compared with it.
+    assert found.final.confidence is Confidence.MEDIUM
 
 
 def test_what_could_not_be_measured_stands() -> None:

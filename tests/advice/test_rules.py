@@ -109,6 +109,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
         of({**FOUR, "isolation": "quota"}, host="t4", facts=OLD),
         of({**FOUR, "isolation": "quota"}, host="t4"),
     ),
+    "mps-shares-before-volta": ("mps-priority", of(host="t4", facts=OLD), of(host="t4")),
     "mps-static-old": ("mps-static", of(), of(facts=NEW)),
     "streams-need-code": ("streams", one(code=False), one(code=True)),
     "streams-running": ("streams", one(running=True), one(running=False)),

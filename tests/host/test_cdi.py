@@ -93,6 +93,11 @@ def test_nothing_is_called_gone_while_a_gpu_does_not_answer(host: Host) -> None:
     assert cdi.stale_specs(host, [Gpu(index=0, uuid=one.uuid, error="GPU is lost"), other]) == ()
 
 
+def test_a_device_with_two_names_by_index_counts_once(host: Host) -> None:
+    put(host, NAME, written(["0:0", "0:5", "mig0:0", "mig0:5", "1", "gpu1"]))
+    assert cdi.stale_specs(host, gpus(host)) == ()
+
+
 @pytest.mark.parametrize("prefix", ["", "mig"])
 def test_names_by_index_alone_are_counted(host: Host, prefix: str) -> None:
     """The toolkit named by index alone before 1.16."""

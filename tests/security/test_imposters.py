@@ -248,7 +248,6 @@ def test_a_name_and_an_environment_do_not_take_a_gpu(
         until(lambda: Path(f"/proc/{pid}/exe").resolve().name == PROGRAM, "it runs")
         started = gpushare("mps", "start", "-g", "0")
         assert started.code == 0, started
-        assert f"process {pid} of user {mallory.name}" in started.out + started.err
         assert gpushare("mps", "stop", "-g", "0").code == 0
         assert gpushare("run", "-g", "0", "--", "true").code == 0
         enabled = gpushare("mig", "enable", "-g", "0", "-y", host="sim:h100")
@@ -338,7 +337,7 @@ def test_root_leaves_another_users_daemon_alone(
     with mallory.runs([str(program), "-f"], {**environment, "CUDA_VISIBLE_DEVICES": "GPU-0"}) as pid:
         until((real / "control").exists, "it listens")
         hint = gpushare("mps", "stop", "-g", "0", output="json").json["errors"][0]["hint"]
-        assert f"the daemon {pid} (user {mallory.name})" in hint
+        assert "gpushare mps status" in hint
         said = gpushare("mps", "stop", "--pipe-directory", str(pipe), "--yes", output="json")
         assert (said.code, said.json["errors"][0]["code"]) == (4, "not_your_daemon")
         assert f"ask {mallory.name} to stop it; see: ps -fp {pid}" in said.json["errors"][0]["hint"]
