@@ -112,7 +112,8 @@ def _parse_yaml(text: str) -> Any:
 def stale_specs(host: Host, gpus: Sequence[Gpu]) -> tuple[Staleness, ...]:
     """Return the specifications that name MIG devices that are gone, or lack devices.
 
-    ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, none of its devices counts as gone.
+    ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no UUID counts as
+    gone, and no index on that GPU.
     """
     compared = (_staleness_of(spec, gpus) for spec in find_specs(host))
     return tuple(spec for spec in compared if spec.gone or spec.missing)

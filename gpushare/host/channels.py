@@ -112,6 +112,7 @@ GID: Final = struct.Struct("<III256s")
 # More than NV0000_ALLOC_PARAMETERS, of which RM takes the first field: the new handle.
 _MOST_OF_ALLOCATION: Final = 256
 
+# Status of a call (nvstatuscodes.h).
 OK: Final = 0x00
 GPU_IS_LOST: Final = 0x0F
 INSUFFICIENT_PERMISSIONS: Final = 0x1B
@@ -119,7 +120,7 @@ INVALID_CLIENT: Final = 0x23
 INVALID_COMMAND: Final = 0x24
 NOT_SUPPORTED: Final = 0x56
 OBJECT_NOT_FOUND: Final = 0x57
-# nvstatuscodes.h
+# 0x31 is INVALID_OBJECT, 0x33 INVALID_OBJECT_HANDLE.
 _GONE: Final = frozenset({INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND})
 _REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED})
 
@@ -520,7 +521,7 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
 
 
 def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Scan all clients of a process for its channel groups, and probe the compute groups unless the request says no."""
+    """Scan all clients of a process for its compute groups, and probe them unless the request says no."""
     deadline = time.monotonic() + SCAN_SECONDS
     newest = _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:

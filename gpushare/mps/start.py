@@ -371,8 +371,9 @@ def _outside_notes(host: Host, device: Device) -> list[str]:
     ]
     if not outside:
         return []
-    processes = f"{counted(len(outside), 'process')} on {device.title}: {first_few(outside, 5)}"
-    return [f"outside MPS until restarted: {processes}"]
+    return [
+        f"{counted(len(outside), 'process')} on {device.title} outside MPS until restarted: {first_few(outside, 5)}"
+    ]
 
 
 def _start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:

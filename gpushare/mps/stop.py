@@ -52,7 +52,7 @@ _PROBE_SECONDS: Final = 2.0
 def daemons_to_stop(
     host: Host, gpus: Sequence[Gpu], gpu: str | None, pipe_directory: str | None
 ) -> list[tuple[FoundDaemon, Device | None]]:
-    """Return the daemons on a GPU, or of a pipe directory, each with the GPU whose compute mode is to be restored.
+    """Return the daemons on a GPU, or of a pipe directory, each with the whole GPU that it serves; None: an instance, or unknown.
 
     Raises:
         NotFound: there is none.
@@ -67,7 +67,6 @@ def daemons_to_stop(
         chosen = _daemons_on(daemons, gpu, gpus)
     else:
         chosen = [_daemon_at_pipe(host, daemons, pipe_directory)]
-    # A MIG device has no compute mode.
     whole_gpus = {each.uuid: Device(gpu=each) for each in gpus if each.uuid is not None}
     return [(item, whole_gpus.get(item.daemon.device_uuid or "")) for item in chosen]
 
@@ -139,7 +138,8 @@ class Stop:
     """The stop of one daemon: ``steps`` are what ``--dry-run`` prints and `run` carries out.
 
     It waits up to ``drain_seconds`` for the clients. If some are left, ``force`` shuts the servers down and the clients
-    lose their contexts; without it nothing is changed. ``forced``: clients or the daemon were ended so.
+    lose their contexts; without it nothing is changed. ``forced``: clients were
+    ended, or the daemon by signals.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ LOOK_SECONDS: Final = 1.0
 _WORK_SECONDS: Final = 0.7
 _SCAN_SECONDS: Final = 2.0
 _SCAN_AGAIN_SECONDS: Final = 5.0
-# Waits before a process is tried again, whose first context is not complete yet, or whose driver does not answer.
+# Waits before each further try at a process whose first context is not complete yet, or for which the driver does not answer.
 _TRY_AGAIN: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 30.0, 120.0)
 _FIRST_CHECK_SECONDS: Final = 1.0
 _MOST_CHECK_SECONDS: Final = 15.0
@@ -252,11 +253,10 @@ class Keeper:
         listed, silent_gpus = self._listed_processes()
         ended = []
         for process in self._processes.values():
-            # A GPU that does not answer for a moment must not let us forget what was set.
-            may_be_listed = process.pid in listed or process.gpus & silent_gpus or (silent_gpus and not process.gpus)
-            # What a killed keep left, and could not be restored, was never seen on a GPU by this one.
-            was_never_seen = process.taken_over and not process.gpus
-            if not ((may_be_listed or was_never_seen) and self._lives(process)):
+            # A GPU that does not answer for a moment must not let us forget what was set. One without GPUs was left by a
+            # killed keep, and not listed since.
+            may_be_listed = process.pid in listed or process.gpus & silent_gpus or not process.gpus
+            if not (may_be_listed and self._lives(process)):
                 ended.append(process)
         for process in ended:
             del self._processes[process.pid]
@@ -383,14 +383,15 @@ class Keeper:
                 "see: gpushare doctor",
                 code="no_compute_group",
             )
+        earlier = process.channels, process.scan, process.taken_over, process.slices
         process.channels, process.scan, process.taken_over = channels, False, False
-        earlier, process.slices = process.slices, {wish.kept.key: wish.kept for wish in wishes}
-        if process.slices != earlier:
+        process.slices = {wish.kept.key: wish.kept for wish in wishes}
+        if process.slices != earlier[-1]:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
                 self._write()
             except GpushareError:
-                process.slices = earlier
+                process.channels, process.scan, process.taken_over, process.slices = earlier
                 raise
         # One call to the driver, and one event, for all groups that change in the same way.
         batches: dict[tuple[Any, ...], list[_Wish]] = {}
@@ -528,14 +529,12 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
     groups = {group.key: group for group in kept.channels.groups}
     restored: set[tuple[int, int]] = set()
     try:
-        for slices in kept.slices:
-            # A record may have the slice of a context that has ended, if the one after it could not be written.
-            group = groups.get(slices.key)
-            if group is None:
-                continue
-            # Its context, or the process, may have ended.
-            with contextlib.suppress(NotFound):
-                restored |= _restore_group(host, control, kept, group, slices)
+        with slices_locked(host):
+            for slices in kept.slices:
+                group = groups.get(slices.key)
+                # Its context, or the process, may have ended.
+                with contextlib.suppress(NotFound):
+                    restored |= set() if group is None else _restore_group(host, control, kept, group, slices)
     except GpushareError as error:
         return [_skipped_event(kept.pid, kept.uid, error)]
     user = _user_of(kept.uid)
@@ -548,16 +547,18 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
 def _restore_group(
     host: Host, control: ChannelControl, kept: KeptProcess, group: Group, slices: KeptSlice
 ) -> set[tuple[int, int]]:
-    """Restore the slice of a group; return the one until now and the one from before, if it was changed."""
+    """Restore the slice of a group; return the one until now and the one from before, if it was changed.
+
+    The caller holds the lock of slices.
+    """
     channels = replace(kept.channels, groups=(group,))
-    with slices_locked(host):
-        (current,) = control.read_slices(channels)
-        # A slice that another program has set since stays. An earlier try may have restored it, and then failed to note it.
-        if current not in {slices.before, slices.now, slices.last}:
-            return set()
-        if current != slices.before:
-            control.set_slice(channels, slices.before)
-        note_restored(host, kept.pid, kept.started, slices.before)
+    (current,) = control.read_slices(channels)
+    # A slice that another program has set since stays. An earlier try may have restored it, and then failed to note it.
+    if current not in {slices.before, slices.now, slices.last}:
+        return set()
+    if current != slices.before:
+        control.set_slice(channels, slices.before)
+    note_restored(host, kept.pid, kept.started, slices.before)
     return {(current, slices.before)} if current != slices.before else set()
 
 
@@ -600,11 +601,13 @@ def sole_keep(host: Host) -> Iterator[None]:
     def busy(_seconds: float = 0.0) -> NoReturn:
         """Raise InUse: another keep runs."""
         record = keep_record(host)
-        raise InUse(
-            f"timeslice keep is already running on this host{'' if record is None else f' (process {record.pid})'}",
-            f"reload its file, or stop it: kill -HUP PID, kill PID; as a unit: systemctl reload {KEEP_UNIT}",
-            code="keep_running",
-        )
+        # A keep that has just begun may still have the record of one that was killed.
+        if record is None or not record.runs:
+            which, hint = "", f"see which: fuser -v {shlex.quote(str(path.parent / 'lock'))}"
+        else:
+            which = f" (process {record.pid})"
+            hint = f"reload its file: kill -HUP {record.pid}; or stop it: kill {record.pid}; as a unit: systemctl reload {KEEP_UNIT}"
+        raise InUse(f"timeslice keep is already running on this host{which}", hint, code="keep_running")
 
     # The lock keeps out another keep of this user, and the record root's.
     record = keep_record(host)
@@ -765,7 +768,7 @@ def _slices_on(host: Host, control: ChannelControl, pid: int, uuid: str | None) 
 
 
 def _deviates(slice_us: int | None, verdict: Verdict) -> bool:
-    """Return whether a slice is not what the rule gives, or unknown."""
+    """Return whether a slice is unknown, or not what the rule gives."""
     if slice_us is None or verdict.slice_us is None:
         return True
     # A limited rule gives less than the verdict says to a process whose slice was shorter than the default.

@@ -76,11 +76,15 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         before = _supported_level(device, levels)
         steps: list[Step] = []
         undo = None
+        mode = _mode_before_set(host, device)
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
-            beside = " --beside-mps" if _daemons_on(host, [device]) else ""
-            undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
-        mode = _mode_before_set(host, device)
+            is_served = bool(_daemons_on(host, [device]))
+            mode_after = host.nvml.compute_mode(device.gpu.index) if mode is None else mode
+            # Beside a daemon no level can be set on an exclusive GPU.
+            if before is not None and not (is_served and mode_after is ComputeMode.EXCLUSIVE_PROCESS):
+                beside = " --beside-mps" if is_served else ""
+                undo = f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
         if mode is not None:
             steps.append(_mode_step(host, device, mode, restores=True))
         restored = "" if mode is None else f", compute mode {mode.title}"

@@ -186,7 +186,7 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
 
 def under_mps_error(pid: int) -> NotSupported:
     return NotSupported(
-        f"process {pid}: it runs under MPS: all clients of a server share one time-slice",
+        f"process {pid}: it runs under MPS, where all clients of a server share one time-slice",
         "start it again outside MPS: gpushare run --slice TIME -- CMD; or with a lower limit: gpushare run --threads PCT -- CMD",
         code="under_mps",
     )

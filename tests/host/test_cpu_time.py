@@ -38,7 +38,7 @@ def used_at_least(pid: int, seconds: float) -> bool:
     return False
 
 
-def test_another_process_is_read_exactly(busy: int) -> None:
+def test_another_process_is_read(busy: int) -> None:
     assert used_at_least(busy, 0.05)
 
 

@@ -121,7 +121,6 @@ def test_a_zombie_is_not_alive_but_there(start: Start) -> None:
     child.kill()
     until(lambda: not LOCAL.alive(child.pid), "the process table shows it")
     assert LOCAL.describe(child.pid) is not None
-    os.kill(child.pid, signal.SIGTERM)
 
 
 def test_a_pid_that_was_given_out_again_is_another_process(start: Start) -> None:
@@ -382,7 +381,7 @@ def test_a_signal_reaches_the_process_that_is_meant_also_where_there_is_no_descr
 
 @pytest.mark.parametrize(("scope", "called"), [("1\n", True), ("0\n", False), ("2\n", False), ("", False)])
 def test_a_program_lets_gpushare_reach_its_channels_where_yama_is_in_force(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str | None, called: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scope: str, called: bool
 ) -> None:
     """The child process that calls the driver is no ancestor of the program."""
     note = tmp_path / "calls"

@@ -211,7 +211,7 @@ def test_clients_of_mps_are_skipped_by_name_once(new_desk: Callable[..., Desk]) 
     desk.world.run("mps", "start").ok()
     desk.world.client()
     (event, *server) = desk.look()
-    assert "skipped: it runs under MPS: all clients of a server share one time-slice" in event
+    assert "skipped: it runs under MPS, where all clients of a server share one time-slice" in event
     assert all("under MPS" in text for text in server)
     assert desk.look() == desk.look(30) == []
 
@@ -265,6 +265,9 @@ def test_a_full_disk_sets_nothing(desk: Desk, monkeypatch: pytest.MonkeyPatch, p
     (told,) = desk.look()
     assert "No space left on device" in told
     assert desk.slice(pid) == DEFAULT
+    # Nothing is taken for set: neither slices nor the channels that would have them.
+    (process,) = desk.keeper._processes.values()
+    assert (process.slices, process.channels, process.scan) == ({}, None, True)
 
 
 # -- nobody keeps others waiting ---------------------------------------------------------------------

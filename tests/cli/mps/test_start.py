@@ -250,7 +250,7 @@ def test_ctrl_c_in_the_middle_rolls_back(cli: Cli, world: World, monkeypatch: py
 def test_programs_that_run_already_are_named(cli: Cli, world: World) -> None:
     world.fault("busy")
     (pid,) = world.pids()
-    assert f"outside MPS until restarted: 1 process on GPU 0: {pid}" in cli("mps", "start").ok().err
+    assert f"1 process on GPU 0 outside MPS until restarted: {pid}" in cli("mps", "start").ok().err
 
 
 # -- several users at the same time ------------------------------------------------------------------

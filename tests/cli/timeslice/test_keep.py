@@ -115,6 +115,7 @@ def test_a_second_one_is_refused(world: World, keep: Real, cli: Cli, rules: Path
     answer = cli("timeslice", "keep", "-f", str(rules), output="json")
     assert (answer.code, answer.error["code"]) == (19, "keep_running")
     assert f"(process {keeper.pid})" in answer.error["message"]
+    assert f"kill -HUP {keeper.pid}; or stop it: kill {keeper.pid}" in answer.error["hint"]
 
 
 def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Real) -> None:

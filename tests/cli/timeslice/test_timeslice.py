@@ -191,6 +191,12 @@ def test_show_of_each_output(cli: Cli) -> None:
         assert "default" in cli("timeslice", "show", host=TWO, output=form).ok().out
 
 
+def test_a_reset_beside_an_exclusive_daemon_prints_no_undo_that_is_refused(cli: Cli) -> None:
+    cli("timeslice", "set", "short").ok()
+    cli("mps", "start", "--exclusive").ok()
+    assert "undo" not in cli("timeslice", "reset").ok().out
+
+
 def test_no_level_beside_an_exclusive_daemon(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     refused("timeslice", "set", "short", "--beside-mps", code="mps_in_force", exit_code=19)
