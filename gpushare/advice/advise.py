@@ -128,14 +128,15 @@ def _confidence(
         return level, "; ".join(filter(None, [open_text(titles), missing_text]))
     if missing_text is not None:
         return Confidence.MEDIUM, missing_text
-    # Figures that decide are from other hosts.
+    # Their figures are from other hosts.
+    measured_elsewhere = best.way in {Way.SLICES, Way.MPS_PRIORITY, *LEAVING}
     is_open = any(reason.open for reason in best.of(Kind.CONDITION))
-    doubtful = is_open or best.way in {Way.SLICES, Way.MPS_PRIORITY, *LEAVING}
-    doubtful = doubtful or any(reason.contradiction for reason in best.reasons)
+    doubtful = measured_elsewhere or is_open or any(reason.contradiction for reason in best.reasons)
     possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
     if possible == [best.way] and not doubtful:
         return Confidence.HIGH, "hard limits rule out every other way"
-    return Confidence.MEDIUM, "by rules, and by figures that were measured elsewhere: measure it to be sure"
+    grounds = "rules and figures that were measured elsewhere" if measured_elsewhere else "rules"
+    return Confidence.MEDIUM, f"by {grounds}: measure it to be sure"
 
 
 def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
@@ -219,11 +220,14 @@ class MemoryAnswer(Budget):
     sentence: str | None
 
 
+Effect = Literal["confirmed", "changed", "kept", "open"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAnswer:
     """How the measurement changed the answer of the rules."""
 
-    effect: Literal["confirmed", "changed", "kept", "open"]
+    effect: Effect
     sentence: str
     copies: int
     way: str | None
@@ -384,8 +388,17 @@ def _placement_sentences(advice: Advice) -> list[str]:
     if len(advice.parts) == 1 and advice.situation.gpus_each > 1:
         return []
     one_way = len({part.way for part in advice.parts}) == 1
-    texts = [_part_text(part, "" if one_way else f" ({_place_answer(part).way_title})") for part in advice.parts]
+    texts = [_part_text(part, "" if one_way else f" ({_way_of_each_gpu(part)})") for part in advice.parts]
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
+
+
+def _way_of_each_gpu(part: Part) -> str:
+    """Return the way of a part in words, as it is on one of its GPUs: the one with the most processes."""
+    return _way_text([Part(situation=part.situation.on(part.situation.gpu), best=part.best)])
+
+
+# Up to this many GPUs are listed one by one.
+_MOST_LISTED: Final = 4
 
 
 def _part_text(part: Part, way_text: str) -> str:
@@ -397,6 +410,11 @@ def _part_text(part: Part, way_text: str) -> str:
     total = (situation.whole or situation.case).processes
     if total is None:
         return f"all on GPU {ranges(gpus)}{way_text}"
+    # A part is judged on the GPU with the most processes.
+    most = situation.case.processes or total
+    if len(gpus) > _MOST_LISTED or most != -(-total // len(gpus)):
+        at_most = "" if most * len(gpus) == total else "at most "
+        return f"{at_most}{most} on each of GPUs {ranges(gpus)}{way_text}"
     # An uneven rest is on the first GPUs.
     counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
     return ", ".join(f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True))

@@ -117,6 +117,15 @@ def _mps_max_text(table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if gpu.mig_enabled else "")
 
 
+def _before_volta(text: str) -> Callable[[Table, HostFacts, GpuFacts], str | None]:
+    """Return the function that gives a text for a GPU before Volta; for others, the table's text holds."""
+
+    def text_of(_table: Table, _host: HostFacts, gpu: GpuFacts) -> str | None:
+        return text if gpu.compute_capability is not None and gpu.compute_capability < VOLTA else None
+
+    return text_of
+
+
 def _timeslice_change_text(table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     """Return who may change the level of the GPU, and whether a process can have a slice; None: unknown."""
     if gpu.time_slice_settable is None:
@@ -156,6 +165,8 @@ def _mig_change_text(_table: Table, host: HostFacts, gpu: GpuFacts) -> str | Non
 
 _COMPUTED: Final[dict[tuple[Way, str], Callable[[Table, HostFacts, GpuFacts], str | None]]] = {
     (Way.MPS, "max_partitions"): _mps_max_text,
+    (Way.MPS, "sm_isolation"): _before_volta("No: MPS has no caps before Volta"),
+    (Way.MPS, "memory_protection"): _before_volta("No: one address space before Volta"),
     (Way.TIMESLICE, "reconfigure"): _timeslice_change_text,
     (Way.MIG, "max_partitions"): _mig_max_text,
     (Way.MIG, "reconfigure"): _mig_change_text,

@@ -11,6 +11,7 @@ from gpushare.advice.advise import (
     Advice,
     AdviceAnswer,
     Confidence,
+    Effect,
     MeasuredAnswer,
     advice_answer,
     open_text,
@@ -77,7 +78,7 @@ def bench_ways(advice: Advice) -> tuple[str, ...]:
 class _Finding(NamedTuple):
     """What the figures say: the effect on the rules' answer, as a sentence too, and the two cells that are compared."""
 
-    effect: Literal["confirmed", "changed", "kept", "open"]
+    effect: Effect
     sentence: str
     chosen: BenchCell | None = None
     against: BenchCell | None = None
@@ -300,10 +301,11 @@ def _changes_after(final: Advice) -> tuple[OtherAnswer, ...]:
 
 def _confidence(advice: Advice, final: Advice, finding: _Finding, metric: Metric) -> tuple[Confidence, str]:
     """Return the confidence in the final answer: high only where what was measured differs by more than its scatter."""
+    chosen, against = finding.chosen, finding.against
     if finding.effect == "kept":
         level = Confidence.LOW if advice.confidence is Confidence.LOW else Confidence.MEDIUM
-        return level, "another way has the higher throughput"
-    chosen, against = finding.chosen, finding.against
+        single = chosen is not None and against is not None and chosen.differs_from(against, metric) is None
+        return level, "another way has the higher throughput" + (_SINGLE_RUNS if single else "")
     level, why = Confidence.HIGH, "measured here"
     if against is None:
         # The copies of the rules' way failed: nothing was compared.
@@ -312,7 +314,7 @@ def _confidence(advice: Advice, final: Advice, finding: _Finding, metric: Metric
         differs = chosen.differs_from(against, metric)
         if differs is None:
             level = advice.confidence if finding.effect == "confirmed" else Confidence.LOW
-            why = f"{why}, but from single runs: a difference may be noise"
+            why += _SINGLE_RUNS
         elif not differs:
             level, why = Confidence.MEDIUM, f"{why}: none of the others is faster"
     titles = open_titles(final.changes)
@@ -320,6 +322,9 @@ def _confidence(advice: Advice, final: Advice, finding: _Finding, metric: Metric
         level = Confidence.MEDIUM if level is Confidence.HIGH else level
         why = f"{why}; {open_text(titles)}"
     return level, why
+
+
+_SINGLE_RUNS: Final = ", but from single runs: a difference may be noise"
 
 
 def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> AdviceAnswer:

@@ -355,13 +355,16 @@ def _split(
         return _split_list(works, gpus, capacities)
     (work,) = works
     counts = _units_per_gpu(work.groups or work.processes or 1, capacities)
-    return [(_portion(work, count),) if count else () for count in counts]
+    ends = itertools.accumulate(counts)
+    return [(_portion(work, end - count, end),) if count else () for count, end in zip(counts, ends, strict=True)]
 
 
-def _portion(work: Workload, units: int) -> Workload:
-    """Return the part of a workload that has ``units`` of its groups or, if it has no groups, of its processes."""
-    # Rounded up: it is judged with its largest groups.
-    processes = -(-(work.processes or 1) * units // (work.groups or work.processes or 1))
+def _portion(work: Workload, start: int, end: int) -> Workload:
+    """Return the part of a workload from one of its groups up to another or, if it has no groups, of its processes."""
+    processes, groups = work.processes or 1, work.groups or work.processes or 1
+    units = end - start
+    # The parts add up to all processes; the first group is one of the largest.
+    processes = -(-processes * end // groups) + (-processes * start // groups)
     # Shares of all processes say nothing of a part of them.
     has_all = work.shares is not None and units == len(work.shares)
     portion = replace(

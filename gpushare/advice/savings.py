@@ -169,7 +169,7 @@ def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool
 def _consolidate(
     bins: list[list[Work]], gpus_now: int, price: Price | None, cost: Decimal | None, target_load: Decimal
 ) -> Consolidation:
-    """Return what work on these GPUs comes to: load, peaks, memory and cost, against all GPUs now."""
+    """Return what work on these GPUs comes to: load, memory and cost, against all GPUs now."""
     gpus = len(bins)
     max_load = max(sum((workload.load for workload in place), Decimal(0)) for place in bins)
     max_memory = None
@@ -215,7 +215,7 @@ def plain(number: Decimal) -> str:
 def _warnings(
     work: Sequence[Work], options: Sequence[Consolidation], total: Decimal, target: Decimal, capacity: int | None
 ) -> list[str]:
-    """Return what speaks against the options: no headroom, peaks, unchecked memory."""
+    """Return what speaks against the options: no headroom, a load above the target, unchecked memory."""
     warnings = []
     loads = {workload.load for workload in work}
     # Equal loads are shown as "4 x 25 %", others as their sum.

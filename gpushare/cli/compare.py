@@ -219,7 +219,7 @@ def _compared_rows(
     return [ComparedRow(title="on this host", cells=available), *rows]
 
 
-# Rows that a narrow screen omits.
+# Rows that are left out where there is no room for a grid.
 _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "target_use"})
 
 

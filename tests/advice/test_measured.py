@@ -163,6 +163,11 @@ def test_throughput_does_not_overrule_what_it_does_not_tell() -> None:
     assert (found.measured.effect, way_of(found.final)) == ("kept", Way.TIMESLICE)
     assert "bursty work" in found.measured.sentence
     assert found.final.confidence is Confidence.MEDIUM
+    alone = after(
+        {**SURE, "pattern": "interactive"}, {"queue": once(100), "timeslice": once(100), "mps:200/n": once(200)}
+    )
+    assert alone.measured.effect == "kept"
+    assert "from single runs" in alone.final.confidence_why
 
 
 def test_a_latency_target_is_not_overruled_by_a_rate() -> None:

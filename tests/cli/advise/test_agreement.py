@@ -15,7 +15,7 @@ def answer(cli: Any, spec: str, words: str) -> Any:
     return cli("advise", *words.split(), host=spec, output="json").ok().data
 
 
-def test_the_headline_says_how_many_run_where_the_queue_is_by_room(cli: Any) -> None:
+def test_the_headline_says_that_the_queue_is_by_room(cli: Any) -> None:
     data = answer(cli, "sim:t4", "--processes 4 --memory 4G --users same")
     assert data["answer"] == "as many at a time as fit"
     assert commands(data) == ["gpushare run -g 0 --wait --swap request --memory 4596M -- CMD"]
@@ -25,6 +25,23 @@ def test_the_headline_says_how_many_run_where_the_queue_is_by_room(cli: Any) -> 
     assert commands(alone) == ["gpushare run -g 0 --slice 2ms --wait -- CMD"]
     each = answer(cli, "sim:2xt4", "--processes 8 --memory 4G --users same")
     assert each["answer"] == "as many at a time as fit"
+
+
+@pytest.mark.parametrize(("spec", "words", "text"), [
+    ("sim:8xh100", "--processes 20 --memory 2G --users same", "at most 3 on each of GPUs 0-7"),
+    ("sim:3xl4,h100", "--processes 12 --users different --untrusted --isolation full --memory 6G", "one at a time, each with the whole GPU"),
+])  # fmt: skip
+def test_the_placement_says_what_is_on_each_gpu(cli: Any, spec: str, words: str, text: str) -> None:
+    (placement,) = [why for why in answer(cli, spec, words)["why"] if why.startswith("spread over")]
+    assert text in placement
+    # That would be of all GPUs together.
+    assert "at a time, each" not in placement.replace("one at a time, each", "")
+
+
+def test_groups_are_split_into_as_many_copies_as_were_asked_for(cli: Any) -> None:
+    lines = commands(answer(cli, "sim:2xt4", "--processes 4 --groups 3 --memory 2G --users same"))
+    assert [line for line in lines if "--copies" in line]
+    assert sum(int(line.partition("--copies ")[2].split()[0]) for line in lines if "--copies" in line) == 4
 
 
 def test_a_paused_job_is_not_called_a_queue(cli: Any) -> None:
