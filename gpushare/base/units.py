@@ -266,10 +266,10 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def first_few(items: Iterable[object], most: int = 8) -> str:
+def first_few(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:
     """Return the first items, and how many more there are: ``a, b and 3 more``."""
     texts = [str(item) for item in items]
-    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+    return separator.join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
 
 
 def natural_key(name: str) -> str:

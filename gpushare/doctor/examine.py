@@ -499,7 +499,7 @@ def _records(seen: Examination) -> Iterator[Check]:
 def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str:
     """Return what to do about a record, or a directory of records, that is not read.
 
-    Root leaves that to its user: the directory may be a link of that user by then.
+    Root leaves that to its user: that user may have replaced the directory by a link.
     """
     if unread.uid != host.uid:
         return f"tell {user_name(unread.uid)}, whose it is"

@@ -32,13 +32,13 @@ from gpushare.host.records import read_tail
 from gpushare.hostfile.look import unit_device
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
-from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users, restart_command
+from gpushare.mps.home import UNIT_PIPES, pipe_users, restart_command
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE, Limits
 from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
 # Stands for a directory that is unknown: nothing is read from it.
 _NO_DIRECTORY: Final = "/nonexistent"
-# Named of the processes of other users that claim to be MPS daemons: any user can start hundreds.
+# How many processes of other users that claim to be MPS daemons are named: any user can start hundreds.
 MOST_CLAIMS: Final = 10
 
 
@@ -401,15 +401,21 @@ def pending(seen: Examination) -> Iterator[Check]:
             )
 
 
+# From this driver on daemons refuse changes of limits by other users (535 refuses only "quit").
+_REFUSING_DRIVER: Final = 550
+
+
 def limits_open_to_all(seen: Examination) -> Iterator[Check]:
     """Check for daemons of root whose limits every user may change (before driver 550)."""
+    branch = re.match(r"\d{1,6}", seen.driver or "", re.ASCII)
+    if branch is None or int(branch.group()) >= _REFUSING_DRIVER:
+        return
     for item in seen.trusted_daemons:
         if item.uid != 0 or item.daemon.pipe_directory is None:
             continue
         pipe = Path(item.daemon.pipe_directory)
         # None: the directory does not exist, so nobody reaches the daemon.
-        reachable = pipe_users(pipe) is not None
-        if reachable and anybody_changes(pipe, seen.driver):
+        if pipe_users(pipe) == ():
             yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
 
 

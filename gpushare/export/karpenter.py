@@ -62,7 +62,9 @@ def node_pool_export(
         (instance_type, r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "--instance-type g4dn.12xlarge"),
     ):
         if word is not None and re.fullmatch(pattern, word) is None:
-            raise BadUsage(f"'{word[:60]}' cannot be used there", f"for example: {example}", code="bad_name")
+            raise BadUsage(
+                f"'{word[:60]}' is not valid for {example.split()[0]}", f"for example: {example}", code="bad_name"
+            )
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
     sharing = sharing_of_node(host)

@@ -164,7 +164,7 @@ class Grounds:
 
 
 def _claim_instances(host: Host, device: Device, most: int) -> list[tuple[InstancePlace, HeldClaim]]:
-    """Claim up to ``most`` free instances without a name, all of one profile: the most common one of which one is free."""
+    """Claim up to ``most`` free instances without a name, all of the most common profile that has a free one."""
     places = or_none(lambda: [place for place in places_on(host, device.gpu) if place.name is None]) or []
     profiles = Counter(place.mig.profile for place in places if place.mig.profile)
     claimed: list[tuple[InstancePlace, HeldClaim]] = []

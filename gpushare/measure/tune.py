@@ -262,7 +262,8 @@ def tune(
 class _Seen:
     """A window of production: alone, or together with the others under a ``setting``, with the rate of each of them.
 
-    Or one of the others alone, in which production is stopped: its rate is then None. A rate of None: it printed nothing.
+    Or a window of the others alone, in which production is stopped: ``window`` then has no rate. In ``rates``, None: that job
+    printed nothing.
     """
 
     start: float

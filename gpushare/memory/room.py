@@ -557,7 +557,7 @@ def _room_text(
 ) -> str:
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free to reserve``."""
     if not lines:
-        return f"{size_text(request)}: {first_few(reasons, _MOST_NAMED)}"
+        return f"{size_text(request)}: {first_few(reasons, _MOST_NAMED, '; ')}"
     most_holders = 3 if len(lines) == 1 else 1
     rooms = [f"{_free_text(line, request)}{_held_by_text(line, most_holders)}" for line in lines[:_MOST_NAMED]]
     ahead = f", {counted(jobs_ahead, 'job')} before it" if jobs_ahead else ""
@@ -566,7 +566,7 @@ def _room_text(
     if staying:
         text += f"; {staying[0]} was to leave the GPU for it, and cannot: see its output"
     if reasons:
-        text += f"; {first_few(reasons, _MOST_NAMED)}"
+        text += f"; {first_few(reasons, _MOST_NAMED, '; ')}"
     return text + _limit_text(lines, request, limit)
 
 
@@ -630,7 +630,7 @@ def _no_room_error(
     """Return the error about a job that found no room within ``seconds`` (0: it was not to wait), with what is free."""
     freest = max(lines, key=lambda line: line.free_bytes, default=None)
     if freest is None:
-        free = first_few(reasons, _MOST_NAMED) or "its memory is not known"
+        free = first_few(reasons, _MOST_NAMED, "; ") or "its memory is not known"
     elif request.client and freest.free_clients == 0:
         free = _free_text(freest, request)
     else:
@@ -645,7 +645,7 @@ def _no_room_error(
     if seconds > 0:
         when, way = f"within {format_duration(seconds)}", "wait longer: --timeout TIME"
     return InUse(
-        f"there is no room for {job} {when}: {free}{limit_text}",
+        f"no room for {job} {when}: {free}{limit_text}",
         f"{way}{stop}; see who holds the memory: gpushare status",
         code="no_room",
     )

@@ -99,7 +99,7 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: these must end before the MIG mode can "
         f"change: {processes_text(host.processes, pids)}",
-        f"see all: gpushare status -g {numbers}; end them, or ask their users to: gpushare {command}",
+        f"see all: gpushare status -g {numbers}; end them, or ask their users to end them: gpushare {command}",
         gpu=gpus[0] if len(gpus) == 1 else None,
     )
 

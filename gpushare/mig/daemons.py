@@ -111,11 +111,18 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
             gpu=gpu,
             code="daemon_silent",
         ) from error
-    users = clients or own.home.live_leases()
-    if users:
+    if clients:
         raise InUse(
-            f"the MPS daemon {pid} on {title} has clients: {first_few(users)}",
+            f"the MPS daemon {pid} on {title} has clients: {first_few(clients)}",
             f"wait for them: {ending} --drain 60s; or force it: {ending} --force",
+            gpu=gpu,
+            code="daemon_clients",
+        )
+    leases = own.home.live_leases()
+    if leases:
+        raise InUse(
+            f"the MPS daemon {pid} on {title} is used by gpushare run: {first_few(leases)}",
+            f"wait until it ends: gpushare jobs; or force it: {ending} --force",
             gpu=gpu,
             code="daemon_clients",
         )

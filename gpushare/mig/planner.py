@@ -528,7 +528,7 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     if busy and only_adds:
         hint = f"end the programs there, then make room: gpushare mig destroy {_words_for(destroyed)}"
     elif busy:
-        hint = f"end the programs there; or mig apply and mig destroy end them with {_words_for(_busy_only(busy), option='--evict ')}"
+        hint = f"end the programs there, or let mig apply or mig destroy end them: {_words_for(_busy_only(busy), option='--evict ')}"
     elif only_adds:
         hint = f"make room: gpushare mig destroy {_words_for(destroyed)}; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
     else:

@@ -338,19 +338,6 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
         return None
 
 
-# From this driver on daemons refuse changes of limits by other users (535 refuses only "quit").
-_REFUSING_DRIVER: Final = 550
-
-
-def anybody_changes(directory: Path, driver: str | None) -> bool:
-    """Return whether every user may change the limits of a daemon: before driver 550, all who may enter its pipe directory.
-
-    A directory that does not exist yet counts as open to all.
-    """
-    branch = re.match(r"\d{1,6}", driver or "", re.ASCII)
-    return branch is not None and int(branch.group()) < _REFUSING_DRIVER and not pipe_users(directory)
-
-
 def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
     """Let only these users, the owner and root enter a pipe directory; with no users, let all users enter.
 

@@ -21,6 +21,7 @@ from gpushare.base.errors import (
     NotFound,
     OperationFailed,
     TimedOut,
+    or_none,
 )
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select_for_change
@@ -186,8 +187,12 @@ class Stop:
             if clients is None:
                 reasons.append("it does not tell whether it has clients")
             programs = self._programs_text(clients or [], job_names)
+            # One without a client has no CUDA context yet.
+            leases = None if clients or item.home is None else or_none(item.home.live_leases)
             if programs:
                 reasons.append(programs)
+            elif leases:
+                reasons.append(f"used by gpushare run: {first_few(leases)}")
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 

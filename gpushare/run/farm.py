@@ -92,7 +92,8 @@ class FarmResult:
     """How all copies ended, and the signal by which the user ended them (None: it did not).
 
     ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` how that was known: given, known (from
-    an earlier run), measured (from the first copy). ``unrecorded``: the end of a copy is missing in ``farm.jsonl``.
+    an earlier run), measured (from the first copy). ``unrecorded``: why the end of a copy is missing in
+    ``farm.jsonl`` (None: none is).
     """
 
     copies: tuple[Copy, ...]

@@ -49,8 +49,8 @@ def after_death(
     if word == LINGER:
         programs = {}
     else:
-        # A claim that was released before gpushare died may be held by another run.
-        claims = [claim for claim in map(HeldClaim, map(Path, claim_paths)) if os.path.lexists(claim.path)]
+        # Names of claims are never used again: one whose file is gone was released before gpushare died.
+        claims = [HeldClaim(Path(path)) for path in claim_paths if os.path.lexists(path)]
     home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
         _end_programs(host, home, uuid, int(index), programs, mps=mps)

@@ -303,7 +303,7 @@ class JobStart:
             check_host(self.host)
         devices = self._usable_devices(gpu)
         check_program(options.container or self.command[0])
-        if queue.for_production:
+        if queue.for_production and self.role.target is not None:
             try:
                 # Raises if there is no such job.
                 self._spared_process(devices)
@@ -638,7 +638,7 @@ class JobStart:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
         shared_slice = f"a time-slice of {format_slice(slice_us)}"
         if process is None:
-            role_text = "opportunistic, and no production job to be spared is known now"
+            role_text = "opportunistic, and not next to exactly one production job now"
         else:
             role_text = f"opportunistic next to {process.title}"
             if self.role.keep is not None:
@@ -719,7 +719,7 @@ def check_enough(devices: Sequence[Device], count: int) -> None:
     if len(devices) < count:
         raise BadUsage(
             f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only",
-            f"give it fewer: --gpus {len(devices)}; or name more: -g",
+            f"give it fewer: --gpus {len(devices)}; or name more GPUs with -g, if there are more",
             code="too_few_gpus",
         )
 

@@ -218,7 +218,6 @@ class MigGpu:
     lost_compute_slices: int | None
     # The same for memory slices.
     lost_memory_slices: int | None
-    # From 0 (whatever is free can be had as one instance) to 1.
     # Why the instances are unknown.
     unknown: str | None
 

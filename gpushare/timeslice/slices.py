@@ -274,11 +274,11 @@ def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Ch
     return act(control.find_again(channels))
 
 
-def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> bool:
+def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable[[str], None]) -> None:
     """Set the slices again that gpushare had set for processes (PID and start time) which came back from host memory.
 
     The driver restores their channels with a slice of 1.024ms, whatever they had (H200, driver 580.159.04, 2026-11-27).
-    ``say`` is told which process has lost its slice. Returns False if the driver did not answer: then the rest is not tried.
+    ``say`` is told which process has lost its slice. If the driver does not answer, the rest is not tried.
     """
     records = [record for pid, started in processes if (record := slice_record(host, pid, started)) is not None]
     for record in records:
@@ -290,8 +290,7 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
             again = _set_command({record.slice_us}, str(record.pid), ())
             say(f"process {record.pid} lost its time-slice on the way: {error.message}; set it again: {again}")
             if isinstance(error, TimedOut):
-                return False
-    return True
+                return
 
 
 def _renew_slice(host: Host, record: SliceRecord) -> None:

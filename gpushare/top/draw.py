@@ -140,7 +140,7 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]]) -> list[Piece]:
         edges.append((max(width * filled, 0.6) if filled > 0 else 0.0, colour))
     pieces: list[Piece] = []
     for cell in range(width):
-        # A cell has the colour of its middle. A dot is thin: the colour of a track would hide it.
+        # A cell has the colour of its middle. A dot is thin, so it has the colour of dim text.
         colour = next((colour for edge, colour in edges if edge > cell + 0.5), "dim")
         _append(pieces, ({"dim": _FREE, "reserved": _THIN}.get(colour, _CELL), colour))
     return pieces

@@ -475,7 +475,7 @@ class Cockpit(App[None]):
         return [*left, *segments(right, min(width, right_cells), self.colours, "head")]
 
     def _status_pieces(self, frame: Frame) -> list[Piece]:
-        """Return the right half of the title: what the screen shows, the load of the host, findings, and the time."""
+        """Return the right half of the title: what the screen shows, the CPU and memory of the host, findings, and the time."""
         hangs = self.watch_host.hangs_for()
         right: list[Piece] = []
         if hangs is not None:

@@ -543,7 +543,7 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
         wait(host, place, first, 0.05, messages)
     reason = "GPU 0 has 22.5 GiB free to reserve, but has 1 client of MPS and takes no more"
     assert messages == [f"waiting for 1.0 GiB, 1 job before it: {reason}, held by process {os.getpid()} (1.0 GiB)"]
-    assert caught.value.message == f"there is no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
+    assert caught.value.message == f"no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
 
 
 def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
@@ -608,10 +608,10 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     with pytest.raises(InUse) as caught:
         wait(host, enter(host, 10 * GIB), devices(host), 5.0, messages)
     reason = (
-        f"GPU 0 is in compute mode exclusive-process, and process {pid} has it, GPU 1 is in compute mode prohibited"
+        f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
     )
     assert messages == [f"waiting for 10.0 GiB: {reason}"]
-    assert caught.value.message == f"there is no room for 10.0 GiB within 5 s: {reason}"
+    assert caught.value.message == f"no room for 10.0 GiB within 5 s: {reason}"
 
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
@@ -1071,8 +1071,8 @@ STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.hol
             "a GPU without other jobs: GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more, held by 'a' (1.0 GiB)",
         ),
         ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free to reserve, held by 'a' (1.0 GiB)"),
-        ([], asking(8), 3, None, [f"GPU {gpu} is gone" for gpu in range(4)], "8.0 GiB: GPU 0 is gone, GPU 1 is gone, GPU 2 is gone, GPU 3 is gone"),
-        ([], asking(8), 0, None, [f"GPU {gpu} is gone" for gpu in range(5)], "8.0 GiB: GPU 0 is gone, GPU 1 is gone, GPU 2 is gone, GPU 3 is gone and 1 more"),
+        ([], asking(8), 3, None, [f"GPU {gpu} is gone" for gpu in range(4)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone"),
+        ([], asking(8), 0, None, [f"GPU {gpu} is gone" for gpu in range(5)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone and 1 more"),
         ([line_with(0, granted=12)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free to reserve"),
         (
             [line_with(0, granted=14), line_with(1, granted=13)],
@@ -1122,8 +1122,8 @@ def test_a_job_that_can_never_come_is_refused(
 @pytest.mark.parametrize(
     ("lines", "request_", "seconds", "message", "hint"),
     [
-        ([FULL], asking(8), 0.0, "there is no room for 8.0 GiB now: at most 0 MiB are free to reserve; 1 job waited before it", "wait for it: --wait, or --wait --timeout 10m; see"),
-        ([FULL, line_with(1, [("a", 79)])], asking(None), 60.0, "there is no room for a job that needs a whole GPU within 1 min: at most 1.0 GiB are free to reserve;", "wait longer: --timeout TIME; see"),
+        ([FULL], asking(8), 0.0, "no room for 8.0 GiB now: at most 0 MiB are free to reserve; 1 job waited before it", "wait for it: --wait, or --wait --timeout 10m; see"),
+        ([FULL, line_with(1, [("a", 79)])], asking(None), 60.0, "no room for a job that needs a whole GPU within 1 min: at most 1.0 GiB are free to reserve;", "wait longer: --timeout TIME; see"),
         ([FULL], asking(None, count=2), 60.0, "no room for 2 GPUs without other jobs within", "wait longer"),
         ([line_with(0, [("a", 1)], clients=1)], asking(8, client=True), 0.0, "GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more;", "wait for it"),
         ([line_with(0, granted=19)], asking(8), 0.0, "; your jobs have reserved 19.0 GiB of the 20.0 GiB that you may have on a GPU", "; or end one of your jobs: gpushare stop NAME; see"),

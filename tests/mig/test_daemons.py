@@ -213,6 +213,8 @@ def test_a_run_is_named(world: World, first: str, home: DaemonHome) -> None:
     error = refused(world, [first])
     lease.release()
     assert (error.code, str(os.getpid()) in error.message) == ("daemon_clients", True)
+    # A drain waits for clients only.
+    assert "--drain" not in error.hint
 
 
 def test_a_daemon_that_does_not_answer(world: World, first: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,3 @@ def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_end
     assert result.ended_by == signal.SIGTERM
     assert [(copy.state, copy.tries) for copy in result.copies] == [("done", 1), ("skipped", 0)]
     assert not alive(result.copies[0].left_behind[0])
-
-
-# -- logs --------------------------------------------------------------------------------------------

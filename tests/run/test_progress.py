@@ -1,4 +1,4 @@
-"""Production's log: read as it grows, rotated, truncated, and never anything else in its place."""
+"""Production's log: read as it grows, renamed, truncated, and never anything else in its place."""
 
 from __future__ import annotations
 
@@ -48,6 +48,16 @@ def test_a_time_per_unit_is_a_speed(log: Path) -> None:
     progress.read_speeds()
     append(log, "rate=0.5\nrate=0\nrate=1e-323\nrate=many\nrate=4\n")
     assert progress.read_speeds() == [2, 0.25]
+
+
+def test_a_renamed_log_is_read_on(log: Path) -> None:
+    progress = reader(log)
+    progress.read_speeds()
+    append(log, "rate=2\n")
+    log.rename(log.with_suffix(".1"))
+    assert progress.read_speeds() == [2]
+    append(log.with_suffix(".1"), "rate=3\n")
+    assert progress.read_speeds() == [3]
 
 
 def test_a_truncated_log_is_read_from_its_start(log: Path) -> None:

@@ -450,7 +450,7 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
     pid = admin.add_process(host)
     text = refused("mig", "enable", code="in_use", exit_code=19, host=host)
     assert f"{pid} (python3, user {user_name(os.geteuid())}" in text
-    assert f"end them, or ask their users to: gpushare stop {pid}" in text
+    assert f"end them, or ask their users to end them: gpushare stop {pid}" in text
     assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
 
 
@@ -461,7 +461,7 @@ def test_programs_on_all_gpus_of_a_change_are_named_at_once(refused: Refused) ->
     text = refused("mig", "apply", "-g", "0,1", "1g.10gb", code="in_use", exit_code=19, host=host)
     assert "GPUs 0, 1: these must end before the MIG mode can change: " in text
     assert " and 4 more\n" in text
-    ended = text.partition("see all: gpushare status -g 0,1; end them, or ask their users to: gpushare stop ")[
+    ended = text.partition("see all: gpushare status -g 0,1; end them, or ask their users to end them: gpushare stop ")[
         2
     ].split()
     assert sorted(map(int, ended)) == sorted(pids)
@@ -557,4 +557,4 @@ def test_a_server_without_clients_ends_with_its_daemon(refused: Refused) -> None
     assert world.host.nvml.count() == 1
     admin.add_process(H100, name="nvidia-cuda-mps-server", user="bob")
     text = refused("mig", "enable", "-y", code="in_use", exit_code=19, host=H100)
-    assert "or ask their users to: gpushare mps stop -g 0\n" in f"{text}\n"
+    assert "or ask their users to end them: gpushare mps stop -g 0\n" in f"{text}\n"

@@ -72,10 +72,13 @@ def test_wrong_usage(refused: Refused, four: World, words: tuple[str, ...], code
     refused("run", *words, code=code, exit_code=2, host=four.spec)
 
 
-def test_too_few_gpus_are_told_how_to_have_more(real: Real, refused: Refused, cli: Cli, four: World) -> None:
+def test_too_few_gpus_are_told_how_to_have_more(refused: Refused, four: World) -> None:
     words = ("run", "--gpus", "2", "-g", "0", "--", "true")
     text = refused(*words, code="too_few_gpus", exit_code=2, host=four.spec)
-    assert "give it fewer: --gpus 1; or name more: -g" in text
+    assert "give it fewer: --gpus 1; or name more GPUs with -g" in text
+
+
+def test_several_gpus_beside_production(real: Real, cli: Cli, four: World) -> None:
     job = start(real, four, "-g", "1", "--production", "web", "--", "sleep", "600")
     until(lambda: len(four.pids()) == 1, "it runs")
     beside = ("--opportunistic", "--for", "web", "--yield", "pause", "--gpus", "2")
