@@ -113,6 +113,16 @@ def test_force_does_not_wait(cli: Cli, world: World, slept: list[float]) -> None
     assert (row["forced"], slept) == (True, [0.0])
 
 
+def test_force_asks_about_a_run_without_a_client(refused: Refused, world: World, daemon: int) -> None:
+    """Its program has no CUDA context yet."""
+    home = home_of(world.host.run_directory, world.uuid())
+    with home.locked():
+        lease = home.take_lease()
+    text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
+    assert f"used by gpushare run: {os.getpid()}" in text
+    lease.release()
+
+
 def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
     pid = world.client()
     begun = time.monotonic()
