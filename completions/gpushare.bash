@@ -213,7 +213,7 @@ _gpushare_node() {
       valued='-g --gpu --host -o --output'
       ;;
     'timeslice set')
-      options='-g --gpu --beside-mps -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
       positional='@slices'
       ;;

@@ -726,7 +726,6 @@ complete -c gpushare -n '__gpushare_at timeslice show' -s v -l verbose -d 'Print
 complete -c gpushare -n '__gpushare_at timeslice show' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at timeslice show' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU index, range (0-3), UUID or its prefix, PCI bus id, a comma-separated list, or all.'
-complete -c gpushare -n '__gpushare_at timeslice set' -l beside-mps -d 'Set it beside an MPS daemon of gpushare, unless the GPU is exclusive-process.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s n -l dry-run -d 'Print the plan and change nothing; needs no root.'
 complete -c gpushare -n '__gpushare_at timeslice set' -s y -l yes -d 'Answer yes to the question that the command may ask; --dry-run shows it.'
 complete -c gpushare -n '__gpushare_at timeslice set' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'

@@ -25,7 +25,6 @@ from gpushare.cli.options import (
     Refused,
     argument,
     ask_and_carry_out,
-    flag,
     gpus_of,
     option,
     refuse,
@@ -179,17 +178,15 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
                 readings[pid] = read_slices(control, pid, None)
             reading = readings[pid]
             record = records.get(pid)
-            job_before = None if record is None else record.job
             slices = reading.on(gpu.uuid)
-            are_equal = len({*slices}) == 1
             rows.append(
                 ProcessSlices(
                     gpu=gpu.index,
                     pid=pid,
-                    job=names.get(pid, job_before),
+                    job=names.get(pid, None if record is None else record.job),
                     user=None if info is None else info.user,
                     name=None if info is None else info.name,
-                    slice_us=slices[0] if are_equal else None,
+                    slice_us=slices[0] if len({*slices}) == 1 else None,
                     slices_us=tuple(slices),
                     set_us=None if record is None else record.slice_us,
                     before_us=None if record is None else min(record.slices_before, default=None),
@@ -219,12 +216,7 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
         Column("slices_us", "slice", right=True, format=_slices_text),
         Column("how", "set by", rank=2, of=_setter_text),
     )
-    return Table(
-        name="processes",
-        title="processes",
-        columns=columns,
-        rows=tuple(rows),
-    )
+    return Table(name="processes", title="processes", columns=columns, rows=tuple(rows))
 
 
 def _slices_text(slices_us: Sequence[int]) -> str:
@@ -259,9 +251,6 @@ def set_slice(
     ),
     job: str | None = argument("[JOB]", "PID or name of a job."),
     gpu: str | None = WHOLE_GPU_OPTION,
-    beside_mps: bool = flag(
-        "--beside-mps", "Set it beside an MPS daemon of gpushare, unless the GPU is exclusive-process."
-    ),
 ) -> Any:
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
@@ -273,7 +262,7 @@ def set_slice(
     Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;
     both are lost at a reboot, and running programs may keep the old level.
     """
-    refuse((Refused("--gpu --beside-mps", "JOB", "the slice of a job applies on all its GPUs", "500us JOB"),))
+    refuse((Refused("--gpu", "JOB", "the slice of a job applies on all its GPUs", "500us JOB"),))
     if job is not None:
         return _set_slice_of_job(level, job)
     if level[:1].isdigit() and level.endswith("s"):
@@ -284,7 +273,7 @@ def set_slice(
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     try:
-        plan = plan_level(host, devices, wanted, beside_mps=beside_mps)
+        plan = plan_level(host, devices, wanted)
     except InUse:
         if not settings.dry_run:
             need_root(host, "setting the time-slice of a GPU")

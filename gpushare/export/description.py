@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu_error
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, Priority, TimeSlice, Way, way_in_force
@@ -21,8 +20,6 @@ from gpushare.mig.wish import parse_wish, resolve
 from gpushare.mps.daemons import is_multiuser
 from gpushare.mps.limits import Limits
 from gpushare.snapshot import HostState
-
-_PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +44,7 @@ class MigDescription:
     @property
     def is_whole(self) -> bool:
         """Return whether its compute instance fills its GPU instance: the driver then prints no ``1c.``."""
-        return _PARTIAL.match(self.profile) is None
+        return "c." not in self.profile
 
     def check_whole(self, engine: str, gpu_index: int) -> None:
         """Raise NotSupported, for an engine that offers only those, unless it is whole."""
@@ -165,7 +162,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     # A transient one is not of the host's setup: it ends with its `gpushare run`.
     daemons = tuple(item.daemon for item in items if item.daemon.pid is not None and not item.daemon.transient)
     for daemon in daemons:
-        _check_answers(daemon)
+        _check_daemon_answers(daemon)
     return HostDescription(
         driver=state.driver_version,
         node=node,
@@ -174,7 +171,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     )
 
 
-def _check_answers(daemon: MpsDaemon) -> None:
+def _check_daemon_answers(daemon: MpsDaemon) -> None:
     """Raise for a daemon that does not answer: without it the description would be wrong."""
     if daemon.error is None:
         return
@@ -205,6 +202,8 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
             gpu=gpu.index,
             code="no_sharing",
         )
+    serving = (daemon for daemon in own if gpu.index in {daemon.gpu_index, *daemon.gpu_indexes})
+    daemon = next(serving, None) if way is Way.MPS else None
     return GpuDescription(
         index=gpu.index,
         uuid=gpu.uuid or "",
@@ -217,7 +216,7 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
         compute_mode=gpu.compute_mode,
         mig_capable=gpu.mig_capable,
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
-        mps=_daemon_on(host, own, gpu.index) if way is Way.MPS else None,
+        mps=None if daemon is None else _describe_daemon(host, daemon),
         mig=_describe_instances(state, gpu, daemons) if gpu.mig_enabled else (),
         bare=bool(gpu.mig_enabled) and not all(instance.compute for instance in state.layout(gpu).instances),
         pending_mode=gpu.mig_pending not in {None, gpu.mig_enabled},
@@ -229,14 +228,6 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
             for other in state.gpus
         ),
     )
-
-
-def _daemon_on(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:
-    """Return the description of the daemon that serves a GPU; None: no daemon does."""
-    for daemon in daemons:
-        if index in {daemon.gpu_index, *daemon.gpu_indexes}:
-            return _describe_daemon(host, daemon)
-    return None
 
 
 def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
@@ -339,17 +330,18 @@ def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescr
             # A compute instance that fills its GPU instance has no size in its name.
             devices = [f"{slices}c.{name}" for slices in request.compute] or [name]
             for profile in devices * request.count:
-                device = MigDescription(
-                    profile=profile,
-                    uuid="",
-                    index=len(migs),
-                    start=request.start,
-                    memory_total_bytes=gpu_profile.memory_bytes,
-                    name=instance.name,
-                    granted=bool(instance.users),
-                    mps=None if instance.mps is None else _plain_mps(instance.mps),
+                migs.append(
+                    MigDescription(
+                        profile=profile,
+                        uuid="",
+                        index=len(migs),
+                        start=request.start,
+                        memory_total_bytes=gpu_profile.memory_bytes,
+                        name=instance.name,
+                        granted=bool(instance.users),
+                        mps=None if instance.mps is None else _plain_mps(instance.mps),
+                    )
                 )
-                migs.append(device)
     return tuple(migs)
 
 
@@ -378,14 +370,8 @@ def with_live_devices(
                     gpu=gpu.index,
                     code="not_applied",
                 )
-            devices.append(
-                replace(
-                    device,
-                    name=mig.name,
-                    granted=mig.granted,
-                    mps=_with_pipe(mig.mps, device, pipe_of),
-                )
-            )
+            mps = _with_pipe(mig.mps, device, pipe_of)
+            devices.append(replace(device, name=mig.name, granted=mig.granted, mps=mps))
         gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
     return replace(wanted, gpus=tuple(gpus))
 
@@ -394,29 +380,18 @@ def _live_devices(wanted: Sequence[MigDescription], present: Sequence[MigDescrip
     """Return for each wanted device the live one that `gpushare apply` would use; None: it does not exist yet."""
     # Slices are 0 on both sides: here the profiles have them in their names (1c.3g.40gb).
     missing = (
-        WantedDevice(
-            wish=InstanceWish(wish="", name=wish.name, mps=wish.mps),
-            profile=wish.profile,
-            start=wish.start,
-            slices=0,
-        )
+        WantedDevice(InstanceWish(wish="", name=wish.name, mps=wish.mps), wish.profile, wish.start, slices=0)
         for wish in wanted
     )
     devices = (
+        # -1: unknown, at which no device is wanted.
         PlacedDevice(
-            mig.profile,
-            # -1: unknown, at which no device is wanted.
-            -1 if mig.start is None else mig.start,
-            slices=0,
-            whole=mig.is_whole,
-            number=number,
-            name=mig.name,
-            mps=mig.mps,
+            mig.profile, -1 if mig.start is None else mig.start, 0, mig.is_whole, number, name=mig.name, mps=mig.mps
         )
         for number, mig in enumerate(present)
     )
     assigned = assign(missing, devices).devices
-    return [None if wanted.device is None else present[wanted.device.number] for wanted in assigned]
+    return [None if want.device is None else present[want.device.number] for want in assigned]
 
 
 def _with_pipe(

@@ -58,6 +58,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
             "make some: gpushare mig apply -g 0 '1g*7'",
             code="no_device",
         )
+    checks = [document for document in documents if document.name.startswith("verify-")]
     traits = host.traits
     gates = []
     if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
@@ -71,7 +72,11 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
         versions_text = f"{kubernetes} or later (1.32 or 1.33: name it with --kubernetes)"
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands(documents)),
+        # First all objects, then each verifying Deployment.
+        commands=(
+            *(f"kubectl apply -f {document.name}" for document in documents if document not in checks),
+            *verifying_commands(checks, prefix=""),
+        ),
         needs=notes("dra", "needs", traits, kubernetes=versions_text, gates=", ".join(gates)),
         lost=notes("dra", "lost", traits),
     )
@@ -106,7 +111,7 @@ def _gpu_documents(gpu: GpuDescription, version: str) -> list[Document]:
         sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": level.name.capitalize()}}
     else:
         sharing = _mps_sharing(gpu.mps or MpsWish(), f"GPU {gpu.index}")
-    return _shared_claim(name, request, _driver_parameters("GpuConfig", sharing), version)
+    return _shared_claim(name, request, {"apiVersion": GROUP, "kind": "GpuConfig", "sharing": sharing}, version)
 
 
 def _mig_documents(gpu: GpuDescription, mig: MigDescription, version: str) -> list[Document]:
@@ -124,7 +129,8 @@ def _mig_documents(gpu: GpuDescription, mig: MigDescription, version: str) -> li
     if mig.mps is None:
         # Strategy TimeSlicing has no effect on a MIG device: sharing the claim is enough.
         return _shared_claim(f"{prefix}-timeslice", request, None, version)
-    parameters = _driver_parameters("MigDeviceConfig", _mps_sharing(mig.mps, f"{mig.profile} of GPU {gpu.index}"))
+    sharing = _mps_sharing(mig.mps, f"{mig.profile} of GPU {gpu.index}")
+    parameters = {"apiVersion": GROUP, "kind": "MigDeviceConfig", "sharing": sharing}
     return _shared_claim(f"{prefix}-mps", request, parameters, version)
 
 
@@ -136,10 +142,6 @@ def _mps_sharing(mps: MpsWish, where: str) -> dict[str, Any]:
     if mps.limits.memory_limit_bytes is not None:
         config["defaultPinnedDeviceMemoryLimit"] = f"{mps.limits.memory_limit_bytes // MIB}Mi"
     return {"strategy": "MPS", **({"mpsConfig": config} if config else {})}
-
-
-def _driver_parameters(kind: str, sharing: dict[str, Any]) -> dict[str, Any]:
-    return {"apiVersion": GROUP, "kind": kind, "sharing": sharing}
 
 
 def _device_request(name: str, device_class: str, expression: str, version: str) -> dict[str, Any]:
@@ -174,11 +176,3 @@ def _shared_claim(
     asked = [{"name": "gpu", "resourceClaimName": name}]
     check = deployment(f"verify-{name}", 2, {"claims": [{"name": "gpu"}]}, resourceClaims=asked)
     return [yaml_document(f"{name}.yaml", claim), yaml_document(f"verify-{name}.yaml", check)]
-
-
-def _commands(documents: list[Document]) -> list[str]:
-    """Return the commands that apply the objects, then run each verifying Deployment."""
-    checks = [document for document in documents if document.name.startswith("verify-")]
-    return [
-        f"kubectl apply -f {document.name}" for document in documents if document not in checks
-    ] + verifying_commands(checks, prefix="")

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Priority, TimeSlice, Way
@@ -30,13 +30,27 @@ MPS_REPLICAS_OLD: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class PluginSharing:
+class NodeSharing:
     """How the plugin of one node shares: by ``strategy`` (timeSlicing, mps or None), with ``replicas`` of each resource."""
 
     strategy: str | None = None
     replicas: Mapping[str, int] = field(default_factory=dict)
     # Of the whole node: a GPU has MIG devices, which are named by their profile (MIG strategy mixed).
     mig: bool = False
+    # What the host has and the plugin cannot give.
+    lost: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def key(self) -> str:
+        """Return its key in the ConfigMap: ``timeslice-4``, ``mig-mps-8``, ``whole``."""
+        words = ["mig"] if self.mig else []
+        if self.strategy is not None:
+            words += ["mps" if self.strategy == "mps" else "timeslice", *map(str, sorted(set(self.replicas.values())))]
+        return "-".join(words) or "whole"
+
+    def capacity(self, host: HostDescription) -> dict[str, int]:
+        """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
+        return {name: number * self.replicas.get(name, 1) for name, number in device_counts(host).items()}
 
 
 def resource_of(profile: str) -> str:
@@ -44,7 +58,7 @@ def resource_of(profile: str) -> str:
     return f"{PREFIX}mig-{profile.replace('+', '.')}"
 
 
-def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
+def plugin_config(sharing: NodeSharing) -> dict[str, Any]:
     """Return the configuration file of the device plugin."""
     config: dict[str, Any] = {"version": VERSION}
     if sharing.mig:
@@ -61,7 +75,7 @@ def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
 
 
 def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None:
-    """Check the number of MPS clients as the plugin does at its start (internal/rm)."""
+    """Raise BadUsage if the plugin refuses this number of MPS clients at its start (internal/rm)."""
     # Unknown counts as a current GPU: the plugin asks the GPU itself.
     most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
     if replicas > most:
@@ -79,28 +93,6 @@ _DRA: Final = "from Kubernetes 1.32 on, gpushare export dra sets it per GPU"
 _ASSUMED: Final = (
     f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
 )
-
-
-class _GpuSharing(NamedTuple):
-    """How the plugin shares the GPUs without MIG: by which strategy, by how many replicas, and what is lost."""
-
-    strategy: str | None = None
-    replicas: int = 0
-    lost: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeSharing:
-    """The sharing of a node, its key in the ConfigMap, and what is lost."""
-
-    key: str
-    plugin: PluginSharing
-    lost: tuple[str, ...]
-
-    def capacity(self, host: HostDescription) -> dict[str, int]:
-        """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
-        replicas = self.plugin.replicas
-        return {name: number * replicas.get(name, 1) for name, number in device_counts(host).items()}
 
 
 def device_counts(host: HostDescription) -> dict[str, int]:
@@ -126,22 +118,13 @@ def sharing_of_node(host: HostDescription) -> NodeSharing:
         _check_mig(host, plain)
     shared = _share_plain_gpus(plain)
     mig_replicas = _replicas_by_resource(host)
-    # Inside MIG devices there is only time-slicing; beside MPS `_check_mig` refuses it.
-    strategy = shared.strategy or ("timeSlicing" if mig_replicas else None)
-    replicas = {_GPU: shared.replicas, **mig_replicas} if shared.replicas else mig_replicas
-    return NodeSharing(
-        key=_config_key(strategy, replicas.values(), mig=has_mig),
-        plugin=PluginSharing(strategy=strategy, replicas=replicas, mig=has_mig),
-        lost=shared.lost,
+    return replace(
+        shared,
+        # Inside MIG devices there is only time-slicing; beside MPS `_check_mig` refuses it.
+        strategy=shared.strategy or ("timeSlicing" if mig_replicas else None),
+        replicas={**shared.replicas, **mig_replicas},
+        mig=has_mig,
     )
-
-
-def _config_key(strategy: str | None, replicas: Iterable[int], *, mig: bool) -> str:
-    """Return the name of a sharing in the ConfigMap: ``timeslice-4``, ``mig-mps-8``, ``whole``."""
-    words = ["mig"] if mig else []
-    if strategy is not None:
-        words += ["mps" if strategy == "mps" else "timeslice", *map(str, sorted(set(replicas)))]
-    return "-".join(words) or "whole"
 
 
 def _check_default_slices(host: HostDescription) -> None:
@@ -180,10 +163,10 @@ def _sharing_text(gpu: GpuDescription) -> str:
     return f"{gpu.sharing.value}{replicas}{limits_text}"
 
 
-def _share_plain_gpus(gpus: Sequence[GpuDescription]) -> _GpuSharing:
+def _share_plain_gpus(gpus: Sequence[GpuDescription]) -> NodeSharing:
     """Return how the plugin shares the GPUs without MIG, which the host shares alike."""
     if not gpus or gpus[0].sharing is Way.EXCLUSIVE:
-        return _GpuSharing()
+        return NodeSharing()
     first = gpus[0]
     if first.replicas is not None and first.replicas < 2:
         raise BadUsage(
@@ -195,13 +178,13 @@ def _share_plain_gpus(gpus: Sequence[GpuDescription]) -> _GpuSharing:
         # Each GPU is checked: models differ in their number of clients, and so in what an equal part is.
         shared = [_share_by_mps(gpu, gpu.mps or MpsWish()) for gpu in gpus]
         return shared[0]
-    lost = "isolation of memory and faults: under time-slicing one program can take all the memory of a GPU"
+    lost = ["isolation of memory and faults: under time-slicing one program can take all the memory of a GPU"]
     if first.replicas is None:
-        return _GpuSharing("timeSlicing", DEFAULT_REPLICAS, (_ASSUMED, lost))
-    return _GpuSharing("timeSlicing", first.replicas, (lost,))
+        lost.insert(0, _ASSUMED)
+    return NodeSharing(strategy="timeSlicing", replicas={_GPU: first.replicas or DEFAULT_REPLICAS}, lost=tuple(lost))
 
 
-def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
+def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> NodeSharing:
     """Return how the plugin shares a GPU by MPS: it gives each client an equal part, and can set no other limits.
 
     Raises:
@@ -230,7 +213,7 @@ def _share_by_mps(gpu: GpuDescription, mps: MpsWish) -> _GpuSharing:
         )
     if mps.limits.priority is Priority.LOW:
         lost.append("low priority: the plugin sets no priority")
-    return _GpuSharing("mps", clients, tuple(lost))
+    return NodeSharing(strategy="mps", replicas={_GPU: clients}, lost=tuple(lost))
 
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
@@ -276,11 +259,7 @@ LOOP: Final = "while /cuda-samples/vectorAdd; do sleep 1; done; exit 1"
 _NAMESPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
-def operator_export(
-    host: HostDescription,
-    *,
-    namespace: str = "gpu-operator",
-) -> Export:
+def operator_export(host: HostDescription, *, namespace: str = "gpu-operator") -> Export:
     """Return the documents that make a cluster share the GPUs of this node as the host does now."""
     if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
         raise BadUsage(
@@ -289,14 +268,14 @@ def operator_export(
             code="bad_namespace",
         )
     sharing = sharing_of_node(host)
-    traits = host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())
+    traits = host.traits | ({"plugin-mps"} if sharing.strategy == "mps" else set())
     # For nodes without a label, and for this node.
-    unshared = PluginSharing(mig=sharing.plugin.mig)
-    data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))}
+    unshared = NodeSharing(mig=sharing.mig)
+    data = {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing))}
     documents = [
         _config_map_document("device-plugin-config.yaml", PLUGIN_MAP, namespace, data),
-        *([_mig_map(host, namespace)] if sharing.plugin.mig else []),
-        _policy_patch(has_mig=sharing.plugin.mig),
+        *([_mig_map(host, namespace)] if sharing.mig else []),
+        _policy_patch(has_mig=sharing.mig),
         *verification(host, sharing),
     ]
     return Export(
@@ -337,7 +316,7 @@ def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     checks = []
     for name, devices in device_counts(host).items():
-        pods = devices + (1 if name in sharing.plugin.replicas else 0)
+        pods = devices + (1 if name in sharing.replicas else 0)
         checks.append(verifying_deployment(name, pods, {CONFIG_LABEL: sharing.key}))
     return checks
 
@@ -377,13 +356,13 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
     lines = [f"kubectl apply {kept} -f device-plugin-config.yaml"]
-    if sharing.plugin.mig:
+    if sharing.mig:
         lines.append("kubectl apply -f mig-parted-config.yaml")
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )
     lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
-    if sharing.plugin.mig:
+    if sharing.mig:
         # The state of an earlier layout would end the wait at once.
         lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
         lines.append(f"kubectl label node {node} nvidia.com/mig.config={containers.layout_name(host)} --overwrite")
@@ -392,7 +371,7 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
             f"node/{node} --timeout=15m"
         )
     sets = ["nvidia-device-plugin-daemonset", "gpu-feature-discovery"]
-    if sharing.plugin.strategy == "mps":
+    if sharing.strategy == "mps":
         # Reads the same configuration (assets/state-mps-control-daemon).
         sets.append("nvidia-device-plugin-mps-control-daemon")
     lines += [

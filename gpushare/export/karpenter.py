@@ -71,9 +71,9 @@ def node_pool_export(
     requirements = _node_requirements(host, instance_type)
     capacity = sharing.capacity(host)
     # Karpenter itself counts whole GPUs: those need no alpha feature.
-    overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
+    overlaid = bool(sharing.replicas) or any(gpu.mig for gpu in host.gpus)
     labels = {k8s.CONFIG_LABEL: sharing.key}
-    if sharing.plugin.mig:
+    if sharing.mig:
         labels["nvidia.com/mig.config"] = layout_name(host)
     # As many pods as the nodes have shares: all must run.
     shares = {resource: number * (max_nodes or 1) for resource, number in capacity.items()}
@@ -92,7 +92,7 @@ def node_pool_export(
         "unnamed": cluster is None and not (role and tags),
         "latest": ami.endswith("@latest"),
         "overlaid": overlaid,
-        "plugin-replicas": bool(sharing.plugin.replicas),
+        "plugin-replicas": bool(sharing.replicas),
         "any-type": instance_type is None,
         "unbounded": max_nodes is None,
     }

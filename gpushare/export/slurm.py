@@ -26,11 +26,11 @@ def _prolog(host: HostDescription, *, by_nvml: bool) -> str:
     numbered = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
     mps_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.MPS}
     shard_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.TIMESLICE}
-    limits = ""
-    for gpu in host.gpus:
-        limit = None if gpu.mps is None else gpu.mps.limits.memory_limit_bytes
-        if gpu.sharing is Way.MPS and limit is not None:
-            limits += f"    {gpu.uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n"
+    limits = "".join(
+        f"    {gpu.uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n"
+        for gpu in host.gpus
+        if gpu.mps is not None and (limit := gpu.mps.limits.memory_limit_bytes) is not None
+    )
     return _rendered_script(
         "prolog",
         CASES=_uuid_cases(mps_uuids),
@@ -56,7 +56,7 @@ def _rendered_script(name: str, **values: str) -> str:
     return rendered(f"slurm-{name}.sh", STATE=STATE, COMMON=common, **values)
 
 
-DETECTIONS: Final = ("nvml", "off")
+_SCRIPTS: Final = "gpushare-prolog.sh gpushare-epilog.sh gpushare-task-prolog.sh"
 # 100 per GPU: Slurm gives a job max(1, asked * 100 / Count) percent of the threads.
 MPS_COUNT: Final = 100
 _SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
@@ -67,7 +67,7 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
 
     ``autodetect`` nvml lets slurmd find GPUs and MIG devices (the default with MIG); off lists every device.
     """
-    if autodetect not in {None, *DETECTIONS}:
+    if autodetect not in {None, "nvml", "off"}:
         raise BadUsage(
             f"'{str(autodetect)[:40]}' is not a way to detect GPUs", "give nvml or off", code="bad_autodetect"
         )
@@ -93,7 +93,15 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     files = [f"/dev/nvidia{device.gpu.minor}" for device in slurm_order(host, by_nvml=False)]
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands(with_mps=with_mps)),
+        commands=(
+            "sudo install -m 644 gres.conf /etc/slurm/gres.conf",
+            *([f"sudo install -m 755 -t /etc/slurm {_SCRIPTS}"] if with_mps else []),
+            "put slurm.conf.lines into slurm.conf (GresTypes, SelectType, TaskPlugin and Prolog may already be there: merge them)",
+            "put cgroup.conf.lines into /etc/slurm/cgroup.conf",
+            "sudo slurmd -G",
+            "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
+            "scontrol show node, and look for Gres=",
+        ),
         needs=notes("slurm", "needs", traits, files=", ".join(dict.fromkeys(files))),
         lost=notes("slurm", "lost", traits, replicas=DEFAULT_REPLICAS),
     )
@@ -223,11 +231,8 @@ def _device_lines(gpu: GpuDescription) -> list[str]:
                 gpu=gpu.index,
                 code="no_capabilities",
             )
-        nodes = [
-            f"/dev/nvidia{gpu.minor}",
-            *(f"/dev/nvidia-caps/nvidia-cap{capability}" for capability in mig.capabilities),
-        ]
-        lines.append(f"Name=gpu Type={type_of(gpu, mig)} MultipleFiles={','.join(nodes)}")
+        nodes = (f",/dev/nvidia-caps/nvidia-cap{capability}" for capability in mig.capabilities)
+        lines.append(f"Name=gpu Type={type_of(gpu, mig)} MultipleFiles=/dev/nvidia{gpu.minor}{''.join(nodes)}")
     return lines
 
 
@@ -236,13 +241,10 @@ def _slurm_conf_lines(host: HostDescription, *, by_nvml: bool) -> str:
     types = _count_types(_devices_by_minor(host, by_nvml=by_nvml))
     mps = sum(MPS_COUNT for gpu in host.gpus if gpu.sharing is Way.MPS)
     shards = sum(gpu.replicas or DEFAULT_REPLICAS for gpu in host.gpus if gpu.sharing is Way.TIMESLICE)
-    shared = []
-    if mps:
-        shared.append(f"mps:{mps}")
-    if shards:
-        shared.append(f"shard:{shards}")
-    names = ["gpu", *(gres.partition(":")[0] for gres in shared)]
-    gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in types.items()), *shared])
+    shared = {name: number for name, number in (("mps", mps), ("shard", shards)) if number}
+    names = ["gpu", *shared]
+    typed = {f"gpu:{kind}": number for kind, number in types.items()}
+    gres = ",".join(f"{name}:{number}" for name, number in {**typed, **shared}.items())
     lines = ["# Written by gpushare: put these lines into slurm.conf, the same on every node."]
     lines.append(f"GresTypes={','.join(names)}")
     if shared:
@@ -270,16 +272,3 @@ def _slurm_conf_lines(host: HostDescription, *, by_nvml: bool) -> str:
         lines += ["# Keep the order of the types: the numbers in the prolog follow it."]
     lines += [f"NodeName={host.node or 'NODE'} Gres={gres}"]
     return "\n".join(lines) + "\n"
-
-
-def _commands(*, with_mps: bool) -> list[str]:
-    scripts = "gpushare-prolog.sh gpushare-epilog.sh gpushare-task-prolog.sh"
-    return [
-        "sudo install -m 644 gres.conf /etc/slurm/gres.conf",
-        *([f"sudo install -m 755 -t /etc/slurm {scripts}"] if with_mps else []),
-        "put slurm.conf.lines into slurm.conf (GresTypes, SelectType, TaskPlugin and Prolog may already be there: merge them)",
-        "put cgroup.conf.lines into /etc/slurm/cgroup.conf",
-        "sudo slurmd -G",
-        "sudo systemctl restart slurmctld; on the node: sudo systemctl restart slurmd",
-        "scontrol show node, and look for Gres=",
-    ]

@@ -43,7 +43,8 @@ def units_export(
     _check_unit_path("--at-boot", file, "/etc/gpushare.yaml")
     mps_units = [
         Document(name=unit_name(device.uuid), text=_mps_unit(device, mps, program), kind="unit")
-        for device in _devices(host)
+        for gpu in host.gpus
+        for device in (ExportedDevice(gpu=gpu, mig=mig) for mig in (None, *gpu.mig))
         if (mps := device.mps) is not None
     ]
     host_text = _host_unit(host, program, file, [unit.name for unit in mps_units])
@@ -79,25 +80,12 @@ def _check_unit_path(option: str, path: str, example: str) -> None:
         )
 
 
-def _devices(host: HostDescription) -> list[ExportedDevice]:
-    """Return the GPUs of a host, each with its MIG devices after it."""
-    return [ExportedDevice(gpu=gpu, mig=mig) for gpu in host.gpus for mig in (None, *gpu.mig)]
-
-
-def _gpus_to_enable_first(host: HostDescription) -> list[str]:
-    """Return the GPUs whose MIG mode must be on before the file is applied.
-
-    A driver before 580 lists profiles only while MIG is on, and on Hopper it is off after a reboot.
-    """
-    major = (host.driver or "").partition(".")[0]
-    if not major.isdecimal() or int(major) >= 580:
-        return []
-    return [gpu.uuid for gpu in host.gpus if gpu.sharing is Way.MIG]
-
-
 def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:
     """Return the unit that applies the file at boot, before Docker, Kubernetes, Slurm and the units ``after`` it start."""
-    enabled = ",".join(_gpus_to_enable_first(host))
+    # A driver before 580 lists profiles only while MIG is on, and on Hopper it is off after a reboot.
+    major = (host.driver or "").partition(".")[0]
+    needs_mode = major.isdecimal() and int(major) < 580
+    enabled = ",".join(gpu.uuid for gpu in host.gpus if needs_mode and gpu.sharing is Way.MIG)
     enable = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {enabled} --yes\n"
     return rendered(
         HOST_UNIT,
@@ -154,13 +142,12 @@ def _ready_arguments(mps: MpsWish) -> str:
 
 
 def _commands(names: list[str]) -> list[str]:
-    units = [name for name in names if name.endswith(".service")]
-    lines = [f"sudo install -m 644 -t /etc/systemd/system {' '.join(units)}"]
-    if READY in names:
-        lines.append(f"sudo install -D -m 755 {READY} {READY_PATH}")
+    """Return the commands that install these files, and start the units among them."""
+    units = " ".join(name for name in names if name.endswith(".service"))
     return [
-        *lines,
+        f"sudo install -m 644 -t /etc/systemd/system {units}",
+        *([f"sudo install -D -m 755 {READY} {READY_PATH}"] if READY in names else []),
         "sudo systemctl daemon-reload",
-        f"sudo systemctl enable --now {' '.join(units)}",
-        f"systemctl status {' '.join(units)}",
+        f"sudo systemctl enable --now {units}",
+        f"systemctl status {units}",
     ]

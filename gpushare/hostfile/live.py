@@ -199,7 +199,7 @@ class PlacedDevice(NamedTuple):
         return f"{'' if self.whole else f'{self.slices}c.'}{self.profile}:{self.start}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WantedDevice:
     """One MIG device of the file, and the device assigned to it (None: there is none yet)."""
 

@@ -92,13 +92,6 @@ class _Wish(NamedTuple):
     decision: Decision | None
 
 
-class _Listed(NamedTuple):
-    """What NVML lists of a process: its GPUs, and whether it is under MPS."""
-
-    gpus: frozenset[int] = frozenset()
-    mps: bool = False
-
-
 @dataclass(frozen=True)
 class Policy:
     """The rules of a host, with the ids of the users and groups that they name."""
@@ -167,11 +160,6 @@ class _Process:
     wait: float = _FIRST_CHECK_SECONDS
 
     @property
-    def owner(self) -> int:
-        """Return the user whose time the work on it counts for."""
-        return -1 if self.origin.uid is None else self.origin.uid
-
-    @property
     def kept(self) -> KeptProcess | None:
         """Return what is set on it, for the record; None: nothing is."""
         if not self.slices or self.channels is None:
@@ -198,7 +186,7 @@ class Keeper:
         self._gpus: dict[int, Gpu] = {}
         self._processes: dict[int, _Process] = {}
         # The seconds of work that each user's processes took lately, and when they were halved last, so that old work is forgotten.
-        self._spent: dict[int, float] = {}
+        self._spent: dict[int | None, float] = {}
         self._forgotten_at = clock()
         # What has happened in this look.
         self._events: list[Event] = []
@@ -242,10 +230,10 @@ class Keeper:
             if not due:
                 break
             # Of those that are due, one of the user who took the least time.
-            process = min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due))
-            began = self._clock()
+            process = min(due, key=lambda process: (self._spent.get(process.origin.uid, 0.0), process.due))
+            uid, began = process.origin.uid, self._clock()
             self._work(process)
-            self._spent[process.owner] = self._spent.get(process.owner, 0.0) + self._clock() - began
+            self._spent[uid] = self._spent.get(uid, 0.0) + self._clock() - began
         return self._events
 
     def _update_processes(self) -> None:
@@ -274,9 +262,9 @@ class Keeper:
         if any(process.slices for process in ended):
             self._try_to_write()
 
-    def _listed_processes(self) -> tuple[dict[int, _Listed], set[int]]:
-        """Return the compute processes by PID, and the GPUs that do not answer."""
-        listed: dict[int, _Listed] = {}
+    def _listed_processes(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
+        """Return of each compute process its GPUs and whether it is under MPS, and the GPUs that do not answer."""
+        listed: dict[int, tuple[frozenset[int], bool]] = {}
         silent_gpus = set()
         for index in self._gpus:
             try:
@@ -286,8 +274,8 @@ class Keeper:
                 continue
             for process in processes:
                 if process.compute or process.mps:
-                    earlier = listed.get(process.pid, _Listed())
-                    listed[process.pid] = _Listed(earlier.gpus | {index}, earlier.mps or process.mps)
+                    gpus, mps = listed.get(process.pid, (frozenset(), False))
+                    listed[process.pid] = gpus | {index}, mps or process.mps
         return listed, silent_gpus
 
     def _renew_origin(self, process: _Process) -> None:
@@ -486,7 +474,7 @@ class Keeper:
                 if self._clock() >= end:
                     break
                 put_back = _put_back(self._host, self._control, kept)
-                if _is_incomplete(put_back) and self._lives(process):
+                if any(event.kind == "skipped" for event in put_back) and self._lives(process):
                     failed[process.pid] = put_back
                     continue
                 failed.pop(process.pid, None)
@@ -519,22 +507,30 @@ def _skipped_event(pid: int, uid: int | None, error: GpushareError) -> Event:
     return Event(kind="skipped", pid=pid, user=_user_of(uid), why=reason, code=error.code)
 
 
-def _is_incomplete(put_back: Sequence[Event]) -> bool:
-    """Return whether a slice could not be restored, by the events of `_put_back`."""
-    return any(event.kind == "skipped" for event in put_back)
-
-
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
-    """Restore each group of a process that still has the slice that was set; return what happened."""
+    """Restore each group of a process that still has the slice that was set; return what happened.
+
+    A ``skipped`` event: not all could be restored.
+    """
     groups = {group.key: group for group in kept.channels.groups}
     restored: set[tuple[int, int]] = set()
     try:
         with slices_locked(host):
             for slices in kept.slices:
-                group = groups.get(slices.key)
+                if slices.key not in groups:
+                    continue
+                channels = replace(kept.channels, groups=(groups[slices.key],))
                 # Its context, or the process, may have ended.
                 with contextlib.suppress(NotFound):
-                    restored |= set() if group is None else _restore_group(host, control, kept, group, slices)
+                    (current,) = control.read_slices(channels)
+                    # One that another program has set since stays. An earlier try may have restored it, and failed to note it.
+                    if current not in {slices.before, slices.now, slices.last}:
+                        continue
+                    if current != slices.before:
+                        control.set_slice(channels, slices.before)
+                    note_restored(host, kept.pid, kept.started, slices.before)
+                    if current != slices.before:
+                        restored.add((current, slices.before))
     except GpushareError as error:
         return [_skipped_event(kept.pid, kept.uid, error)]
     user = _user_of(kept.uid)
@@ -542,24 +538,6 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
         Event(kind="restored", pid=kept.pid, user=user, before_us=current, slice_us=before)
         for current, before in sorted(restored)
     ]
-
-
-def _restore_group(
-    host: Host, control: ChannelControl, kept: KeptProcess, group: Group, slices: KeptSlice
-) -> set[tuple[int, int]]:
-    """Restore the slice of a group; return the one until now and the one from before, if it was changed.
-
-    The caller holds the lock of slices.
-    """
-    channels = replace(kept.channels, groups=(group,))
-    (current,) = control.read_slices(channels)
-    # A slice that another program has set since stays. An earlier try may have restored it, and then failed to note it.
-    if current not in {slices.before, slices.now, slices.last}:
-        return set()
-    if current != slices.before:
-        control.set_slice(channels, slices.before)
-    note_restored(host, kept.pid, kept.started, slices.before)
-    return {(current, slices.before)} if current != slices.before else set()
 
 
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------
@@ -697,12 +675,8 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
 def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
     """Return the rule for one process on a GPU, and why it would not be applied."""
     info = host.processes.describe(pid)
-    verdict = Verdict(
-        pid=pid,
-        user=_user_of(origin.uid),
-        name=None if info is None else info.name,
-        gpu=gpu.index,
-    )
+    name = None if info is None else info.name
+    verdict = Verdict(pid=pid, user=_user_of(origin.uid), name=name, gpu=gpu.index)
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     if decision is None:
         return verdict
@@ -743,16 +717,11 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
             slices = _slices_on(host, control, verdict.pid, uuids[verdict.gpu])
             wrong = [slice_us for slice_us in slices if _deviates(slice_us, verdict)]
             if wrong:
-                rows.append(
-                    Deviation(
-                        pid=verdict.pid,
-                        user=verdict.user,
-                        gpu=verdict.gpu,
-                        rule=verdict.rule,
-                        found_us=wrong[0],
-                        wanted_us=verdict.slice_us,
-                    )
+                pid, user, gpu = verdict.pid, verdict.user, verdict.gpu
+                row = Deviation(
+                    pid=pid, user=user, gpu=gpu, rule=verdict.rule, found_us=wrong[0], wanted_us=verdict.slice_us
                 )
+                rows.append(row)
     return rows
 
 

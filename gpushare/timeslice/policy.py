@@ -18,7 +18,7 @@ from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
 from gpushare.host.smi import parse_level, set_argv
 from gpushare.host.store import Kept, RecordStore, any_lives
-from gpushare.mps.daemons import FoundDaemon, find_daemons
+from gpushare.mps.daemons import find_daemons
 from gpushare.plan import Plan, Step, carry_out, one_plan, roll_back, setting_step
 
 NO_MILLISECONDS: Final = (
@@ -42,10 +42,17 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     """Return the plan that sets a level on whole GPUs, as NVIDIA's DRA driver does it.
 
     Compute mode DEFAULT first if another one is set (an exclusive GPU is never time-sliced), then the policy by UUID;
-    both are read back.
+    both are read back. With ``beside_mps`` a daemon of gpushare may serve a GPU that is not exclusive.
     """
     _refuse_instances(devices)
-    _refuse_mps(host, devices, beside_mps=beside_mps)
+    for index in _served_by_mps(host, devices):
+        if not beside_mps or host.nvml.compute_mode(index) is ComputeMode.EXCLUSIVE_PROCESS:
+            raise InUse(
+                f"GPU {index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
+                f"stop it first: gpushare mps stop -g {index}",
+                gpu=index,
+                code="mps_in_force",
+            )
     levels = host.policy.read()
     steps: list[Step] = []
     notes = [NO_MILLISECONDS]
@@ -57,7 +64,7 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
         # It also restores the compute mode.
         undo = "reset"
         if before not in {None, TimeSlice.DEFAULT} and _mode_before_set(host, device) is None:
-            undo = f"set {before.title}{' --beside-mps' if beside_mps else ''}"
+            undo = f"set {before.title}"
         selectors_by_undo.setdefault(undo, []).append(device.selector)
     return Plan(
         title=f"time-slice level {level.title} on {', '.join(device.title for device in devices)}",
@@ -79,12 +86,9 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         mode = _mode_before_set(host, device)
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
-            is_served = bool(_daemons_on(host, [device]))
-            mode_after = host.nvml.compute_mode(device.gpu.index) if mode is None else mode
-            # Beside a daemon no level can be set on an exclusive GPU.
-            if before is not None and not (is_served and mode_after is ComputeMode.EXCLUSIVE_PROCESS):
-                beside = " --beside-mps" if is_served else ""
-                undo = f"gpushare timeslice set {before.title} -g {device.selector}{beside}"
+            # Beside a daemon `timeslice set` refuses.
+            if before is not None and not _served_by_mps(host, [device]):
+                undo = f"gpushare timeslice set {before.title} -g {device.selector}"
         if mode is not None:
             steps.append(_mode_step(host, device, mode, restores=True))
         restored = "" if mode is None else f", compute mode {mode.title}"
@@ -199,7 +203,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, restores: bool)
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
     recorded = _mode_before_set(host, device)
-    # If this step has not changed the record, the undo leaves it alone: another gpushare may have written it meanwhile.
+    # The undo puts back only a record that this step has changed: another gpushare may have written it meanwhile.
     has_changed_record = False
 
     def act() -> None:
@@ -241,26 +245,10 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
             )
 
 
-def _refuse_mps(host: Host, devices: Sequence[Device], *, beside_mps: bool) -> None:
-    """Raise InUse if an MPS daemon of gpushare serves one of the GPUs, with ``beside_mps`` only if the GPU is exclusive."""
-    for found in _daemons_on(host, devices):
-        index = found.daemon.gpu_index or 0
-        is_exclusive = host.nvml.compute_mode(index) is ComputeMode.EXCLUSIVE_PROCESS
-        if beside_mps and not is_exclusive:
-            continue
-        raise InUse(
-            f"GPU {index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",
-            f"stop it first: gpushare mps stop -g {index}; on a GPU that is not exclusive-process the level can be set "
-            "beside it: --beside-mps",
-            gpu=index,
-            code="mps_in_force",
-        )
-
-
-def _daemons_on(host: Host, devices: Sequence[Device]) -> list[FoundDaemon]:
-    """Return the live MPS daemons of gpushare on GPUs and on their instances."""
+def _served_by_mps(host: Host, devices: Sequence[Device]) -> list[int]:
+    """Return the indexes of those GPUs that live MPS daemons of gpushare serve, or an instance of them."""
     return [
-        found
+        found.daemon.gpu_index
         for found in find_daemons(host, [device.gpu for device in devices], deep=False)
         if found.daemon.ours and found.daemon.error is None and found.daemon.gpu_index is not None
     ]

@@ -432,7 +432,7 @@ def plan_restore(
         act = partial(restore_slice, host, control, channels)
         steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
         restored |= {value for value in earlier if value is not None}
-    restored_text = ", ".join(format_slice(value) for value in sorted(restored))
+    restored_text = ", ".join(map(format_slice, sorted(restored)))
     return Plan(
         title=f"time-slice {restored_text or 'as before'} for {title}",
         steps=tuple(steps),

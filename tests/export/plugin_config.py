@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import jsonschema
 
-from gpushare.export.k8s import PREFIX, VERSION, PluginSharing
+from gpushare.export.k8s import PREFIX, VERSION, NodeSharing
 
 _LABEL: Final = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 # A resource also has `devices` and `rename`, which the plugin ignores; and it drops what it does not know.
@@ -55,12 +55,12 @@ SCHEMA: Final = {
 }
 
 
-def from_config(raw: dict[str, Any]) -> PluginSharing:
+def from_config(raw: dict[str, Any]) -> NodeSharing:
     """Return what a configuration file says about sharing. Raises ValidationError: the plugin does not take it so."""
     jsonschema.validate(raw, {"type": "object", **SCHEMA})
     mig = raw.get("flags", {}).get("migStrategy") == "mixed"
     for strategy, block in raw.get("sharing", {}).items():
         replicas = {each["name"]: each["replicas"] for each in block["resources"]}
         assert len(replicas) == len(block["resources"]), "a resource stands twice"
-        return PluginSharing(strategy=strategy, replicas=replicas, mig=mig)
-    return PluginSharing(mig=mig)
+        return NodeSharing(strategy=strategy, replicas=replicas, mig=mig)
+    return NodeSharing(mig=mig)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jsonschema import ValidationError
 
 from gpushare.base.errors import BadUsage
-from gpushare.export.k8s import PluginSharing, check_mps, plugin_config, resource_of
+from gpushare.export.k8s import NodeSharing, check_mps, plugin_config, resource_of
 from gpushare.inputs import yaml_text
 from tests.export.plugin_config import from_config
 
@@ -44,7 +44,7 @@ NAMES = st.sampled_from(["gpu", "mig-1g.5gb", "mig-1g.10gb.me", "mig-7g.80gb"]).
     mig=st.booleans(),
 )
 def test_what_is_written_is_read_back(strategy: str, replicas: dict[str, int], mig: bool) -> None:
-    shared = PluginSharing(strategy=strategy, replicas=replicas, mig=mig and strategy != "mps")
+    shared = NodeSharing(strategy=strategy, replicas=replicas, mig=mig and strategy != "mps")
     written = yaml.safe_load(yaml_text(plugin_config(shared)))
     assert from_config(written) == shared
     # Under time-slicing more than one replica gives a program no more: the plugin allows that by default.

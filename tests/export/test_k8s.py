@@ -146,7 +146,7 @@ def test_mig_shared_beside_shared_gpus() -> None:
     mixed = host(gpu(0, Way.MIG, mig=(mig(0, replicas=2), mig(1, replicas=2))), gpu(1, replicas=3))
     sharing = sharing_of_node(mixed)
     assert sharing.key == "mig-timeslice-2-3"
-    assert sharing.plugin.replicas == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
+    assert sharing.replicas == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
     assert sharing.capacity(mixed) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 4}
     assert check_kubernetes(operator_export(mixed)) == 4
 
@@ -225,7 +225,7 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
         assert error.hint
         return
     read = plugin(found, sharing.key)
-    assert read == sharing.plugin
+    assert read == sharing
     # Never another way of sharing than the host's, and the same one for all its GPUs.
     assert {one["sharing"] for one in kinds} == {
         {None: Way.EXCLUSIVE, "mps": Way.MPS, "timeSlicing": Way.TIMESLICE}[read.strategy]

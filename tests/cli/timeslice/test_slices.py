@@ -139,7 +139,6 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
         (("2", "PID"), "bad_combination", 2),
         (("500us",), "no_job_named", 2),
         (("500us", "PID", "-g", "0"), "bad_combination", 2),
-        (("500us", "PID", "--beside-mps"), "bad_combination", 2),
         (("500us", "nobody"), "no_job", 6),
         (("500us", "999999"), "no_job", 6),
         (("500us", "1nobody"), "bad_name", 2),

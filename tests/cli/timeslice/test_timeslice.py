@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from gpushare.base.errors import InUse
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device
 from gpushare.host.smi import ComputePolicy
 from gpushare.timeslice.policy import plan_level
 from tests.cli.drive import Cli, Refused, World
+from tests.errors import fails
 
 TWO = "sim:2xh200"
 
@@ -135,9 +137,7 @@ def test_beside_mps(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     message = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
     assert "gpushare mps stop -g 0" in message
-    assert "--beside-mps" in message
-    cli("timeslice", "set", "short", "--beside-mps").ok()
-    assert world.state.gpus[0].time_slice == 1
+    assert world.state.gpus[0].time_slice == 0
     # A dead daemon is no hindrance, and none is none.
     world.send(world.state.daemons[0].pid, 9)
     cli("timeslice", "set", "medium").ok()
@@ -191,16 +191,20 @@ def test_show_of_each_output(cli: Cli) -> None:
         assert "default" in cli("timeslice", "show", host=TWO, output=form).ok().out
 
 
-def test_a_reset_beside_an_exclusive_daemon_prints_no_undo_that_is_refused(cli: Cli) -> None:
+def test_a_reset_beside_a_daemon_prints_no_undo_that_is_refused(cli: Cli) -> None:
     cli("timeslice", "set", "short").ok()
-    cli("mps", "start", "--exclusive").ok()
+    cli("mps", "start").ok()
     assert "undo" not in cli("timeslice", "reset").ok().out
 
 
-def test_no_level_beside_an_exclusive_daemon(refused: Refused, cli: Cli, world: World) -> None:
+def test_bench_sets_no_level_beside_an_exclusive_daemon(cli: Cli, world: World) -> None:
+    device = Device(gpu=world.host.nvml.gpu(0))
+    cli("mps", "start").ok()
+    assert plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True).steps
+    cli("mps", "stop").ok()
     cli("mps", "start", "--exclusive").ok()
-    refused("timeslice", "set", "short", "--beside-mps", code="mps_in_force", exit_code=19)
-    assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
+    with fails(InUse, "mps_in_force"):
+        plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True)
 
 
 @pytest.mark.parametrize(
