@@ -107,6 +107,13 @@ def parse_memory(text: str) -> int | None:
     return int(match.group(1)) * unit
 
 
+def _is_memory_limit(printed: str | None, size_bytes: int | None) -> bool:
+    """Return whether a printed memory limit is this one (None: no limit): exact, or floored to G, as 535 to 580 print it."""
+    if size_bytes is None:
+        return printed is None or parse_memory(printed) == 0
+    return printed in {mps_memory(size_bytes), mps_memory_readback(size_bytes)}
+
+
 def _memory_in(lines: Iterable[str]) -> int | None:
     """Return the memory limit in a reply, told from PIDs by its form; None: none is printed."""
     return next((limit for limit in map(parse_memory, lines) if limit is not None), None)
@@ -165,12 +172,12 @@ def _setting_command(verb: str, setting: str, server: int | None, *values: str) 
     return " ".join((name, *values))
 
 
-def _set_threads_command(percent: float, server: int | None = None) -> str:
+def _set_threads_command(percent: float, server: int | None) -> str:
     """Return the command that sets the active thread percentage of a server, or the default."""
     return _setting_command("set", "active_thread_percentage", server, mps_percentage(percent))
 
 
-def _set_memory_command(size_bytes: int | None, server: int | None = None) -> str:
+def _set_memory_command(size_bytes: int | None, server: int | None) -> str:
     """Return the command that sets the pinned memory limit of a server, or the default; None removes it."""
     size = "0G" if size_bytes is None else mps_memory(size_bytes)
     return _setting_command("set", "device_pinned_mem_limit", server, DEVICE, size)
@@ -299,15 +306,6 @@ class MpsControl:
             )
         return reply
 
-    def tell(self, command: str, *, timeout: float = _TIMEOUT) -> str:
-        """Send a command that may not arrive twice, or that ends the daemon; return what the daemon prints. Errors as `ask`.
-
-        It has no closing question, and is sent again only if it certainly did not arrive.
-        """
-        done = self._talk(f"{command}\n", timeout, lambda done: _CANNOT_SEND in done.stderr)
-        self._check_reply(done, command)
-        return done.stdout
-
     def _talk(self, stdin: str, timeout: float, is_dropped: Callable[[Completed], bool]) -> Completed:
         """Hold a conversation with the daemon, again while it is dropped and there is time, and return the last one.
 
@@ -388,13 +386,9 @@ class MpsControl:
         """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
         self.ask(_set_memory_command(size_bytes, server))
         held = self.memory(server)
-        wanted = None if size_bytes is None else mps_memory(size_bytes)
-        # Also right: 0G for none, and floored to G, as 535 to 580 print.
-        if size_bytes is None and parse_memory(held or "") == 0:
-            return
-        if size_bytes is not None and held == mps_memory_readback(size_bytes):
-            return
-        self._check_limit_held("pinned memory limit", held, wanted)
+        if not _is_memory_limit(held, size_bytes):
+            wanted = None if size_bytes is None else mps_memory(size_bytes)
+            self._check_limit_held("pinned memory limit", held, wanted)
 
     def priority(self) -> Priority | None:
         return _priority_in(self.ask("get_default_client_priority").strip())
@@ -410,15 +404,13 @@ class MpsControl:
         A memory limit from 1 GiB up is compared in whole GiB: the daemon prints no more.
         """
         threads, memory = limits.threads_percent, limits.memory_limit_bytes
+        sets_memory = memory is not None or limits.no_memory_limit
         if limits.priority is not None and self.priority() is not limits.priority:
             return False
         for server in (None, *servers):
             if threads is not None and self.threads(server) != round(threads, 1):
                 return False
-            held = self.memory(server)
-            if memory is not None and held not in {mps_memory_readback(memory), mps_memory(memory)}:
-                return False
-            if limits.no_memory_limit and held is not None and parse_memory(held) != 0:
+            if sets_memory and not _is_memory_limit(self.memory(server), memory):
                 return False
         return True
 
@@ -507,14 +499,14 @@ class MpsControl:
         return parse_ps(printed)
 
     def quit(self, *, force: bool = False) -> None:
-        """Tell the daemon to end; with ``force`` it ends its servers after a second.
+        """Tell the daemon to end; with ``force`` it ends its servers after a second. Errors as `ask`.
 
         The exit code proves nothing: wait until the process is gone.
         """
-        if force:
-            self.tell("quit -t 1", timeout=_FORCED_QUIT_SECONDS)
-        else:
-            self.tell("quit", timeout=_QUIT_SECONDS)
+        command, timeout = ("quit -t 1", _FORCED_QUIT_SECONDS) if force else ("quit", _QUIT_SECONDS)
+        # Without a closing question, which nobody would answer; again only if it certainly did not arrive.
+        done = self._talk(f"{command}\n", timeout, lambda done: _CANNOT_SEND in done.stderr)
+        self._check_reply(done, command)
 
 
 def probe_version(programs: Programs) -> int | None:

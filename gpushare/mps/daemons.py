@@ -329,11 +329,6 @@ class _Process:
         visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
         return visible if _UUID.match(visible) else None
 
-    def adopted_record(self, uuid: str) -> DaemonRecord:
-        """Return a record for it, as gpushare's daemon of a device, because its own was lost or never written."""
-        uid = os.geteuid() if self.info.uid is None else self.info.uid
-        return DaemonRecord(device_uuid=uuid, pid=self.pid, started=self.info.started, uid=uid, state=ADOPTED)
-
 
 def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, strangers: bool = False) -> list[FoundDaemon]:
     """Return the MPS daemons of this host, those of gpushare first.
@@ -449,8 +444,9 @@ def _interrupted_text(uuid: str) -> str:
 
 def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
     """Return a daemon as its record describes it; ``pid`` is None if it has ended."""
-    index = _gpu_index(record.device_uuid, gpus)
     uuid = record.device_uuid
+    indexes = (gpu.index for gpu in gpus if gpu.uuid == uuid or any(mig.uuid == uuid for mig in gpu.mig_instances))
+    index = next(indexes, None)
     return MpsDaemon(
         pid=pid,
         ours=True,
@@ -472,9 +468,11 @@ def _adopted_daemon(process: _Process, gpus: Sequence[Gpu], directories: Sequenc
     home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
     if home is None or process.device is None or home.read() is not None:
         return None
-    record = process.adopted_record(process.device)
-    daemon = replace(_recorded_daemon(home, record, process.pid, gpus), user=process.info.user)
-    return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
+    info = process.info
+    uid = os.geteuid() if info.uid is None else info.uid
+    record = DaemonRecord(device_uuid=process.device, pid=info.pid, started=info.started, uid=uid, state=ADOPTED)
+    daemon = replace(_recorded_daemon(home, record, info.pid, gpus), user=info.user)
+    return FoundDaemon(daemon, home, record, uid=info.uid, started=info.started)
 
 
 def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
@@ -491,14 +489,6 @@ def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
             gpu_indexes=indexes,
         )
     return FoundDaemon(daemon, None, None, process.trusted, process.info.uid, process.info.started)
-
-
-def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
-    """Return the index of the GPU with this UUID, or with a MIG device of this UUID; None: there is none."""
-    for gpu in gpus:
-        if gpu.uuid == uuid or any(mig.uuid == uuid for mig in gpu.mig_instances):
-            return gpu.index
-    return None
 
 
 def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ class Ending:
             Step(
                 what="wait until the GPU has drained the queue, as its SM activity tells",
                 command=None,
-                do=self._wait,
+                do=self._wait_for_drain,
             ),
             Step(
                 what=f"kill {which}",
@@ -117,8 +117,7 @@ class Ending:
             time.sleep(0.005)
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
 
-    def _wait(self) -> None:
-        """Wait until the queue has drained, and keep how it did."""
+    def _wait_for_drain(self) -> None:
         self.drain = wait_for_drain(self._meter, self._before, self._bound)
 
 
@@ -127,7 +126,7 @@ def end_clients(
     pids: Iterable[int] | Mapping[int, float],
     meter: Meter,
     *,
-    bound_seconds: float = DRAIN_BOUND_SECONDS,
+    bound_seconds: float,
 ) -> Drain:
     """End clients of MPS without harm to others (see `Ending`); return how their work on the GPU drained.
 

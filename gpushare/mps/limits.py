@@ -212,10 +212,6 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False, key: s
         )
 
 
-# --memory none: the limit is to be removed, where None leaves it as it is.
-_REMOVED: Final = object()
-
-
 class LimitOptions:
     """``--threads``, ``--memory`` and ``--priority`` as typed: one value for all devices, or one per GPU (``0=4G,1=8G``).
 
@@ -233,21 +229,20 @@ class LimitOptions:
         """Return the limits by device UUID. Raises BadUsage: a limit names a GPU that is not among them."""
         threads = _values_by_uuid(self._threads, devices)
         memory = _values_by_uuid(self._memory, devices)
-        removed = {uuid for uuid, value in memory.items() if value is _REMOVED}
         return {
             device.uuid: Limits(
                 threads_percent=threads.get(device.uuid),
-                memory_limit_bytes=None if device.uuid in removed else memory.get(device.uuid),
-                no_memory_limit=device.uuid in removed,
+                memory_limit_bytes=memory.get(device.uuid) or None,
+                no_memory_limit=memory.get(device.uuid) == 0,
                 priority=self._priority,
             )
             for device in devices
         }
 
 
-def _parse_memory_or_none(text: str) -> object:
-    """Return a typed limit in bytes, or `_REMOVED` for ``none``."""
-    return _REMOVED if text.strip().lower() == "none" else parse_memory_limit(text)
+def _parse_memory_or_none(text: str) -> int:
+    """Return a typed limit in bytes; 0 for ``none``, which removes the limit."""
+    return 0 if text.strip().lower() == "none" else parse_memory_limit(text)
 
 
 def _parse_priority(text: str | None) -> Priority | None:
@@ -270,14 +265,13 @@ def _parse_by_gpu(option: str, text: str | None, parse: Callable[[str], object])
     values: dict[str | None, Any] = {}
     for entry in text.split(","):
         gpu, equals, value = entry.partition("=")
-        if not equals or not gpu.strip():
-            raise BadUsage(
-                f"{quoted(entry)} in {option} names no GPU",
-                f"give one for all, or {option} 0=...,1=...",
-                code="bad_limit",
+        if not equals or not gpu.strip() or gpu.strip() in values:
+            problem = (
+                f"{option} names GPU {gpu.strip()} twice"
+                if equals and gpu.strip()
+                else f"{quoted(entry)} in {option} names no GPU"
             )
-        if gpu.strip() in values:
-            raise BadUsage(f"{option} names GPU {gpu.strip()} twice", f"give {option} 0=...,1=...", code="bad_limit")
+            raise BadUsage(problem, f"give one for all, or {option} 0=...,1=...", code="bad_limit")
         values[gpu.strip()] = parse(value)
     return values
 

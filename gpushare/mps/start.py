@@ -339,6 +339,7 @@ _MULTIUSER_VERSION: Final = 13000
 
 
 def check_several_users(host: Host) -> None:
+    """Raise NotSupported: the driver has no server for several users."""
     version = probe_version(host.programs)
     if version is None or version < _MULTIUSER_VERSION:
         raise NotSupported(
@@ -364,16 +365,10 @@ def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -
 
 def _outside_notes(host: Host, device: Device) -> list[str]:
     """Return a note about the programs on a device that are outside MPS, if there are some."""
-    outside = [
-        process.pid
-        for process in host.nvml.processes(device.gpu.index) or ()
-        if process.compute and not process.mps and device.has(process)
-    ]
-    if not outside:
-        return []
-    return [
-        f"{counted(len(outside), 'process')} on {device.title} outside MPS until restarted: {first_few(outside, 5)}"
-    ]
+    processes = [process for process in host.nvml.processes(device.gpu.index) or () if device.has(process)]
+    outside = [process.pid for process in processes if process.compute and not process.mps]
+    count = counted(len(outside), "process")
+    return [f"{count} on {device.title} outside MPS until restarted: {first_few(outside, 5)}"] if outside else []
 
 
 def _start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:

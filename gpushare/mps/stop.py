@@ -186,25 +186,14 @@ class Stop:
             self._agreed = None if clients is None else frozenset(clients)
             if clients is None:
                 reasons.append("it does not tell whether it has clients")
-            programs = self._programs_text(clients or [], job_names)
-            # One without a client has no CUDA context yet.
-            leases = None if clients or item.home is None else or_none(item.home.live_leases)
-            if programs:
-                reasons.append(programs)
-            elif leases:
+            if clients:
+                described = processes_text(self._host.processes, clients, jobs=job_names(clients))
+                reasons.append(f"{counted(len(clients), 'program')} on it: {described}")
+            # A program without a client has no CUDA context yet.
+            elif item.home is not None and (leases := or_none(item.home.live_leases)):
                 reasons.append(f"used by gpushare run: {first_few(leases)}")
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
-
-    def _programs_text(
-        self, clients: Sequence[int], job_names: Callable[[Sequence[int]], Mapping[int, str]]
-    ) -> str | None:
-        """Return the clients, which lose the daemon, in words; None: there are none."""
-        names = job_names(clients)
-        if not clients:
-            return None
-        described = processes_text(self._host.processes, clients, jobs=names)
-        return f"{counted(len(clients), 'program')} on it: {described}"
 
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""

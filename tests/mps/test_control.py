@@ -174,11 +174,13 @@ def test_all_attempts_together_have_the_time_of_one(monkeypatch: pytest.MonkeyPa
     clock = SimpleNamespace(monotonic=lambda: now, monotonic_ns=lambda: 0, sleep=lambda _: None)
     monkeypatch.setattr("gpushare.mps.control.time", clock)
     slow = control(Slow(stderr="Cannot send command to MPS control daemon process\n", code=1, drops=10**6))
-    for call in (slow.ask, slow.tell):
-        waited.clear()
-        with fails(OperationFailed, "mps_control"):
-            call("get_server_list", timeout=5.0)
-        assert waited == [5.0, 3.0, 1.0]
+    with fails(OperationFailed, "mps_control"):
+        slow.ask("get_server_list", timeout=5.0)
+    assert waited == [5.0, 3.0, 1.0]
+    waited.clear()
+    with fails(OperationFailed, "mps_control"):
+        slow.quit()
+    assert waited == [10.0, 8.0, 6.0, 4.0, 2.0, 0.05]
 
 
 def test_a_daemon_that_answers_only_to_drop_is_busy_and_does_not_hang() -> None:
@@ -195,11 +197,12 @@ def test_a_daemon_that_answers_only_to_drop_is_busy_and_does_not_hang() -> None:
 
 
 def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
-    silent = Daemon({"start_server": "0\n"}, drops=1)
-    assert control(silent).tell("start_server") == ""
-    refused = Daemon({"start_server": "0\n"}, drops=2, stderr="Cannot send command to ...\n")
-    assert control(refused).tell("start_server") == "0\n"
-    assert refused.asked == ["start_server"]
+    silent = Daemon({"quit": ""}, drops=1)
+    control(silent).quit()
+    assert silent.asked == []
+    refused = Daemon({"quit": ""}, drops=2, stderr="Cannot send command to ...\n")
+    control(refused).quit()
+    assert refused.asked == ["quit"]
 
 
 def test_whether_a_daemon_answers() -> None:
@@ -345,16 +348,12 @@ def test_each_kind_of_command_has_its_own_patience() -> None:
     watched = control(Watched())
     watched.ask("get_server_list")
     watched.ask("get_server_list", timeout=0.5)
-    watched.tell("start_server")
-    watched.tell("start_server", timeout=10.0)
     watched.quit()
     watched.quit(force=True)
     MpsControl(Watched(), "/run/p", seconds=0.7).ask("get_server_list")
     assert waited == [
         ("get_server_list", 5.0),
         ("get_server_list", 0.5),
-        ("start_server", 5.0),
-        ("start_server", 10.0),
         ("quit", 10.0),
         ("quit -t 1", 16.0),
         ("get_server_list", 0.7),
@@ -394,8 +393,8 @@ def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.Monk
 def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     aside: list[int] = []
     monkeypatch.setattr(mps_control, "_wait_to_retry", lambda: aside.append(1))
-    daemon = Daemon({"start_server": "0\n"}, stderr="Cannot send command to MPS control daemon\n", drops=3)
-    control(daemon).tell("start_server")
+    daemon = Daemon({"quit": ""}, stderr="Cannot send command to MPS control daemon\n", drops=3)
+    control(daemon).quit()
     assert aside == [1, 1, 1]
 
 
