@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
-from gpushare.doctor.examine import examine, exit_code, worst
+from gpushare.doctor.examine import examine, worst
 from gpushare.show.result import Column, Result, Table, plain_value, records
 from gpushare.show.text import to_type, wrapped
 
@@ -62,7 +62,7 @@ def doctor(
         data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
         csv=records("checks", _CSV, rows),
-        exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
+        exit_code=int(worst(checks) in {Verdict.FAIL, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL}),
     )
 
 

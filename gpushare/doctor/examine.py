@@ -71,7 +71,7 @@ BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136
 
 def persistence(seen: Examination) -> Iterator[Check]:
     """Check that persistence mode is on."""
-    modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.gpus if gpu.error is None}
+    modes = {gpu.index: seen.host.nvml.persistence(gpu.index) for gpu in seen.answering}
     off = [index for index, on in modes.items() if on is False]
     for index in off:
         yield finding("gpu.persistence", index)
@@ -107,24 +107,21 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         if not item.daemon.ours and item.serves(seen.host, index)
     }
     exclusive = {index for index, entry in seen.wanted.items() if entry.sharing is Way.EXCLUSIVE}
-    changed = [
-        gpu
-        for gpu in seen.gpus
-        if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
-        and gpu.uuid not in served_by_gpushare
-        and gpu.index not in served_by_others
+    all_right = bool(seen.gpus)
+    for gpu in seen.answering:
+        mode = gpu.compute_mode
         # The applied gpushare.yaml gives it to one process.
-        and not (gpu.index in exclusive and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS)
-    ]
-    for gpu in changed:
-        mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
-        yield finding("gpu.compute_mode", gpu.index, mode=mode)
-    unknown = [gpu.index for gpu in seen.answering if gpu.compute_mode is None]
-    for index in unknown:
-        yield Check.skipped(
-            "gpu.compute_mode", gpu=index, seen=f"the driver does not report the compute mode of GPU {index}"
-        )
-    if seen.gpus and not changed and not unknown:
+        is_wanted = gpu.index in exclusive and mode is ComputeMode.EXCLUSIVE_PROCESS
+        if mode is None:
+            all_right = False
+            text = f"the driver does not report the compute mode of GPU {gpu.index}"
+            yield Check.skipped("gpu.compute_mode", gpu=gpu.index, seen=text)
+        elif not (
+            mode is ComputeMode.DEFAULT or gpu.uuid in served_by_gpushare or gpu.index in served_by_others or is_wanted
+        ):
+            all_right = False
+            yield finding("gpu.compute_mode", gpu.index, mode=mode.title)
+    if all_right:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
 
@@ -183,14 +180,26 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
             for uuid in DEVICE_UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
+
+    def absent(value: tuple[str, str], processes: str) -> Check:
+        kind = "mig" if value[1].startswith("MIG-") else "gpu"
+        return finding(f"{kind}.environment", variable=value[0], uuid=value[1], processes=processes)
+
+    yield from _findings_by_value(seen, by_value, absent, "gpu.environment more")
+
+
+def _findings_by_value(
+    seen: Examination, by_value: Mapping[Key, list[int]], found: Callable[[Key, str], Check], more: str
+) -> Iterator[Check]:
+    """Yield what is ``found`` for each of the first values in environments, and how many there are ``more`` (a row).
+
+    ``by_value`` has the processes that have each of the values.
+    """
     shown = _first_values(seen, by_value)
-    for variable, uuid in shown:
-        kind = "mig" if uuid.startswith("MIG-") else "gpu"
-        pids = by_value[variable, uuid]
-        check = finding(f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes_text(seen, pids))
-        yield for_owner(seen, check, pids)
+    for value in shown:
+        yield for_owner(seen, found(value, _processes_text(seen, by_value[value])), by_value[value])
     if len(by_value) > len(shown):
-        yield finding("gpu.environment more", number=len(by_value) - len(shown))
+        yield finding(more, number=len(by_value) - len(shown))
 
 
 def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
@@ -259,16 +268,11 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
         trusted = not seen.host.root or pid == os.getpid()
         if pipe and not _is_outside_mps(seen, pipe) and served.isdisjoint(_comparable_paths(pipe, trusted=trusted)):
             by_value.setdefault(pipe, []).append(pid)
-    shown = _first_values(seen, by_value)
-    for pipe in shown:
-        check = finding(
-            "mps.environment",
-            value=cut(pipe, MOST_SHOWN),
-            processes=_processes_text(seen, by_value[pipe]),
-        )
-        yield for_owner(seen, check, by_value[pipe])
-    if len(by_value) > len(shown):
-        yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
+
+    def absent(pipe: str, processes: str) -> Check:
+        return finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=processes)
+
+    yield from _findings_by_value(seen, by_value, absent, "mps.environment more")
 
 
 def _is_outside_mps(seen: Examination, pipe: str) -> bool:
@@ -370,12 +374,9 @@ def _nvml(seen: Examination) -> Iterator[Check]:
         return
     yield Check.passed("nvml.library", seen="libnvidia-ml answers" if error is None else "libnvidia-ml is installed")
     if error is not None:
-        if isinstance(error, DriverNotLoaded):
-            yield finding("driver.loaded", error=error)
-        elif error.code == "driver_mismatch":
-            yield finding("driver.mismatch", error=error)
-        else:
-            yield finding("nvml.answers", error=error)
+        is_mismatch = error.code == "driver_mismatch"
+        name = "driver.mismatch" if is_mismatch else "nvml.answers"
+        yield finding("driver.loaded" if isinstance(error, DriverNotLoaded) else name, error=error)
         return
     yield Check.passed("driver.loaded", seen=f"driver {seen.driver or 'of unknown version'}")
     if not seen.gpus:
@@ -404,46 +405,33 @@ def _smi(seen: Examination) -> Iterator[Check]:
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
     """Check that gpushare can keep its records and the pipes of daemons in its run directory; it is not created."""
-    path = seen.host.run_directory
-    nearest = _nearest(path)
+    path = nearest = seen.host.run_directory
+    # One above it may be a directory that this user may not search.
+    while not os.path.exists(nearest) and nearest != nearest.parent:
+        nearest = nearest.parent
     try:
         # The pipe directory of any GPU: its path must not be too long for a daemon.
         home_of(path, "GPU-00000000").check_path()
-    except BadUsage as error:
-        yield finding("run.path", error=error)
-        return
-    try:
         if path.exists():
             make_private_directory(path)
         elif not os.access(nearest, os.W_OK):
             yield finding("run.directory missing", path=path, parent=nearest)
             return
     except GpushareError as error:
-        yield finding("run.directory", error=error)
+        yield finding("run.path" if isinstance(error, BadUsage) else "run.directory", error=error)
         return
-    homes = len(homes_in([path]))
-    yield Check.passed("run.directory", seen=f"{path} ({counted(homes, 'daemon')} recorded)")
-
-
-def _nearest(path: Path) -> Path:
-    """Return a directory, or the nearest one above it that exists."""
-    # It may be in a directory that this user may not search.
-    while not os.path.exists(path) and path != path.parent:
-        path = path.parent
-    return path
+    yield Check.passed("run.directory", seen=f"{path} ({counted(len(homes_in([path])), 'daemon')} recorded)")
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:
     """Check that this user may open the device nodes, and say what the user may change."""
-    if seen.host.root:
-        user = "root" if seen.host.uid == 0 else f"user {seen.host.uid}, who may do what root may"
-        yield Check.passed("user.root", seen=f"commands run as {user}")
-    else:
-        yield Check.passed(
-            "user.root",
-            seen=f"commands run as user {seen.host.uid}: MPS works, time-slice, compute mode and MIG need root",
-        )
-    nodes = [f"/dev/{name}" for name in ("nvidiactl", "nvidia0")]
+    user = "root" if seen.host.uid == 0 else f"user {seen.host.uid}"
+    if not seen.host.root:
+        user += ": MPS works, time-slice, compute mode and MIG need root"
+    elif seen.host.uid != 0:
+        user += ", who may do what root may"
+    yield Check.passed("user.root", seen=f"commands run as {user}")
+    nodes = ("/dev/nvidiactl", "/dev/nvidia0")
     closed = [node for node in nodes if os.path.exists(node) and not os.access(node, os.R_OK | os.W_OK)]
     if closed and not seen.host.is_simulated:
         yield finding("device.nodes", nodes=", ".join(closed), arguments=" ".join(closed))
@@ -452,12 +440,11 @@ def _permissions(seen: Examination) -> Iterator[Check]:
 def _pid_namespace(seen: Examination) -> Iterator[Check]:
     """Check that PIDs here are those of the host, which the driver reports."""
     is_host = seen.host.processes.namespace_is_host()
-    if is_host is False:
-        yield finding("pid.namespace", why=BLIND)
-    elif is_host:
-        yield Check.passed("pid.namespace", seen="the host's PID namespace")
-    else:
+    if is_host is None:
         yield Check.skipped("pid.namespace", seen="unknown")
+    else:
+        passed = Check.passed("pid.namespace", seen="the host's PID namespace")
+        yield passed if is_host else finding("pid.namespace", why=BLIND)
 
 
 def _records(seen: Examination) -> Iterator[Check]:
@@ -519,10 +506,8 @@ def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str
 
 def _command_for(uid: int | None, record: Path, words: str) -> str:
     """Return the gpushare command of ``words``, typed by who may act on a record of a user; ``uid`` None: this user."""
-    if uid is None:
-        return f"gpushare {words}"
-    if uid == 0:
-        return f"sudo gpushare {words}"
+    if not uid:
+        return f"gpushare {words}" if uid is None else f"sudo gpushare {words}"
     return as_user(user_name(uid), record.parent.parent, words)
 
 
@@ -531,9 +516,9 @@ def _pauses(seen: Examination) -> Iterator[Check]:
     jobs = paused_jobs(seen.host)
     wrong = False
     for job in jobs:
-        remedy = _command_for(job.keeper_uid, job.path, f"resume {job.pid}")
         if not job.kept(seen.host):
             wrong = True
+            remedy = _command_for(job.keeper_uid, job.path, f"resume {job.pid}")
             keeper = "the gpushare run that paused it" if job.by_run else "its guard"
             yield finding("pause.guard", job=job, keeper=keeper, remedy=remedy)
     if jobs and not wrong:
@@ -751,8 +736,3 @@ def worst(checks: list[Check]) -> Verdict:
     """Return the worst verdict: pass, warn or fail. Skipped checks do not count."""
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)
-
-
-def exit_code(checks: list[Check], fail_on: Verdict = Verdict.FAIL) -> int:
-    """Return 1 if a check fails, or with ``fail_on`` WARN if one warns; else 0."""
-    return int(worst(checks) in {Verdict.FAIL, fail_on})

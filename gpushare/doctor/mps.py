@@ -9,12 +9,12 @@ import shlex
 import socket
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, cut
-from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon
+from gpushare.base.model import Gpu, GpuProcess, MpsDaemon
 from gpushare.base.units import MIB, counted, first_few, format_bytes
 from gpushare.doctor.check import (
     MOST_SHOWN,
@@ -48,20 +48,16 @@ def mps_programs(seen: Examination) -> Iterator[Check]:
         path = seen.host.programs.find(name)
         if path is None:
             yield finding(identifier, program=name)
-        elif name == control.PROGRAM:
-            yield _control_check(seen, path)
-        else:
-            yield Check.passed(identifier, seen=path)
-
-
-def _control_check(seen: Examination, path: str) -> Check:
-    """Run the control program for its version, which later checks need too."""
-    try:
-        seen.mps_version = control.probe_version(seen.host.programs)
-    except GpushareError as error:
-        return finding("mps.control failed", error=error, remedy=remedy_of(error))
-    version = f"binary version {seen.mps_version}" if seen.mps_version else "before driver 580"
-    return Check.passed("mps.control", seen=f"{path}, {version}")
+            continue
+        if name == control.PROGRAM:
+            try:
+                # Later checks need the version too.
+                seen.mps_version = control.probe_version(seen.host.programs)
+            except GpushareError as error:
+                yield finding("mps.control failed", error=error, remedy=remedy_of(error))
+                continue
+            path += f", binary version {seen.mps_version}" if seen.mps_version else ", before driver 580"
+        yield Check.passed(identifier, seen=path)
 
 
 def mps_daemons(seen: Examination) -> Iterator[Check]:
@@ -122,7 +118,11 @@ def needs(seen: Examination) -> Iterator[Check]:
     for item in seen.trusted_daemons:
         yield from _few_descriptors(seen, item)
         yield from _pipe_directory(seen, item)
-        yield from _large_log(item.daemon)
+        log = Path(item.daemon.log_directory or _NO_DIRECTORY) / "control.log"
+        status = _trusted_lstat(log)
+        # A log that nothing rotates.
+        if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
+            yield finding("mps.log", item.daemon.gpu_index, path=log, size=format_bytes(status.st_size))
 
 
 def _few_descriptors(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
@@ -174,14 +174,6 @@ def _first_closed(directory: Path, root: Path) -> Path | None:
     return None
 
 
-def _large_log(daemon: MpsDaemon) -> Iterator[Check]:
-    """Check that the log of a daemon, which is never rotated, is not too large."""
-    path = Path(daemon.log_directory or _NO_DIRECTORY) / "control.log"
-    status = _trusted_lstat(path)
-    if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
-        yield finding("mps.log", daemon.gpu_index, path=path, size=format_bytes(status.st_size))
-
-
 def _trusted_lstat(path: Path) -> os.stat_result | None:
     """Return the lstat of a path that belongs to this user or root."""
     with contextlib.suppress(OSError):
@@ -201,24 +193,27 @@ _USUAL_CONNECTIONS: Final = 2
 
 
 def client_environments(seen: Examination) -> Iterator[Check]:
-    """Check for clients whose memory limits are not in force, or that use up connections."""
+    """Check for clients whose memory limits are not in force, or that use up connections.
+
+    CUDA drops all limits of a client if one of them names a GPU that it does not see. A server has fewer clients if some
+    take more connections than usual.
+    """
     for item in seen.trusted_daemons:
+        uuid = item.daemon.device_uuid
         for client in item.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
-            yield from _dropped_limits(seen, item.daemon, client, environment)
-            yield from _many_connections(seen, item.daemon, client, environment)
-
-
-def _dropped_limits(
-    seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
-) -> Iterator[Check]:
-    """Check for a memory limit that names a GPU the client does not see: CUDA then drops all its limits."""
-    text = environment.get(MEMORY_VARIABLE)
-    uuid = daemon.device_uuid
-    if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
-        return
-    check = finding("mps.limits_dropped", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
-    yield for_owner(seen, check, [client.pid])
+            limits = environment.get(MEMORY_VARIABLE, "")
+            if uuid is not None and any(_names_other(entry, uuid) for entry in limits.split(",")):
+                value = cut(limits, MOST_SHOWN)
+                check = finding("mps.limits_dropped", item.daemon.gpu_index, client=client, value=value)
+                yield for_owner(seen, check, [client.pid])
+            text = environment.get(_CONNECTIONS, "")
+            # Another user may have set thousands of digits, which int() refuses.
+            digits = (text.lstrip("0") or "0") if text.isascii() and text.isdigit() else "0"
+            if len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS:
+                value = cut(text, MOST_SHOWN)
+                check = finding("mps.connections", item.daemon.gpu_index, client=client, value=value)
+                yield for_owner(seen, check, [client.pid])
 
 
 def _names_other(entry: str, uuid: str) -> bool:
@@ -227,18 +222,6 @@ def _names_other(entry: str, uuid: str) -> bool:
     # CUDA takes the beginning of a UUID too, but GPU- alone is none.
     is_visible = device == "0" or (len(device) > len("GPU-") and uuid.startswith(device))
     return bool(device) and not is_visible
-
-
-def _many_connections(
-    seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
-) -> Iterator[Check]:
-    """Check for a client that takes more connections than usual: a server then has fewer clients."""
-    text = environment.get(_CONNECTIONS, "")
-    # Another user may have set thousands of digits, which int() refuses.
-    digits = text.lstrip("0") or "0"
-    if text.isascii() and text.isdigit() and (len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS):
-        check = finding("mps.connections", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
-        yield for_owner(seen, check, [client.pid])
 
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
@@ -281,16 +264,6 @@ def foreign(seen: Examination) -> Iterator[Check]:
             yield finding(
                 "mps.foreign", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon), quit=_quit_command(daemon)
             )
-    yield from _several_daemons(seen)
-    yield from _dead_default(seen)
-
-
-def _quit_command(daemon: MpsDaemon) -> str:
-    return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={shlex.quote(daemon.pipe_directory or '')} {control.PROGRAM}"
-
-
-def _several_daemons(seen: Examination) -> Iterator[Check]:
-    """Check that no GPU has two daemons."""
     for gpu in seen.answering:
         pids = [
             str(item.daemon.pid)
@@ -299,6 +272,11 @@ def _several_daemons(seen: Examination) -> Iterator[Check]:
         ]
         if len(pids) > 1:
             yield finding("mps.several", gpu.index, number=len(pids), pids=", ".join(pids))
+    yield from _dead_default(seen)
+
+
+def _quit_command(daemon: MpsDaemon) -> str:
+    return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={shlex.quote(daemon.pipe_directory or '')} {control.PROGRAM}"
 
 
 def _dead_default(seen: Examination) -> Iterator[Check]:

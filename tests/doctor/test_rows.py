@@ -13,7 +13,7 @@ ROOM = Path(__file__).resolve().parents[2] / "gpushare" / "doctor"
 # Rows whose name is worked out.
 COMPUTED = {
     "driver.mismatch", "nvml.answers", "mps.control", "mps.server", "mig.environment", "gpu.environment",
-    "mig.interrupted", "mig.not_restored",
+    "mig.interrupted", "mig.not_restored", "gpu.environment more", "mps.environment more",
 }  # fmt: skip
 
 

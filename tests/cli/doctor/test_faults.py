@@ -567,7 +567,7 @@ def test_many_values_are_counted_and_the_first_shown(world: World) -> None:
     assert all(check.why and check.remedy and len(check.seen) < 300 for check in checks)
     assert [check.seen for check in checks if "more" in check.seen] == [
         "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names 990 more that do not exist",
-        "CUDA_MPS_PIPE_DIRECTORY has 990 more values where no daemon listens",
+        "CUDA_MPS_PIPE_DIRECTORY names 990 more where no daemon listens",
     ]
 
 
