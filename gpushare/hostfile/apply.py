@@ -8,8 +8,9 @@ on which one is in the way is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, Way
@@ -96,7 +97,7 @@ def plan_gpu(
     stops = work.stop_steps()
     before_mig = work.steps_before_mig()
     after_mig = work.steps_after_mig()
-    daemons = work.daemon_steps()
+    daemons = work.instance_daemon_steps() if work.wants_mig else work.gpu_daemon_steps()
     check = check_step(lambda: _read_live_anew(host, index), entry, index)
     mig_changes = [work.change] if work.change is not None and work.change.changes else []
     change = plan_change(
@@ -167,7 +168,7 @@ class _GpuWork:
         self.names = self.assignment.names
         # UUIDs of devices; a wanted daemon is started again at the end.
         self.daemons_to_stop = self._daemons_to_stop()
-        # Set by `daemon_steps`; only root may.
+        # Set by the steps of daemons; only root may.
         self.changes_daemon_of_others = False
 
     def check_names(self, others: Collection[str]) -> None:
@@ -191,18 +192,13 @@ class _GpuWork:
                 device = device_to_be(self.live.gpu, want.device, memory_of.get(want.device.profile))
                 check_daemon(self.host, device, want.wish.mps)
 
-    def _wanted_daemons(self) -> dict[str, MpsWish]:
-        """Return the daemons that are wanted on existing devices that stay, by UUID."""
+    def _daemons_to_stop(self) -> set[str]:
+        """Return the UUIDs of devices whose daemon must stop, for good or to be restarted."""
+        # Of the existing devices that stay.
         wishes = {
             want.device.uuid: want.wish.mps for want in self.assignment.devices if want.device and want.device.uuid
         }
-        if self.entry.mps is not None:
-            wishes[self.live.gpu.uuid or ""] = self.entry.mps
-        return {uuid: wish for uuid, wish in wishes.items() if wish is not None}
-
-    def _daemons_to_stop(self) -> set[str]:
-        """Return the UUIDs of devices whose daemon must stop, for good or to be restarted."""
-        wishes = self._wanted_daemons()
+        wishes[self.live.gpu.uuid or ""] = self.entry.mps
         stopping = set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
@@ -316,9 +312,6 @@ class _GpuWork:
             return grant_steps(self.host, self.live, self.names, self._made)
         return [*self._mode_steps(), *self._time_slice_steps()]
 
-    def daemon_steps(self) -> list[Step]:
-        return self._instance_daemon_steps() if self.wants_mig else self._gpu_daemon_steps()
-
     def _mode_step(self, mode: ComputeMode) -> Step:
         # Unlike `timeslice set`, do not note the earlier mode: the file decides.
         gpu = self.live.gpu
@@ -349,7 +342,7 @@ class _GpuWork:
             )
         return [level_step(self.host, live.gpu, level, live.time_slice)]
 
-    def _gpu_daemon_steps(self) -> list[Step]:
+    def gpu_daemon_steps(self) -> list[Step]:
         """Return the step that starts or changes the daemon of the whole GPU, or none."""
         mps, index = self.entry.mps, self.live.gpu.index
         if mps is None or self._keeps_daemon(self.live.gpu.uuid, mps):
@@ -379,7 +372,7 @@ class _GpuWork:
         daemon = self.live.daemon(uuid)
         return uuid not in self.daemons_to_stop and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
-    def _instance_daemon_steps(self) -> list[Step]:
+    def instance_daemon_steps(self) -> list[Step]:
         """Return the steps that give the MIG devices their daemons. Raises InUse if programs in one would stay outside MPS."""
         if self.change is None:
             return []
@@ -401,7 +394,7 @@ class _GpuWork:
             title = f"MIG {device} of GPU {gpu.index}"
             # A new device has no UUID yet: the printed command has a word in its place.
             selector = device.uuid or f"MIG-UUID-OF-{device}"
-            find = _DeviceFinder(self.host, gpu.index, device, existing_uuids)
+            find = partial(_find_device, self.host, gpu.index, device, existing_uuids)
             steps.append(self._daemon_step(title, find, wish, device_now, selector=selector, uuid=device.uuid))
         return steps
 
@@ -410,41 +403,26 @@ class _GpuWork:
         return f"process {pid}" if info is None else f"{info.name} ({pid}, {info.user or 'unknown user'})"
 
 
-@dataclass(frozen=True)
-class _DeviceFinder:
-    """Finds a MIG device when its step runs: by UUID, or among those created at its placement.
+def _find_device(host: Host, index: int, wanted: PlacedDevice, existing_uuids: Collection[str]) -> Device:
+    """Return a MIG device of a GPU as it is now: by UUID, else of the new ones of its size and place the one with its number.
 
-    ``gpu`` is the index of its GPU, ``existing_uuids`` are those of the devices that are not new.
+    ``existing_uuids`` are those of the devices that are not new. Raises NotFound: it is not there.
     """
-
-    host: Host
-    gpu: int
-    wanted: PlacedDevice
-    existing_uuids: frozenset[str]
-
-    def __call__(self) -> Device:
-        """Return the device as it is now. Raises NotFound if it is not there."""
-        live = _read_live_anew(self.host, self.gpu)
-        device = self._device_in(devices_of_layout(live))
-        mig = next((mig for mig in live.gpu.mig_instances if device is not None and mig.uuid == device.uuid), None)
-        if mig is not None:
-            return Device(gpu=live.gpu, mig=mig)
-        raise NotFound(
-            f"GPU {self.gpu} has no MIG device {self.wanted}",
-            "see the current layout: gpushare mig status",
-            gpu=self.gpu,
-            code="device_gone",
-        )
-
-    def _device_in(self, devices: Sequence[PlacedDevice]) -> PlacedDevice | None:
-        """Return the device among these: by UUID, else of the new ones of its size and place the one with its number."""
-        if self.wanted.uuid:
-            return next((device for device in devices if device.uuid == self.wanted.uuid), None)
-        new = [
-            device
-            for device in devices
-            if (device.place, device.slices) == (self.wanted.place, self.wanted.slices)
-            and device.uuid not in self.existing_uuids
-        ]
-        # Its number also counts the devices there that are not new.
-        return new[min(self.wanted.number, len(new) - 1)] if new else None
+    live = _read_live_anew(host, index)
+    alike = [
+        device.uuid
+        for device in devices_of_layout(live)
+        if (device.uuid == wanted.uuid if wanted.uuid else device.uuid not in existing_uuids)
+        and (device.place, device.slices) == (wanted.place, wanted.slices)
+    ]
+    # The number also counts the devices there that are not new.
+    uuid = alike[min(wanted.number, len(alike) - 1)] if alike else None
+    mig = next((mig for mig in live.gpu.mig_instances if uuid is not None and mig.uuid == uuid), None)
+    if mig is not None:
+        return Device(gpu=live.gpu, mig=mig)
+    raise NotFound(
+        f"GPU {index} has no MIG device {wanted}",
+        "see the current layout: gpushare mig status",
+        gpu=index,
+        code="device_gone",
+    )

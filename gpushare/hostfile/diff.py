@@ -104,7 +104,7 @@ def _texts_by_key(wish: MpsWish) -> dict[str, str | None]:
     """Return what a daemon holds, as text by the key of the file, with every default spelled out."""
     limits = wish.limits.explicit
     return {
-        "threads": _percent_text(limits.threads_percent),
+        "threads": f"{limits.threads_percent or 100.0:g} %",
         "memory": None if limits.memory_limit_bytes is None else size_option(limits.memory_limit_bytes),
         "priority": (limits.priority or Priority.NORMAL).title,
         "users": _users_text(wish.users),
@@ -166,10 +166,6 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
 
 def _place_text(want: WantedDevice) -> str:
     return want.profile if want.start is None else f"{want.profile}:{want.start}"
-
-
-def _percent_text(value: float | None) -> str:
-    return f"{100.0 if value is None else value:g} %"
 
 
 def _users_text(users: tuple[str, ...]) -> str:

@@ -159,11 +159,7 @@ def _captured_instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
                 mps=device.mps,
             )
         )
-    return _merge_equal(wishes)
-
-
-def _merge_equal(wishes: list[InstanceWish]) -> list[InstanceWish]:
-    """Merge equal neighbours into one with a count; an item with a name stays alone."""
+    # Equal neighbours become one with a count; an item with a name stays alone.
     merged: list[InstanceWish] = []
     for wish, equal_wishes in groupby(wishes):
         count = len(list(equal_wishes))
@@ -243,7 +239,16 @@ class Assignment:
 
 def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable[PlacedDevice]) -> Assignment:
     """Return the items of an entry of a GPU, each with the device that fits best."""
-    return assign(_wanted_devices(entry, layout.profiles), devices, gpu_uuid=live.gpu.uuid or "")
+    wanted = [
+        WantedDevice(mig, profile.name, request.start, slices)
+        for mig in entry.mig
+        for request in parse_wish(mig.wish)
+        for profile in [resolve(request, layout.profiles)]
+        for _ in range(request.count)
+        # One for each compute instance.
+        for slices in request.compute or (profile.slices,)
+    ]
+    return assign(wanted, devices, gpu_uuid=live.gpu.uuid or "")
 
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
@@ -255,7 +260,7 @@ def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, g
         (_rank(want, device), want_number, device_number)
         for want_number, want in enumerate(assigned)
         for device_number, device in enumerate(offered)
-        if _fits(want, device)
+        if (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
     )
     taken: set[int] = set()
     for _, want_number, device_number in pairs:
@@ -310,25 +315,6 @@ def devices_to_be(after: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
 def _count_alike(devices: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
     """Return how many of these devices have this place and this many compute slices."""
     return sum((device.place, device.slices) == (place, slices) for device in devices)
-
-
-def _wanted_devices(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
-    """Return the single MIG devices that an entry wants: one for each compute instance of each count."""
-    devices = []
-    for mig in entry.mig:
-        for request in parse_wish(mig.wish):
-            profile = resolve(request, profiles)
-            devices += [
-                WantedDevice(wish=mig, profile=profile.name, start=request.start, slices=slices)
-                for _ in range(request.count)
-                for slices in request.compute or (profile.slices,)
-            ]
-    return devices
-
-
-def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
-    """Return whether a device has the profile, the slices and, if it matters, the placement that is wanted."""
-    return (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
 
 
 def _rank(want: WantedDevice, device: PlacedDevice) -> tuple[bool, int, bool]:

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 def with_units(host: Host, daemons: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
-    devices = [unit_device(item, gpus) for item in daemons]
     return [
         item if uuid is None else replace(item, daemon=_with_unit_limit(host, item.daemon, uuid))
-        for item, uuid in zip(daemons, devices, strict=True)
+        for item in daemons
+        for uuid in [unit_device(item, gpus)]
     ]
 
 
@@ -109,12 +109,6 @@ def _live_gpu(
     """Return how one GPU is shared now, from the time-slice ``levels`` (by index) and ``daemons`` of all GPUs."""
     host = state.host
     device_uuids = {device.uuid for device in devices_of(gpu)}
-    foreign = [
-        item.daemon
-        for item in daemons
-        # `with_units` has given the daemons of units a device.
-        if not item.daemon.ours and item.daemon.device_uuid is None and item.serves(host, gpu.index)
-    ]
     names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,
@@ -126,8 +120,10 @@ def _live_gpu(
             if item.daemon.device_uuid in device_uuids
         },
         foreign=tuple(
-            f"an MPS daemon that gpushare did not start (process {daemon.pid}, {daemon.pipe_directory})"
-            for daemon in foreign
+            f"an MPS daemon that gpushare did not start (process {item.daemon.pid}, {item.daemon.pipe_directory})"
+            for item in daemons
+            # `with_units` has given the daemons of units a device.
+            if not item.daemon.ours and item.daemon.device_uuid is None and item.serves(host, gpu.index)
         ),
         layout=layout if gpu.error is None else None,
         names=tuple(replace(named, users=tuple(sorted(map(known_user, named.users)))) for named in names),

@@ -208,7 +208,17 @@ def daemon_step(
     """
     work = _DaemonWork(host, find, wish)
     if runs is not None:
-        return _change_step(work, title, wish, selector, *runs)
+        home, record = runs
+        before = MpsWish(limits=record.limits.explicit, users=pipe_users(home.pipe) or ())
+        after = replace(wish, limits=wish.limits.explicit)
+        return Step(
+            what=f"change the MPS daemon of {title}: {', '.join(after.words)}",
+            command=_change_commands(selector, home, before, after),
+            # It gives the daemon back its own limits and users.
+            undo=_change_commands(selector, home, after, before),
+            do=work.do,
+            revert=work.undo,
+        )
     words = wish.words
     commands = [
         start_command(selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None)
@@ -219,21 +229,6 @@ def daemon_step(
         what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
         command="\n".join(commands),
         undo=f"gpushare mps stop -g {selector}",
-        do=work.do,
-        revert=work.undo,
-    )
-
-
-def _change_step(
-    work: _DaemonWork, title: str, wish: MpsWish, selector: str, home: DaemonHome, record: DaemonRecord
-) -> Step:
-    """Return the step that gives a running daemon other limits and users; the undo gives it back its own."""
-    before = MpsWish(limits=record.limits.explicit, users=pipe_users(home.pipe) or ())
-    after = replace(wish, limits=wish.limits.explicit)
-    return Step(
-        what=f"change the MPS daemon of {title}: {', '.join(after.words)}",
-        command=_change_commands(selector, home, before, after),
-        undo=_change_commands(selector, home, after, before),
         do=work.do,
         revert=work.undo,
     )
