@@ -176,11 +176,6 @@ def test_a_whole_file() -> None:
     assert file.rules[0].match.gpus == ("0", UUID)
 
 
-def test_a_file_with_rules_alone() -> None:
-    file = parse("version: 1\nslices: [{match: all, slice: 0.5ms}]\n")
-    assert (file.entries, [rule.slice_us for rule in file.rules]) == ((), [500])
-
-
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
@@ -209,12 +204,6 @@ def test_a_wrong_rule_is_said_with_its_place(rule: str, said: str) -> None:
     assert said in caught.value.message
     assert caught.value.message.startswith("gpushare.yaml:2:")
     assert caught.value.hint
-
-
-def test_an_unknown_key_of_a_rule_is_corrected() -> None:
-    with pytest.raises(BadUsage) as caught:
-        parse("version: 1\nslices: [{match: {comand: x}, slice: 1ms}]\n")
-    assert caught.value.hint == "did you mean 'command'?"
 
 
 def test_the_limits_of_users() -> None:
@@ -474,11 +463,6 @@ def test_a_full_name_wins_over_words_of_a_longer_one() -> None:
     hosts_gpus = gpus("NVIDIA H200", "NVIDIA H200 NVL")
     matched = match_entries(parse(text), hosts_gpus, lambda written, name: written == name)
     assert [entry.time_slice for entry in matched.entries.values()] == [TimeSlice.SHORT, TimeSlice.LONG]
-
-
-def test_a_gpu_without_an_entry_is_left_out() -> None:
-    found = match_entries(parse("version: 1\ngpus:\n- {match: {index: 1}, exclusive: true}\n"), gpus("T4", "T4"), same)
-    assert list(found.entries) == [1]
 
 
 def test_two_entries_of_one_kind_for_a_gpu_are_refused() -> None:

@@ -215,17 +215,6 @@ def test_diff_says_each_thing_and_changes_nothing(cli: Cli, write: Write) -> Non
     assert answer.data["gpus"][1]["differences"] == [{"what": "time-slice", "found": "long", "wanted": "short"}]
 
 
-def test_diff_knows_what_an_apply_would_make(cli: Cli, write: Write) -> None:
-    path = write(one("mig: [3g.40gb]"))
-    assert cli("diff", "-f", path, host=TWO).out.splitlines() == [
-        "GPU 0 (mig): different",
-        "  MIG: off; the file: on",
-        "  MIG devices: none; the file: 3g.40gb",
-    ]
-    cli("apply", "-f", path, host=TWO).ok()
-    assert cli("diff", "-f", path, host=TWO).ok().out == "GPU 0 (mig): as in the file\n"
-
-
 def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None:
     done = cli("diff", "-f", write(one("exclusive: true", index=7)), host=TWO)
     assert done.code == 7
@@ -425,11 +414,6 @@ def test_a_plan_without_a_step_is_one_line(cli: Cli, write: Write) -> None:
     same_file = write(one("timeslice: default"))
     cli("apply", "-f", same_file, host=TWO).ok()
     assert cli("apply", "-f", same_file, "-n", host=TWO).ok().out == "nothing to do: the host is as requested\n"
-    for gpu in "0011":
-        cli("sim", "add", "-g", gpu, host=TWO).ok()
-    busy = write("version: 1\ngpus: [{match: all, exclusive: true}]\n")
-    planned = cli("apply", "-f", busy, "-n", host=TWO)
-    assert (planned.code, planned.out) == (19, "nothing is changed\n")
 
 
 LONG_FIRST = "version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- match: {index: 1}\n  "
@@ -510,10 +494,6 @@ def test_the_commands_of_a_plan_with_mig_work_in_their_order(cli: Cli, write: Wr
         for words in ("-mig 1", "-cgi ", "mig name alice 3g.40gb:4 -g 0", "mig grant alice nobody")
     ]
     assert order == sorted(order)
-
-
-def test_a_gpu_without_mig_is_refused(refused: Refused, write: Write) -> None:
-    refused("apply", "-f", write(one("mig: []")), code="no_mig", exit_code=3, host="sim:t4")
 
 
 @pytest.mark.parametrize("command", ["apply", "diff"])
@@ -841,11 +821,6 @@ def test_a_daemon_that_comes_back_is_for_the_same_users(
     assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 1
     assert seen == [0]
     assert [pipe_users(Path(daemon.pipe_directory)) for daemon in world.state.daemons] == [("nobody",)]
-
-
-def test_a_missing_program_changes_nothing(refused: Refused, write: Write) -> None:
-    World(TWO).fault("missing", "nvidia-cuda-mps-control")
-    refused("apply", "-f", write(one("mps: {}")), code="program_missing", exit_code=3, host=TWO)
 
 
 def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Write) -> None:

@@ -77,16 +77,6 @@ def test_options_of_k8s(cli: Cli) -> None:
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
 
 
-def test_mig_in_kubernetes(cli: Cli) -> None:
-    host = "sim:2xh100"
-    for gpu in "01":
-        cut(*["1g.10gb"] * 7, host=host, gpu=gpu)
-    done = cli("export", "k8s", "--mig-replicas", "2", host=host).ok()
-    key, plugin = plugin_of(done.out)
-    assert (key, plugin.mig) == ("mig-timeslice-2", True)
-    assert plugin.replicas == {"nvidia.com/mig-1g.10gb": 2}
-
-
 @pytest.fixture
 def uneven(cli: Cli) -> list[str]:
     """Cut GPU 0, put MPS on one of its devices and on GPU 2, and return the UUIDs of the MIG devices."""
@@ -278,13 +268,6 @@ def test_refused(refused: Refused, words: list[str], code: str, exit_code: int) 
     refused("export", *words, code=code, exit_code=exit_code, host=T4S)
 
 
-@pytest.mark.parametrize("engine", ["k8s", "karpenter", "slurm"])
-def test_what_an_engine_cannot_say(refused: Refused, uneven: list[str], engine: str) -> None:
-    codes = {"slurm": "sharing_on_mig"}
-    text = refused("export", engine, code=codes.get(engine, "no_slice_length"), exit_code=3, host=H100S)
-    assert "gpushare export dra" in text
-
-
 def test_a_mig_instance_is_not_a_gpu(refused: Refused, uneven: list[str]) -> None:
     refused("export", "dra", "-g", uneven[0], code="whole_gpu", exit_code=2, host=H100S)
     refused("export", "docker", "-g", "0", code="one_device", exit_code=2, host=H100S)
@@ -367,12 +350,11 @@ def test_a_file_that_is_refused(refused: Refused, write: Write, text: str, code:
         ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
     ],
 )
-@pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
 def test_what_a_gpu_can_never_hold_is_not_exported(
-    refused: Refused, write: Write, engine: str, way: str, code: str, exit_code: int, said: str
+    refused: Refused, write: Write, way: str, code: str, exit_code: int, said: str
 ) -> None:
     path = write(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
-    assert said in refused("export", engine, "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
+    assert said in refused("export", "dra", "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
 
 
 def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, write: Write) -> None:

@@ -201,8 +201,6 @@ def test_env_makes_a_client_with_these_limits(cli: Cli, world: World) -> None:
     ("words", "code", "exit_code"),
     [
         ((), "no_daemon", 6),
-        (("--threads", "0"), "bad_percentage", 2),
-        (("--memory", "1"), "bad_size", 2),
         (("--memory", "1T"), "limit_above_gpu", 2),
         (("--priority", "x"), "bad_priority", 2),
     ],
