@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Final
@@ -124,15 +124,26 @@ def container_device(host: HostDescription, uuid: str) -> ExportedDevice:
     raise NotFound(f"there is no device {uuid}", "see: gpushare status", code="unknown_gpu")
 
 
+def _container_export(
+    share: ExportedDevice, documents: Sequence[Document], commands: Sequence[str], *, traits: Collection[str] = ()
+) -> Export:
+    """Return an export for containers with its notes; ``traits`` are further words that select them."""
+    words = share.traits.union(traits)
+    needs, lost = notes("container", "needs", words), notes("container", "lost", words)
+    return Export(documents=tuple(documents), commands=tuple(commands), needs=needs, lost=lost)
+
+
 def docker_export(share: ExportedDevice) -> Export:
     """Return the flags of `docker run` on one line; no quotes are needed."""
-    flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
-    return Export(
-        documents=(Document(name="docker-flags", text=" ".join(flags) + "\n", kind="flags"),),
-        commands=(f"docker run --rm {' '.join(flags)} {IMAGE}",),
-        needs=notes("container", "needs", share.traits),
-        lost=notes("container", "lost", share.traits),
-    )
+    flags = ["--gpus", f"device={share.uuid}"]
+    if share.mps is not None:
+        # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
+        flags += ["--ipc=host", "--mount", f"type=bind,source={share.pipe_directory},target={share.pipe_directory}"]
+        for key, value in share.environment.items():
+            flags += ["-e", f"{key}={value}"]
+    words = " ".join(flags)
+    document = Document(name="docker-flags", text=f"{words}\n", kind="flags")
+    return _container_export(share, [document], [f"docker run --rm {words} {IMAGE}"])
 
 
 def cdi_export(share: ExportedDevice) -> Export:
@@ -141,7 +152,7 @@ def cdi_export(share: ExportedDevice) -> Export:
     nvidia-ctk writes the file of the GPU or MIG device itself, with the driver's libraries and hooks.
     """
     flags = ["--device", f"nvidia.com/gpu={share.uuid}"]
-    documents = []
+    documents: list[Document] = []
     commands = ["sudo nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"]
     if share.mps is not None:
         name = device_key(share.uuid)
@@ -154,13 +165,10 @@ def cdi_export(share: ExportedDevice) -> Export:
         device = {"name": name, "containerEdits": edits}
         documents.append(yaml_document(file, {"cdiVersion": "0.5.0", "kind": CDI_KIND, "devices": [device]}))
         commands.append(f"sudo install -D -m 644 {file} /etc/cdi/{file}")
-    commands += [f"docker run --rm {' '.join(flags)} {IMAGE}", f"podman run --rm {' '.join(flags)} {IMAGE}"]
-    return Export(
-        documents=(Document(name="cdi-flags", text=" ".join(flags) + "\n", kind="flags"), *documents),
-        commands=tuple(commands),
-        needs=notes("container", "needs", share.traits | {"cdi"}),
-        lost=notes("container", "lost", share.traits),
-    )
+    words = " ".join(flags)
+    documents.insert(0, Document(name="cdi-flags", text=f"{words}\n", kind="flags"))
+    commands += [f"{engine} run --rm {words} {IMAGE}" for engine in ("docker", "podman")]
+    return _container_export(share, documents, commands, traits={"cdi"})
 
 
 def compose_export(share: ExportedDevice, *, image: str | None = None, service: str = "gpu") -> Export:
@@ -179,23 +187,12 @@ def compose_export(share: ExportedDevice, *, image: str | None = None, service: 
         # By default compose makes a missing source, and the container would run without MPS.
         body["volumes"] = [{**mount, "bind": {"create_host_path": False}}]
     body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
-    return Export(
-        documents=(yaml_document(COMPOSE_FILE, {"services": {service: body}}),),
-        commands=(f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"),
-        needs=notes("container", "needs", share.traits),
-        lost=notes("container", "lost", share.traits),
+    document = yaml_document(COMPOSE_FILE, {"services": {service: body}})
+    return _container_export(
+        share,
+        [document],
+        [f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"],
     )
-
-
-def _mps_flags(share: ExportedDevice) -> list[str]:
-    """Return the flags that let a container be a client of the device's MPS daemon; none without one."""
-    if share.mps is None:
-        return []
-    # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
-    flags = ["--ipc=host", "--mount", f"type=bind,source={share.pipe_directory},target={share.pipe_directory}"]
-    for key, value in share.environment.items():
-        flags += ["-e", f"{key}={value}"]
-    return flags
 
 
 FILE: Final = "mig-parted.yaml"

@@ -75,7 +75,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
         # First all objects, then each verifying Deployment.
         commands=(
             *(f"kubectl apply -f {document.name}" for document in documents if document not in checks),
-            *verifying_commands(checks, prefix=""),
+            *(line for check in checks for line in verifying_commands(check, prefix="")),
         ),
         needs=notes("dra", "needs", traits, kubernetes=versions_text, gates=", ".join(gates)),
         lost=notes("dra", "lost", traits),

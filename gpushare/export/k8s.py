@@ -382,19 +382,19 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
         # That the pods of the plugin were started again, or why not.
         f"kubectl get events -n {namespace} --sort-by=.lastTimestamp",
     ]
-    return lines + verifying_commands([document for document in documents if document.name.startswith("verify-")])
+    checks = (document for document in documents if document.name.startswith("verify-"))
+    return lines + [line for check in checks for line in verifying_commands(check)]
 
 
-def verifying_commands(checks: Sequence[Document], *, prefix: str = "gpushare-") -> list[str]:
-    """Return the commands that run verifying Deployments, one after the other."""
-    lines = []
-    for check in checks:
-        name = prefix + check.name.removesuffix(".yaml")
-        lines += [
-            f"kubectl apply -f {check.name}",
-            f"kubectl rollout status deployment/{name} --timeout=5m",
-            # Why a pod was not started, if one was not.
-            "kubectl get events --field-selector type=Warning",
-            f"kubectl delete -f {check.name}",
-        ]
-    return lines
+def verifying_commands(
+    check: Document, *, prefix: str = "gpushare-", minutes: int = 5, most_pods: int | None = None
+) -> list[str]:
+    """Return the commands that run a verifying Deployment; of more than ``most_pods`` pods one must wait."""
+    name = prefix + check.name.removesuffix(".yaml")
+    lines = [f"kubectl apply -f {check.name}", f"kubectl rollout status deployment/{name} --timeout={minutes}m"]
+    if most_pods is not None:
+        pending = f"kubectl get pods -l app.kubernetes.io/name={name} --field-selector=status.phase=Pending -o name"
+        lines.append(f"kubectl scale deployment/{name} --replicas={most_pods + 1}")
+        lines.append(f"sleep 60; test $({pending} | wc -l) -eq 1")
+    # Why a pod was not started, if one was not.
+    return [*lines, "kubectl get events --field-selector type=Warning", f"kubectl delete -f {check.name}"]

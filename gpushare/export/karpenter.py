@@ -9,7 +9,7 @@ EC2NodeClass).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
@@ -86,7 +86,11 @@ def node_pool_export(
     overlays = [_node_overlay(name, requirements, capacity)] if overlaid else []
     # The overlay before the pool, which would start a node for each pod without it.
     files = " ".join(f"-f {document.name}" for document in (*classes, *overlays, pool))
-    commands = [f"kubectl apply {files}", *_verifying_commands(checks, is_bounded=max_nodes is not None)]
+    commands = [f"kubectl apply {files}"]
+    for check, pods in checks.items():
+        # A node starts first. In a bounded pool one more pod must wait.
+        most_pods = None if max_nodes is None else pods
+        commands += k8s.verifying_commands(check, minutes=15, most_pods=most_pods)
     conditions = {
         "new-class": node_class is None,
         "unnamed": cluster is None and not (role and tags),
@@ -115,22 +119,6 @@ def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags
         "securityGroupSelectorTerms": [{"tags": dict(where)}],
     }
     return yaml_document("node-class.yaml", cluster_object("karpenter.k8s.aws/v1", "EC2NodeClass", name, spec))
-
-
-def _verifying_commands(checks: Mapping[Document, int], *, is_bounded: bool) -> list[str]:
-    """Return the commands that run the verifying Deployments, each of the given number of pods; in a bounded pool one more must wait."""
-    lines: list[str] = []
-    for check, pods in checks.items():
-        name = f"gpushare-{check.name.removesuffix('.yaml')}"
-        lines += [f"kubectl apply -f {check.name}", f"kubectl rollout status deployment/{name} --timeout=15m"]
-        if is_bounded:
-            pending = f"kubectl get pods -l app.kubernetes.io/name={name} --field-selector=status.phase=Pending -o name"
-            lines += [
-                f"kubectl scale deployment/{name} --replicas={pods + 1}",
-                f"sleep 60; test $({pending} | wc -l) -eq 1",
-            ]
-        lines += ["kubectl get events --sort-by=.lastTimestamp", f"kubectl delete -f {check.name}"]
-    return lines
 
 
 def _node_requirements(host: HostDescription, instance_type: str | None) -> list[dict[str, Any]]:

@@ -225,34 +225,29 @@ def _sharing_document(entry: Entry) -> object:
 
 def _instance_document(wish: InstanceWish) -> object:
     """Return MIG devices as YAML has them: the wish alone, or a mapping with its options."""
-    keys: dict[str, object] = {"wish": wish.wish}
-    if wish.name is not None:
-        keys["name"] = wish.name
-    if wish.users:
-        keys["users"] = list(wish.users)
-    if wish.mps is not None:
-        keys["mps"] = _mps_document(wish.mps)
+    mps = None if wish.mps is None else _mps_document(wish.mps)
+    keys = _without_defaults({"wish": wish.wish, "name": wish.name, "users": list(wish.users), "mps": mps})
     return keys if len(keys) > 1 else wish.wish
 
 
 def _mps_document(mps: MpsWish) -> dict[str, object]:
     """Return an MPS daemon as YAML has it; what is left to its default has no key."""
-    keys: dict[str, object] = {}
-    limits = mps.limits
-    if limits.threads_percent is not None:
-        whole = limits.threads_percent.is_integer()
-        keys["threads"] = int(limits.threads_percent) if whole else limits.threads_percent
-    if limits.memory_limit_bytes is not None:
-        keys["memory"] = size_option(limits.memory_limit_bytes)
-    if limits.priority is not None:
-        keys["priority"] = limits.priority.title
-    if mps.users:
-        keys["users"] = list(mps.users)
-    if mps.exclusive:
-        keys["exclusive"] = True
-    if mps.multiuser:
-        keys["multiuser"] = True
-    return keys
+    limits, threads = mps.limits, mps.limits.threads_percent
+    return _without_defaults(
+        {
+            "threads": int(threads) if threads is not None and threads.is_integer() else threads,
+            "memory": None if limits.memory_limit_bytes is None else size_option(limits.memory_limit_bytes),
+            "priority": None if limits.priority is None else limits.priority.title,
+            "users": list(mps.users),
+            "exclusive": mps.exclusive,
+            "multiuser": mps.multiuser,
+        }
+    )
+
+
+def _without_defaults(keys: dict[str, object]) -> dict[str, object]:
+    """Return the keys that have another value than None, false or an empty list."""
+    return {key: value for key, value in keys.items() if value not in (None, False, [])}
 
 
 @dataclass(frozen=True, kw_only=True)

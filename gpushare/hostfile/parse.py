@@ -115,13 +115,7 @@ _INSTANCE: Final = either(
             "users": _USERS,
             "mps": mapping(_DAEMON_KEYS, lambda fields, _: _mps_wish(fields)),
         },
-        lambda fields, value: InstanceWish(
-            wish=fields["wish"],
-            name=fields.get("name"),
-            users=fields.get("users", ()),
-            mps=fields.get("mps"),
-            mark=value.mark,
-        ),
+        lambda fields, value: InstanceWish(**fields, mark=value.mark),
         need=("wish",),
         check=_check_instance,
         schema={
@@ -138,12 +132,6 @@ def _check_match(value: Value, fields: Mapping[str, Value]) -> None:
         raise value.wrong("needs exactly one of index, uuid, model; or the word all")
 
 
-def _match_of(fields: Mapping[str, Any], _: Value) -> Match:
-    """Return which GPUs ``{index: [0, 1]}`` means; `_check_match` makes sure that there is one key."""
-    ((key, values),) = fields.items()
-    return Match(by=Exactness[key.upper()], values=tuple(map(str, values)))
-
-
 _MATCH: Final = all_or(
     mapping(
         {
@@ -151,7 +139,10 @@ _MATCH: Final = all_or(
             "uuid": one_or_several(text(_UUID, "the UUID of a GPU")),
             "model": one_or_several(text(r"^[A-Za-z0-9][A-Za-z0-9 ._()+/-]{0,79}$(?!\n)", "the model of a GPU")),
         },
-        _match_of,
+        # There is one key.
+        lambda fields, _: next(
+            Match(by=Exactness[key.upper()], values=tuple(map(str, values))) for key, values in fields.items()
+        ),
         check=_check_match,
         schema={"minProperties": 1, "maxProperties": 1},
     ),

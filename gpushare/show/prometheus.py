@@ -171,15 +171,12 @@ def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value
         yield "gpushare_jobs", {"state": state}, count
     gpus = {gpu.index: gpu for gpu in snapshot.gpus}
     for job in jobs[:MOST_JOBS]:
-        labels = {key: text for key, text in (("name", job.name), ("pid", str(job.pid or ""))) if text}
-        about = {
-            "role": job.role,
-            "way": None if job.way is None else job.way.value,
-            "user": job.user,
-            "GPU_I_PROFILE": job.mig_profile,
-            "instance_name": job.mig_name,
-        }
-        yield "gpushare_job_info", {**labels, **{key: text for key, text in about.items() if text}}, 1
+        labels = _labels(name=job.name, pid=str(job.pid or ""))
+        way = None if job.way is None else job.way.value
+        about = _labels(
+            role=job.role, way=way, user=job.user, GPU_I_PROFILE=job.mig_profile, instance_name=job.mig_name
+        )
+        yield "gpushare_job_info", {**labels, **about}, 1
         yield "gpushare_job_state", {**labels, "state": job.state}, 1
         for index in job.gpu_indexes:
             # The GPUs of a job that waits are those on which it may run: it is on none.
@@ -194,15 +191,19 @@ def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value
 
 
 def _gpu_labels(gpu: Gpu) -> dict[str, str]:
-    # Prometheus treats an empty label as absent: a lost GPU without a UUID has only its index.
-    return {"gpu": str(gpu.index), **({"UUID": gpu.uuid} if gpu.uuid else {})}
+    # A lost GPU without a UUID has only its index.
+    return _labels(gpu=str(gpu.index), UUID=gpu.uuid)
+
+
+def _labels(**labels: str | None) -> dict[str, str]:
+    """Return the labels that have a value: Prometheus treats an empty one as absent."""
+    return {name: text for name, text in labels.items() if text}
 
 
 def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     """Yield the values about one GPU: identity, way of sharing, modes, power, processes."""
     labels = _gpu_labels(gpu)
-    identity = {"model": gpu.name, "pci_bus_id": gpu.pci_bus_id}
-    yield "gpushare_gpu_info", {**labels, **{key: value for key, value in identity.items() if value}}, 1
+    yield "gpushare_gpu_info", {**labels, **_labels(model=gpu.name, pci_bus_id=gpu.pci_bus_id)}, 1
     yield "gpushare_gpu_up", labels, gpu.error is None
     if gpu.error is not None:
         return
@@ -227,9 +228,9 @@ def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> I
     if daemon.unasked:
         return
     gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
-    identity = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
     labels = {} if gpu is None else _gpu_labels(gpu)
-    labels |= {key: value for key, value in identity.items() if value} | {"ours": "true" if daemon.ours else "false"}
+    labels |= _labels(device=daemon.device_uuid, user=daemon.user, pipe_directory=daemon.pipe_directory)
+    labels["ours"] = "true" if daemon.ours else "false"
     up = daemon.pid is not None and daemon.error is None
     yield "gpushare_mps_daemon_up", labels, up
     if not up:
@@ -268,6 +269,6 @@ def _instance_values(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Itera
     """Yield the values about one GPU instance: place, name, whether it is busy, and its leases."""
     labels = {**_gpu_labels(gpu), "GPU_I_ID": str(instance.id), "GPU_I_PROFILE": instance.profile.name}
     name = reading.names.get((gpu.uuid or "", instance.profile.name, instance.start))
-    yield "gpushare_mig_instance_info", {**labels, "start": str(instance.start), **({"name": name} if name else {})}, 1
+    yield "gpushare_mig_instance_info", {**labels, **_labels(start=str(instance.start), name=name)}, 1
     if reading.leases is not None:
         yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in instance.compute)
