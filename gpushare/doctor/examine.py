@@ -316,7 +316,7 @@ def drift(seen: Examination) -> Iterator[Check]:
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept):
         try:
-            drifted = any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index], seen.wanted))
+            drifted = any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index]))
         except GpushareError:
             # It has no such profile any more: `gpushare diff` says so, and the other GPUs are still compared.
             drifted = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpushare.base.errors import NotSupported
@@ -31,25 +31,19 @@ class Point:
         return f"{self.what}: {self.found or 'none'}; the file: {self.wanted or 'none'}"
 
 
-def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
-    """Return how a GPU differs from its entry; empty: it does not.
-
-    ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
-    """
-    others = {index: other for index, other in (entries or {}).items() if index != live.gpu.index}
-    elsewhere = {mig.name: f"on GPU {index}" for index, other in others.items() for mig in other.mig if mig.name}
-    return tuple(_yield_points(live, entry, elsewhere))
+def points(live: LiveGpu, entry: Entry) -> tuple[Point, ...]:
+    """Return how a GPU differs from its entry; empty: it does not."""
+    return tuple(_yield_points(live, entry))
 
 
-def _yield_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
-    """Yield the differences of a GPU; ``elsewhere`` tells where the file has a name that this GPU is not to have."""
+def _yield_points(live: LiveGpu, entry: Entry) -> Iterator[Point]:
     wanted_mps = "a daemon of gpushare" if entry.sharing is Way.MPS else None
     for daemon in live.foreign:
         yield Point(what="MPS", found=daemon, wanted=wanted_mps)
     wants_mig = entry.sharing is Way.MIG
     yield from _mig_mode_points(live, wants_mig=wants_mig)
     if wants_mig:
-        yield from _layout_points(live, entry, elsewhere)
+        yield from _layout_points(live, entry)
     elif live.gpu.mig_enabled and live.instances:
         surplus = ", ".join(f"{instance.profile.name}:{instance.start}" for instance in live.instances)
         yield Point(what="MIG devices", found=surplus, wanted=None)
@@ -113,7 +107,7 @@ def _texts_by_key(wish: MpsWish) -> dict[str, str | None]:
     }
 
 
-def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+def _layout_points(live: LiveGpu, entry: Entry) -> Iterator[Point]:
     """Yield missing and surplus MIG devices, and how their names, grants and daemons differ."""
     if live.layout is None or not live.layout.profiles:
         # Some drivers list no profiles while MIG is off: the mode is difference enough.
@@ -125,7 +119,7 @@ def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) ->
         yield Point(what="MIG devices", found=str(devices), wanted=None)
     present = devices_of_layout(live)
     assignment = assignment_of(live, entry, live.layout, present)
-    yield from name_points(live, assignment, elsewhere)
+    yield from _name_points(live, assignment)
     for want in assignment.devices:
         if want.device is not None:
             yield from mps_points(f"MPS of {want.device}", live.daemon(want.device.uuid), want.wish.mps)
@@ -135,8 +129,8 @@ def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) ->
             yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
 
 
-def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:
-    """Yield missing, wrong and surplus names and grants; ``elsewhere`` has the names that the file wants on other GPUs."""
+def _name_points(live: LiveGpu, assignment: Assignment) -> Iterator[Point]:
+    """Yield missing, wrong and surplus names and grants."""
     wanted = {named.name: named for named in assignment.names}
     # Names in the file whose devices do not exist yet.
     waiting = {
@@ -148,11 +142,9 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
     for name in sorted(wanted.keys() | present.keys() | waiting.keys()):
         found = str(present[name]) if name in present else None
         if name not in wanted:
-            place = waiting.get(name, elsewhere.get(name))
-            if found is not None and found == place:
-                # The name is at the right instance, but the device, its compute instance, is missing.
-                found = f"{found} without a compute instance"
-            yield Point(what=f"name {name}", found=found, wanted=place)
+            # At the right instance only the device, its compute instance, is missing: that is a point of its own.
+            if found != waiting.get(name):
+                yield Point(what=f"name {name}", found=found, wanted=waiting.get(name))
             continue
         if found != str(wanted[name]):
             yield Point(what=f"name {name}", found=found, wanted=str(wanted[name]))

@@ -124,12 +124,10 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
 def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     """Return the entry of a GPU without MIG and MPS, by its compute mode and time-slice; None: as `_captured_entry`."""
     gpu, title = live.gpu, f"GPU {live.gpu.index}"
-    if gpu.compute_mode is ComputeMode.PROHIBITED:
-        notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
+    if gpu.compute_mode in {ComputeMode.PROHIBITED, ComputeMode.EXCLUSIVE_THREAD}:
+        notes.append(f"{title} is left out: a file cannot express compute mode {gpu.compute_mode.title}")
         return None
-    if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
-        notes.append(f"{title}: compute mode exclusive-thread is obsolete; the file has exclusive-process")
-    if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
+    if gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:
         return Entry(match=_NO_GPU_YET, sharing=Way.EXCLUSIVE)
     if live.time_slice is None:
         notes.append(f"{title}: its time-slice level is unknown; the file has default")

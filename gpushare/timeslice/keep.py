@@ -714,13 +714,16 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
         for verdict in verdicts(host, policy):
             if verdict.slice_us is None or verdict.rule is None:
                 continue
-            slices = _slices_on(host, control, verdict.pid, uuids[verdict.gpu])
-            wrong = [slice_us for slice_us in slices if _deviates(slice_us, verdict)]
+            wanted_us = verdict.slice_us
+            wrong = [
+                slice_us
+                for slice_us in _slices_on(host, control, verdict.pid, uuids[verdict.gpu])
+                # A limited rule gives less than the verdict says to a process whose slice was shorter than the default.
+                if slice_us is None or slice_us > wanted_us or (slice_us < wanted_us and verdict.why is None)
+            ]
             if wrong:
                 pid, user, gpu = verdict.pid, verdict.user, verdict.gpu
-                row = Deviation(
-                    pid=pid, user=user, gpu=gpu, rule=verdict.rule, found_us=wrong[0], wanted_us=verdict.slice_us
-                )
+                row = Deviation(pid=pid, user=user, gpu=gpu, rule=verdict.rule, found_us=wrong[0], wanted_us=wanted_us)
                 rows.append(row)
     return rows
 
@@ -734,12 +737,3 @@ def _slices_on(host: Host, control: ChannelControl, pid: int, uuid: str | None) 
     if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
         return ()
     return reading.on(uuid) or (None,)
-
-
-def _deviates(slice_us: int | None, verdict: Verdict) -> bool:
-    """Return whether a slice is unknown, or not what the rule gives."""
-    if slice_us is None or verdict.slice_us is None:
-        return True
-    # A limited rule gives less than the verdict says to a process whose slice was shorter than the default.
-    is_limited = verdict.why is not None
-    return slice_us > verdict.slice_us or (slice_us < verdict.slice_us and not is_limited)

@@ -246,17 +246,6 @@ def test_a_name_whose_device_is_missing_is_not_said_to_be_absent_from_the_file()
     ]
 
 
-def test_a_name_that_the_file_has_on_another_gpu_is_said_to_be_there() -> None:
-    named = mig(InstanceWish(wish="3g.40gb:0", name="train"))
-    here = with_mig(("3g.40gb", 0), names=(NamedInstance(gpu_uuid=UUID, name="train", profile="3g.40gb", start=0),))
-    bare = mig("3g.40gb:0")
-    index = here.gpu.index
-    assert [str(point) for point in points(here, bare, {index: bare, 7: named})] == [
-        "name train: 3g.40gb:0; the file: on GPU 7"
-    ]
-    assert [str(point) for point in points(here, named, {index: named, 7: bare})] == []
-
-
 @pytest.mark.parametrize(
     ("written", "name", "same"),
     [

@@ -369,4 +369,8 @@ def test_diff_names_an_instance_without_a_compute_instance(cli: Cli, world: Worl
     path = write("version: 1\ngpus:\n- match: all\n  mig: [{wish: '3g.71gb:4', name: alice}]\n")
     cli("apply", "-f", path).ok()
     _destroy_compute_instances(world)
-    assert "name alice: 3g.71gb:4 without a compute instance; the file: 3g.71gb:4" in cli("diff", "-f", path).out
+    assert cli("diff", "-f", path).out.splitlines() == [
+        "GPU 0 (mig): different",
+        "  MIG devices: none; the file: 3g.71gb:4",
+        "  MIG devices: 3g.71gb:4 (no compute instance); the file: none",
+    ]
