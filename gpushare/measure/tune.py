@@ -53,7 +53,8 @@ from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US as FIRST_SERVER_US
-from gpushare.run.group import check_production_outside, members, why_not_settable
+from gpushare.run.group import check_production_outside, why_not_settable
+from gpushare.run.jobs import slices_of_group
 from gpushare.run.plain import check_outside_mps
 from gpushare.run.several import memory_now
 from gpushare.run.share import check_program
@@ -395,7 +396,7 @@ class Tuner:
             if refused is not None:
                 raise refused
             check_production_outside(self.host, self.device)
-            if members(self.host, self.device):
+            if slices_of_group(self.host, self.device):
                 raise InUse(
                     f"other opportunistic jobs share the time-slice of the MPS server of {self.device.title}",
                     "wait until they have ended: gpushare status",

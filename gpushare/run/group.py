@@ -29,7 +29,7 @@ from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
-from gpushare.run.jobs import JOBS, OPPORTUNISTIC, PrintedRate, living_productions
+from gpushare.run.jobs import PrintedRate, living_productions, slices_of_group
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
@@ -55,20 +55,6 @@ _READ_SECONDS: Final = 0.1
 _MOST_TIMEOUTS: Final = 2
 _MOST_TRIES: Final = 10
 _RESTORE_TRIES: Final = 3
-
-
-def members(host: Host, device: Device) -> dict[int, int]:
-    """Return by PID this user's opportunistic jobs that share a slice on a device, each with the slice that it wants (us).
-
-    Their programs run: one whose program has ended must not keep the slice, though its gpushare still lives.
-    """
-    return {
-        record.pid: record.slice_us
-        for record in JOBS.all(host, shared=False)
-        if record.role == OPPORTUNISTIC and record.mps and record.slice_us is not None
-        if device.uuid in record.devices and (record.supervisor is None or record.supervisor.pid != record.pid)
-        if host.processes.identity(record.pid) == (record.pid, record.started)
-    }
 
 
 def why_not_settable(host: Host, device: Device) -> GpushareError | None:
@@ -190,7 +176,7 @@ class GroupSlice(Part):
     def _slices_of_others(self) -> list[int]:
         """Return the slices that the other members want."""
         pid = self._watch.program_pid
-        return [slice_us for other, slice_us in members(self.host, self.device).items() if other != pid]
+        return [slice_us for other, slice_us in slices_of_group(self.host, self.device).items() if other != pid]
 
     def _apply_slice(self, watch: Attachment) -> None:
         """Set the slice of the program's servers where it is another one: the shortest that a member wants."""

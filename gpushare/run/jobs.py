@@ -186,6 +186,20 @@ def living_productions(host: Host, device: Device) -> list[JobRecord]:
     ]
 
 
+def slices_of_group(host: Host, device: Device) -> dict[int, int]:
+    """Return by PID this user's opportunistic jobs that share a slice under MPS, each with the slice that it wants (us).
+
+    Their programs run: one whose program has ended must not keep the slice, though its gpushare still lives.
+    """
+    return {
+        record.pid: record.slice_us
+        for record in JOBS.all(host, shared=False)
+        if record.role == OPPORTUNISTIC and record.mps and record.slice_us is not None
+        if device.uuid in record.devices and (record.supervisor is None or record.supervisor.pid != record.pid)
+        if host.processes.identity(record.pid) == (record.pid, record.started)
+    }
+
+
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name, a running one first; None: there is none."""
     with_name = [record for record in records(host) if record.name == name]

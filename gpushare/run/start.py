@@ -48,7 +48,6 @@ from gpushare.run.group import (
     PRODUCTION_US,
     AdaptedSlice,
     GroupSlice,
-    members,
     production_under_mps_error,
     why_not_settable,
 )
@@ -65,6 +64,7 @@ from gpushare.run.jobs import (
     living_productions,
     new_record,
     records,
+    slices_of_group,
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
@@ -284,7 +284,7 @@ class JobStart:
             self._say_dropped()
             return self._carry_out(self._plain_share(devices), options)
 
-        group = members(self.host, device)
+        group = slices_of_group(self.host, device)
         if group:
             self.say(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
@@ -506,7 +506,7 @@ class JobStart:
         if not _asks_for_mps(options) and not is_tuned_for_mps:
             tuned_us = None if tuned is None else tuned.production_slice_us
             return self._run_sliced(devices, options, slice_us or tuned_us or PRODUCTION_US, asked=slice_us is not None)
-        group = members(self.host, device)
+        group = slices_of_group(self.host, device)
         if group:
             raise InUse(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title} (process {min(group)}),"

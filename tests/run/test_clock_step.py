@@ -9,8 +9,16 @@ import pytest
 
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.run.group import members
-from gpushare.run.jobs import OPPORTUNISTIC, PLAIN, find_job, find_record, forget_ended, is_running, write_record
+from gpushare.run.jobs import (
+    OPPORTUNISTIC,
+    PLAIN,
+    find_job,
+    find_record,
+    forget_ended,
+    is_running,
+    slices_of_group,
+    write_record,
+)
 from tests.cli.drive import record_of
 from tests.clock import step_the_clock
 
@@ -33,4 +41,4 @@ def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: py
     record = record_of(host, device, "batch", OWN, OPPORTUNISTIC)
     write_record(host, replace(record, mps=True, slice_us=30))
     step_the_clock(monkeypatch, -60.0)
-    assert members(host, device) == {OWN: 30}
+    assert slices_of_group(host, device) == {OWN: 30}

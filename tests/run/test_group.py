@@ -15,8 +15,8 @@ from gpushare.host.identity import identity_of, start_of
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run import group
-from gpushare.run.group import GroupSlice, members, why_not_settable
-from gpushare.run.jobs import OPPORTUNISTIC, JobRecord, write_record
+from gpushare.run.group import GroupSlice, why_not_settable
+from gpushare.run.jobs import OPPORTUNISTIC, JobRecord, slices_of_group, write_record
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -143,13 +143,13 @@ def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back
     first.poll()
     assert server_slices(file) == [100]
     second.poll()
-    assert sorted(members(host, device).values()) == [100, 200]
+    assert sorted(slices_of_group(host, device).values()) == [100, 200]
     second.settle()
     first.poll()
     assert server_slices(file) == [200]
     first.settle()
     assert server_slices(file) == [2048]
-    assert not members(host, device)
+    assert not slices_of_group(host, device)
 
 
 def test_the_member_that_ends_last_knows_the_slice_of_before(
@@ -239,11 +239,11 @@ def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, d
 def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
     record = record_of_member(host, device, admin.add_process(SPEC), 30)
     write_record(host, replace(record, started=1))
-    assert not members(host, device)
+    assert not slices_of_group(host, device)
     write_record(host, record)
-    assert members(host, device)
+    assert slices_of_group(host, device)
     (host.run_directory / "jobs").chmod(0o777)
-    assert not members(host, device)
+    assert not slices_of_group(host, device)
 
 
 def test_production_in_the_daemon_is_refused_by_name(
