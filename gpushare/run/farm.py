@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, error_of
 from gpushare.base.model import GpuProcess
@@ -59,6 +59,11 @@ MOST_LINE_BYTES: Final = 4096
 _MORE: Final = 1.2
 
 
+def share_of_threads(copies: int) -> float | None:
+    """Return the thread cap of each of N copies on one GPU, 200/N percent; None (no cap) for one or two."""
+    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FarmOptions:
     """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
@@ -75,14 +80,14 @@ class FarmOptions:
     parallel: int | None = None
     limits: Limits = field(default_factory=Limits)
     budget: MemoryBudget | None = None
-    cap: Callable[[int], float | None] | None = None
+    cap: Callable[[int], float | None] = share_of_threads
     restarts: int = 0
     fail_fast: bool = False
     logs: Path | None = None
     resume: bool = False
     grace_seconds: float = GRACE_SECONDS
     stall_seconds: float | None = None
-    user_limits: UserLimits | None = None
+    user_limits: UserLimits = field(default_factory=UserLimits)
     name: str | None = None
     gpus: int = 1
 
@@ -144,11 +149,6 @@ def copies_at_once(copies: int, parallel: int | None, fitting: Mapping[str, int 
     return {key: max(1, number) for key, number in dealt.items()}
 
 
-def share_of_threads(copies: int) -> float | None:
-    """Return the thread cap of each of N copies on one GPU, 200/N percent; None (no cap) for one or two."""
-    return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
-
-
 def size_of_others(peak_bytes: int | None) -> int:
     """Return what each further copy reserves after the measured one: its peak and a fifth, at least one CUDA context."""
     return max(CONTEXT_BYTES, int((peak_bytes or 0) * _MORE)) // MIB * MIB
@@ -175,12 +175,12 @@ def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
             raise _bad_lines_error(
                 f"line {number} of {name} has {len(line)} bytes", f"give at most {MOST_LINE_BYTES} bytes"
             )
-        # No argument of a program can contain a zero byte.
         try:
-            decoded = line.decode() if b"\0" not in line else None
+            decoded = line.decode()
         except UnicodeDecodeError:
-            decoded = None
-        if decoded is None:
+            decoded = "\0"
+        # No argument of a program can contain a zero byte.
+        if "\0" in decoded:
             raise _bad_lines_error(f"line {number} of {name} is not text", "give a file of UTF-8 text")
         lines.append(decoded)
         if len(lines) > MOST_COPIES:
@@ -231,51 +231,53 @@ class CopyEnd:
     done: bool
 
 
-def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
-    """Yield the valid lines of the file, parsed; torn and foreign lines are skipped."""
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(value, dict):
-            continue
-        command = value.get("command")
-        copy = value.get("copy")
-        text = value.get("line")
-        exit_code = value.get("exit_code")
-        # Exact types: True is an int, too.
-        if type(command) is not str or type(copy) is not int or not (text is None or type(text) is str):
-            continue
-        is_done = value.get("state") == "done" and type(exit_code) is int and exit_code == 0
-        yield CopyEnd(command=command, copy=copy, line=text, done=is_done)
-
-
 def read_ends(file: int) -> Iterator[CopyEnd]:
-    """Yield what an open file says, from its beginning; nothing if it cannot be read."""
-    with contextlib.suppress(OSError):
-        # A farm opens its file for writing only.
-        reading = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
-        with open(reading, "rb") as lines:
-            yield from parse_ends(_first_lines(lines))
+    """Yield the ends in an open farm.jsonl, from its beginning; nothing if it cannot be read.
 
-
-def _first_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file up to a bound of bytes."""
+    Torn and foreign lines are skipped, and what is beyond a bound of bytes.
+    """
     bytes_read = 0
-    while bytes_read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
-        bytes_read += len(line)
-        yield line
+    # A farm opens its file for writing only.
+    with contextlib.suppress(OSError), open(f"/proc/self/fd/{file}", "rb") as lines:
+        while bytes_read < _MOST_BYTES and (line := lines.readline(_MOST_RECORD_BYTES)):
+            bytes_read += len(line)
+            end = parse_end(line)
+            if end is not None:
+                yield end
 
 
-def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Sequence[str] | None) -> set[int]:
+def parse_end(line: bytes) -> CopyEnd | None:
+    """Return a line of the file, parsed; None: it is torn or foreign."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    command, copy, text, exit_code = (value.get(key) for key in ("command", "copy", "line", "exit_code"))
+    # Exact types: True is an int, too.
+    if type(command) is not str or type(copy) is not int or not (text is None or type(text) is str):
+        return None
+    is_done = value.get("state") == "done" and type(exit_code) is int and exit_code == 0
+    return CopyEnd(command=command, copy=copy, line=text, done=is_done)
+
+
+def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Sequence[str] | None) -> set[int] | None:
     """Return the numbers of the copies that are done: with exit code 0, for the same command and the same line.
 
-    ``command`` is its digest. A line of the ``--each`` file may have moved since. A line that occurs twice is done twice
-    only if two copies have completed it.
+    ``command`` is its digest; None: all ends are of other commands. A line of the ``--each`` file may have moved since. A
+    line that occurs twice is done twice only if two copies have completed it.
     """
     # Of several ends of a copy the last counts.
-    is_done = {(end.line, end.copy): end.done for end in ends if end.command == command}
+    is_done: dict[tuple[str | None, int], bool] = {}
+    has_others = False
+    for end in ends:
+        if end.command == command:
+            is_done[end.line, end.copy] = end.done
+        else:
+            has_others = True
+    if has_others and not is_done:
+        return None
     if lines is None:
         return {number for number in range(copies) if is_done.get((None, number), False)}
     # Lines that have not moved are matched first: copies of the same line differ by their number.
@@ -514,7 +516,7 @@ class Farm:
         budget = options.budget
         self._copy_limit = None if budget is None else budget.on(devices)
         self._action: MemoryAction = "end" if budget is None else budget.action
-        self._user_limits = UserLimits() if options.user_limits is None else options.user_limits
+        self._user_limits = options.user_limits
         # The place of the next copy in the line. After each start the farm goes to the end of the line.
         self._place: Place | None = None
         self._patience = Patience()
@@ -566,18 +568,23 @@ class Farm:
             lines = self._lines()
             is_complete = len(lines) == len(self._devices)
             check_fits(lines, self._request(self._size), self._own_limit_bytes, when_empty=is_complete)
-        self._skip_done_before_run()
 
     def _check_logs(self) -> None:
-        """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
-        directory = self._options.logs
-        if directory is None or self._options.resume:
+        """Raise if the logs of copies that an earlier farm has ended would be overwritten; with --resume, skip those copies.
+
+        No file is made or locked: that is left to `run`, which also refuses what cannot be opened here.
+        """
+        options = self._options
+        if options.logs is None:
             return
-        # What cannot be looked at is refused when it is opened.
-        with contextlib.suppress(OSError):
-            if os.stat(directory / NAME).st_size:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+            file = open_to_append(options.logs / NAME, create=False)
+            closing.callback(os.close, file)
+            if options.resume:
+                self._skip_done(read_ends(file))
+            elif os.fstat(file).st_size:
                 raise BadUsage(
-                    f"{directory} has the results of an earlier farm",
+                    f"{options.logs} has the results of an earlier farm",
                     "go on with it: add --resume; or give this farm a directory of its own: --logs OTHER",
                     code="logs_used",
                 )
@@ -668,16 +675,8 @@ class Farm:
             BadUsage: it ran another command, and the logs of its copies would be overwritten (code ``logs_used``).
         """
         options = self._options
-        digest = digest_of_words(self._command)
-        # The ends of this command only: the file may be large.
-        ends_of_command: list[CopyEnd] = []
-        is_empty = True
-        for end in ends:
-            is_empty = False
-            if end.command == digest:
-                ends_of_command.append(end)
-        done = copies_done(ends_of_command, digest, options.copies, options.lines)
-        if not is_empty and not ends_of_command:
+        done = copies_done(ends, digest_of_words(self._command), options.copies, options.lines)
+        if done is None:
             raise BadUsage(
                 f"{options.logs} has the results of another command",
                 "give the command of that farm, unchanged; or another directory: --logs OTHER",
@@ -688,19 +687,6 @@ class Farm:
             copy.state = "done earlier"
         if newly_done:
             self._reporter.say(f"{format_copies(len(newly_done))} done earlier: not started again")
-
-    def _skip_done_before_run(self) -> None:
-        """Skip the copies that an earlier farm has done, as `_skip_done`, but make and lock no file: that is left to `run`."""
-        options = self._options
-        if options.logs is None or not options.resume:
-            return
-        # What cannot be opened is refused when the farm runs.
-        with contextlib.suppress(OSError):
-            file = open_to_append(options.logs / NAME, create=False)
-            try:
-                self._skip_done(read_ends(file))
-            finally:
-                os.close(file)
 
     def _waiting(self) -> list[Copy]:
         return [copy for copy in self._copies if copy.state == "waiting"]
@@ -739,28 +725,22 @@ class Farm:
         if not waiting:
             return ()
         self._set_caps()
-        return (
-            *self._reservation_steps(waiting[0]),
-            *(step for gpu in self._gpus.values() for step in gpu.share.steps()),
-            *self._copy_steps(waiting),
-            *self._watch_steps(),
-        )
+        return tuple(self._steps(waiting))
 
-    def _reservation_steps(self, first: Copy) -> Iterator[Step]:
-        """Yield the steps that reserve memory; if the size of a copy is unknown, the first one is measured for that."""
+    def _steps(self, waiting: Sequence[Copy]) -> Iterator[Step]:
+        """Yield the steps of the plan; the copies are dealt out to the GPUs as if all ran at the same time."""
         where = " or ".join(device.title for device in self._devices.values())
         if self._size is None:
             yield _step_of_farm(
-                f"run copy {first.copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
+                f"run copy {waiting[0].copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
             )
             yield _step_of_farm("reserve a fifth more than that for each further copy while it runs")
         else:
             if self._options.gpus > 1:
                 where = "each of its GPUs"
             yield _step_of_farm(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")
-
-    def _copy_steps(self, waiting: Iterable[Copy]) -> Iterator[Step]:
-        """Yield the steps that run the copies, dealt out to the GPUs as if all ran at the same time."""
+        for gpu in self._gpus.values():
+            yield from gpu.share.steps()
         planned: Counter[str] = Counter()
         for copy in waiting:
             uuids = self._order_of_gpus([*self._devices], planned)[: self._options.gpus]
@@ -769,9 +749,6 @@ class Farm:
             environment = gpu.environment(self._limits_on(gpu.device.uuid), {})
             command = command_line({**environment, **self._variables(copy)}, command_of(self._command, copy))
             yield step_of_run(f"run copy {copy.copy} {gpu.share.where}", command)
-
-    def _watch_steps(self) -> Iterator[Step]:
-        """Yield the step that watches the memory of the copies, if a limit was given."""
         if self._copy_limit is not None:
             action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
             limit = format_bytes(self._copy_limit)
@@ -789,24 +766,16 @@ class Farm:
             InUse: another farm has the logs (``logs_in_use``).
             GpushareError: no share can be opened; the ledger cannot be written.
         """
-        with contextlib.ExitStack() as closing, self._open_parts:
-            # Before the shares are given back, but after the copies have ended: else their memory would look free.
-            closing.callback(self._close)
-            return self._run_all()
-
-    def _run_all(self) -> FarmResult:
-        """Start copies as they fit, and see them end, until all have or the user interrupts the farm."""
-        with self._signals:
-            self._prepare_logs()
-            self.say_first()
-            while self._signals.first is None:
-                self._look_at_copies()
-                if self._is_over() or self._signals.came(_STEP_SECONDS):
-                    break
+        try:
+            with self._open_parts:
+                with self._signals:
+                    self._run_all()
+                self._keep_peaks()
+        finally:
+            # After the copies have ended: else their memory would look free.
             self._leave_line()
-            if self._signals.first is not None or self._giving_up:
-                self._interrupt()
-        self._keep_peaks()
+            for running in self._running.values():
+                running.leave()
         return FarmResult(
             copies=tuple(self._copies),
             seconds=time.monotonic() - self._started,
@@ -816,11 +785,17 @@ class Farm:
             unrecorded=self._unrecorded,
         )
 
-    def _close(self) -> None:
-        """Leave the ledger with all copies."""
+    def _run_all(self) -> None:
+        """Start copies as they fit, and see them end, until all have or the user interrupts the farm."""
+        self._prepare_logs()
+        self.say_first()
+        while self._signals.first is None:
+            self._look_at_copies()
+            if self._is_over() or self._signals.came(_STEP_SECONDS):
+                break
         self._leave_line()
-        for running in self._running.values():
-            running.leave()
+        if self._signals.first is not None or self._giving_up:
+            self._interrupt()
 
     def _look_at_copies(self) -> None:
         """Start what may start, and see what the copies do: what they hold, which have ended, which are clients."""
@@ -1008,9 +983,8 @@ class Farm:
             self._caps = dict.fromkeys(self._devices)
             return
         given_percent = self._options.limits.threads_percent
-        cap_for = self._options.cap or share_of_threads
         for uuid, number in self._at_once_by_gpu().items():
-            self._caps[uuid] = cap_for(number) if given_percent is None else given_percent
+            self._caps[uuid] = self._options.cap(number) if given_percent is None else given_percent
 
     def _most_at_once(self) -> int:
         """Return how many copies run at the same time, as far as it is known now."""

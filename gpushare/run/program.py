@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shlex
 import signal
@@ -203,17 +202,12 @@ class QueueOptions:
 class TimeLimit(Part):
     """Ends a job that runs longer than its ``--time``."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit, self._clock = seconds, clock
-        self._due = math.inf
+    def __init__(self, seconds: float) -> None:
+        self._limit = seconds
         self._over = False
 
     def started(self, _watch: Watch) -> None:
-        self._due = self._clock() + self._limit
-
-    @property
-    def seconds_to_poll(self) -> float:
-        return self._due - self._clock()
+        self.due = time.monotonic() + self._limit
 
     def poll(self) -> bool:
         self._over = self._over or self.seconds_to_poll <= 0
@@ -344,7 +338,7 @@ class Run:
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
-        return Step(what=f"run {what} {where}", command=line, do=self._run_program)
+        return step_of_run(f"run {what} {where}", line)
 
     def _check(self) -> None:
         """Raise unless the program can run with its parts in its share."""

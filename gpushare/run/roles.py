@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, gpu_not_named_error, no_process_error
@@ -108,12 +108,11 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Spared:
-    """How to run an opportunistic job: its limits, the production job next to it, and notes to print."""
+    """How to run an opportunistic job: its limits, what was tuned for it (None: nothing), and notes to print."""
 
     limits: Limits
-    production: JobRecord | None
     tuned: Tuned | None
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str]
 
 
 def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
@@ -221,7 +220,7 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     notes += memory_notes
     if way is Way.SLICES:
         limits = replace(given, memory_limit_bytes=memory)
-        return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+        return Spared(limits=limits, tuned=tuned, notes=notes)
     threads = given.threads_percent
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
@@ -229,7 +228,7 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
-    return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
+    return Spared(limits=limits, tuned=tuned, notes=notes)
 
 
 def _memory_limit(

@@ -545,7 +545,8 @@ class JobStart:
         # A cap protects only production under MPS.
         if process is not None and (needs_production or not process.under_mps):
             return self._run_paused(devices, options, process)
-        return self._run_capped(device, options)
+        next_to = "" if process is None else f" next to {process.title}"
+        return self._carry_out(*self._capped_share(device, options, f"opportunistic{next_to}"))
 
     def _spared_process(self, devices: Sequence[Device]) -> ProductionJob | None:
         """Return the production job to spare, which runs on one of these devices; None: none does."""
@@ -659,13 +660,19 @@ class JobStart:
     ) -> tuple[Share, RunOptions]:
         """Return the share and the options of a job that leaves the GPU to production; say its limits."""
         if process.under_mps and len(devices) == 1:
-            spared = limits_beside(self.host, devices[0], options.limits, self.role.target)
-            for text in (*spared.notes, f"when it runs: {_limits_text(spared.limits)}", NOT_PROTECTED, _CPU_ONLY):
-                self.say(text)
-            return MpsShare(self.host, devices[0], spared.limits), replace(options, limits=spared.limits)
+            share, options = self._capped_share(devices[0], options, "when it runs")
+            self.say(_CPU_ONLY)
+            return share, options
         if _asks_for_mps(options):
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
         return self._plain_share(devices), options
+
+    def _capped_share(self, device: Device, options: RunOptions, prefix: str) -> tuple[MpsShare, RunOptions]:
+        """Return the share and the options of an opportunistic client of MPS; say its limits after the prefix."""
+        spared = limits_beside(self.host, device, options.limits, self.role.target)
+        for text in (*spared.notes, f"{prefix}: {_limits_text(spared.limits)}", NOT_PROTECTED):
+            self.say(text)
+        return MpsShare(self.host, device, spared.limits), replace(options, limits=spared.limits)
 
     def _run_requeued(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
         """Run a job that is ended while production works, and started again when that rests: one job for all its runs."""
@@ -686,18 +693,6 @@ class JobStart:
         finally:
             job.close()
             job.forget()
-
-    def _run_capped(self, device: Device, options: RunOptions) -> Any:
-        """Run an opportunistic job as a client of MPS with a thread cap and low priority."""
-        spared = limits_beside(self.host, device, options.limits, self.role.target)
-        limits = spared.limits
-        for text in spared.notes:
-            self.say(text)
-        if not self.dry_run:
-            next_to = "" if spared.production is None else f" next to '{spared.production.name}'"
-            self.say(f"opportunistic{next_to}: {_limits_text(limits)}")
-            self.say(NOT_PROTECTED)
-        return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
 
 
 def _asks_for_mps(options: RunOptions) -> bool:
@@ -851,17 +846,13 @@ _EARLY_SECONDS: Final = 10.0
 class YieldToProduction(Part):
     """Ends the program once production works; ``yielded`` from then on."""
 
-    def __init__(self, production: ProductionJob, clock: Callable[[], float] = time.monotonic) -> None:
-        self._production, self._clock = production, clock
-        self._due = 0.0
+    def __init__(self, production: ProductionJob) -> None:
+        self._production = production
+        self.due = 0.0
         self.yielded = False
 
-    @property
-    def seconds_to_poll(self) -> float:
-        return self._due - self._clock()
-
     def poll(self) -> bool:
-        self._due = self._clock() + _TICK_SECONDS
+        self.due = time.monotonic() + _TICK_SECONDS
         self.yielded = self.yielded or self._production.works()
         return self.yielded
 
@@ -878,20 +869,18 @@ class Yielding:
     options: RunOptions
     start: Callable[[RunOptions], Any]
     say: Callable[[str], None]
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-    _quiet: float = field(default=_FIRST_QUIET_SECONDS)
+    _quiet: float = _FIRST_QUIET_SECONDS
 
     def run(self) -> Any:
         """Run the program until it ends by itself, and return its exit code."""
         self._wait(_FIRST_QUIET_SECONDS, is_reported=False)
         while True:
-            part = YieldToProduction(self.production, self.clock)
-            began = self.clock()
+            part = YieldToProduction(self.production)
+            began = time.monotonic()
             code = self.start(replace(self.options, parts=(*self.options.parts, part)))
             if not part.yielded:
                 return code
-            if self.clock() - began < _EARLY_SECONDS:
+            if time.monotonic() - began < _EARLY_SECONDS:
                 self._quiet = min(2 * self._quiet, _MOST_QUIET_SECONDS)
             else:
                 self._quiet = _FIRST_QUIET_SECONDS
@@ -904,11 +893,11 @@ class Yielding:
 
     def _wait(self, quiet_seconds: float, *, is_reported: bool) -> None:
         """Wait until production has been quiet for some seconds; say so once, unless that ``is_reported``."""
-        quiet_since = self.clock()
-        while self.clock() - quiet_since < quiet_seconds:
+        quiet_since = time.monotonic()
+        while time.monotonic() - quiet_since < quiet_seconds:
             if self.production.works():
-                quiet_since = self.clock()
+                quiet_since = time.monotonic()
                 if not is_reported:
                     is_reported = True
                     self.say(f"waits until {self.production.title} rests")
-            self.sleep(_TICK_SECONDS)
+            time.sleep(_TICK_SECONDS)

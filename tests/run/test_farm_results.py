@@ -19,7 +19,7 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.store import digest_of_words
 from gpushare.run import farm as farm_results
-from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, line_of_end, parse_ends
+from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, line_of_end, parse_end
 from tests.cli.drive import until
 from tests.errors import fails
 from tests.run.farm_command import Heard, farm, plan_farm, shell, sized
@@ -32,6 +32,8 @@ def end(copy: int, line: str | None = None, *, done: bool = True, command: str =
 def test_the_last_word_on_a_copy_of_this_command_counts() -> None:
     ends = [end(0), end(1, done=False), end(2), end(2, done=False), end(3, command="d"), end(9), end(1, "line")]
     assert copies_done(ends, "c", 4, None) == {0}
+    assert copies_done(ends, "e", 4, None) is None
+    assert copies_done([], "e", 4, None) == set()
 
 
 def test_a_line_is_known_again_where_it_was_moved() -> None:
@@ -49,6 +51,7 @@ lines = some.lists(some.sampled_from("abc"), max_size=6)
 @given(lines, some.lists(some.tuples(some.integers(0, 5), some.sampled_from("abc"), some.booleans()), max_size=12))
 def test_nothing_is_skipped_more_often_than_it_was_done(now: list[str], ended: list[tuple[int, str, bool]]) -> None:
     done = copies_done([end(copy, line, done=ok) for copy, line, ok in ended], "c", len(now), now)
+    assert done is not None
     last = {(copy, line): ok for copy, line, ok in ended}
     for line in "abc":
         times = sum(ok for (_, other), ok in last.items() if other == line)
@@ -61,8 +64,9 @@ def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
     copy = Copy(copy=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu_indexes=(1,))
     whole = line_of_end(copy, "c", 0.0)
     assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
-    ends = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
-    assert ends == [CopyEnd(command="c", copy=3, line="x \u00e4", done=True)]
+    assert parse_end(whole) == CopyEnd(command="c", copy=3, line="x \u00e4", done=True)
+    for line in (junk, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]):
+        assert parse_end(line) is None
 
 
 def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from gpushare.run.start import JobStart
 from tests.clock import Clock
 
 
-def test_the_time_of_a_job_is_over_at_its_end_and_stays_over() -> None:
-    clock = Clock(10.0)
-    limit = TimeLimit(5.0, clock=clock)
+def test_the_time_of_a_job_is_over_at_its_end_and_stays_over(clock: Clock) -> None:
+    limit = TimeLimit(5.0)
     # Before the program runs no time passes for it.
     clock.now = 100.0
     assert not limit.poll()

@@ -48,8 +48,6 @@ def yielding(
         options=RunOptions(limits=Limits()),
         start=cast("Callable[[RunOptions], Any]", start),
         say=messages.append,
-        clock=clock,
-        sleep=clock.sleep,
     )
 
 
@@ -67,8 +65,8 @@ class Memory(Part):
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
-    clock, messages, runs = Clock(), [], []
+def test_the_memory_of_the_job_is_watched_too(clock: Clock, over: bool) -> None:
+    messages, runs = [], []
     job, memory = yielding(clock, Production(clock, (20, 25)), 30, messages, runs), Memory(over=over)
     job.options = replace(job.options, parts=(memory,))
     assert job.run() == (143 if over else 0)
@@ -76,8 +74,8 @@ def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
     assert memory.polls >= 1
 
 
-def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> None:
-    clock, messages, runs = Clock(), [], []
+def test_it_is_ended_when_production_works_and_started_again_when_it_rests(clock: Clock) -> None:
+    messages, runs = [], []
     job = yielding(clock, Production(clock, (20, 25)), 30, messages, runs)
     assert job.run() == 0
     assert runs == [(2.0, 20.0), (27.0, 57.0)]
@@ -85,31 +83,30 @@ def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> 
     assert text == "ended, because 'web' works; it starts again when 'web' has rested for 2 s"
 
 
-def test_it_does_not_start_before_production_rests() -> None:
-    clock, messages, runs = Clock(), [], []
+def test_it_does_not_start_before_production_rests(clock: Clock) -> None:
+    messages, runs = [], []
     assert yielding(clock, Production(clock, (0, 7)), 1, messages, runs).run() == 0
     assert runs == [(9.0, 10.0)]
     assert messages == ["waits until 'web' rests"]
 
 
-def test_one_that_is_ended_early_again_and_again_waits_longer() -> None:
+def test_one_that_is_ended_early_again_and_again_waits_longer(clock: Clock) -> None:
     """A start costs time on the GPU too."""
-    clock, messages, runs = Clock(), [], []
+    messages, runs = [], []
     beats = [(4.0 * number, 4.0 * number + 0.1) for number in range(1, 6)]
     assert yielding(clock, Production(clock, *beats), 5, messages, runs).run() == 0
     assert [begin for begin, _ in runs] == [2.0, 24.1]
     assert messages[0].endswith("rested for 4 s")
 
 
-def test_without_production_it_simply_runs() -> None:
-    clock, messages, runs = Clock(), [], []
+def test_without_production_it_simply_runs(clock: Clock) -> None:
+    messages, runs = [], []
     assert yielding(clock, Production(clock), 30, messages, runs).run() == 0
     assert (runs, messages) == ([(2.0, 32.0)], [])
 
 
-def test_it_ends_the_program_once_and_for_all() -> None:
-    clock = Clock()
-    part = YieldToProduction(cast("ProductionJob", Production(clock, (1, 2))), clock)
+def test_it_ends_the_program_once_and_for_all(clock: Clock) -> None:
+    part = YieldToProduction(cast("ProductionJob", Production(clock, (1, 2))))
     assert part.poll() is False
     clock.now = 1.0
     assert part.poll() is True
