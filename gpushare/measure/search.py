@@ -454,9 +454,8 @@ def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
 
 def _waits_less(setting: Setting, other: Setting) -> bool:
     """Return whether two settings differ only in the slice for which production waits, which is shorter in the first."""
-    if setting.other_slice_us is None or other.other_slice_us is None:
-        return False
-    return setting.production_slice_us == other.production_slice_us and setting.other_slice_us < other.other_slice_us
+    same = setting.way is other.way is Way.SLICES and setting.production_slice_us == other.production_slice_us
+    return same and setting.given_others < other.given_others
 
 
 def _surely_gives_less(figures: Figures, most: Figures) -> bool:
@@ -464,10 +463,8 @@ def _surely_gives_less(figures: Figures, most: Figures) -> bool:
 
     An unknown share counts as less than a known one.
     """
-    if most.share is None:
-        return False
-    if figures.share is None:
-        return True
+    if most.share is None or figures.share is None:
+        return most.share is not None
     scatter = math.hypot(figures.share_error or 0.0, most.share_error or 0.0)
     return most.share - scatter > FASTER * figures.share
 
@@ -478,31 +475,25 @@ def _most_of(meeting: Sequence[Figures]) -> Figures | None:
     Time-slices are better than a cap with the same share, because production keeps its own address space. The best of each
     way is found first: a share of caps must not decide between two slices.
     """
-    sliced_best = _best_slices([each for each in meeting if each.setting.way is Way.SLICES])
-    capped_best = _best_cap([each for each in meeting if each.setting.way is Way.CAPS])
-    if sliced_best is None or capped_best is None:
-        return sliced_best or capped_best
-    return capped_best if _surely_gives_less(sliced_best, capped_best) else sliced_best
+    # Of slices the shortest of those that production notices least; of caps the largest, with low priority if equal.
+    slices = _alike_in_share(meeting, Way.SLICES)
+    calmest = min((each.p99 for each in slices if each.p99 is not None), default=0.0)
+    calm = [each for each in slices if (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest]
+    shortest = min(
+        calm, key=lambda each: (each.setting.production_slice_us or 0, each.setting.given_others), default=None
+    )
+    caps = _alike_in_share(meeting, Way.CAPS)
+    largest = max(caps, key=lambda each: (each.setting.threads, each.setting.low), default=None)
+    if shortest is None or largest is None:
+        return shortest or largest
+    return largest if _surely_gives_less(shortest, largest) else shortest
 
 
-def _best_cap(meeting: Sequence[Figures]) -> Figures | None:
-    """Return the largest cap of those that give the most; of equal ones that with low priority, which spares production."""
-    most = _alike_in_share(meeting)
-    return max(most, key=lambda each: (each.setting.threads, each.setting.low), default=None)
-
-
-def _best_slices(meeting: Sequence[Figures]) -> Figures | None:
-    """Return the shortest slices of those that give the most and that production notices least."""
-    most = _alike_in_share(meeting)
-    calmest = min((each.p99 for each in most if each.p99 is not None), default=0.0)
-    calm = [each for each in most if (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest]
-    return min(calm, key=lambda each: (each.setting.production_slice_us or 0, each.setting.given_others), default=None)
-
-
-def _alike_in_share(meeting: Sequence[Figures]) -> list[Figures]:
-    """Return the figures under which the others get as much as under the best for them, but for the scatter."""
-    most = max(meeting, key=lambda each: -1.0 if each.share is None else each.share, default=None)
-    return [] if most is None else [each for each in meeting if not _surely_gives_less(each, most)]
+def _alike_in_share(meeting: Sequence[Figures], way: Way) -> list[Figures]:
+    """Return the figures of a way under which the others get as much as under its best, but for the scatter."""
+    of_way = [each for each in meeting if each.setting.way is way]
+    most = max(of_way, key=lambda each: -1.0 if each.share is None else each.share, default=None)
+    return [] if most is None else [each for each in of_way if not _surely_gives_less(each, most)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -525,20 +516,16 @@ def outcome(goal: Goal, measured: Sequence[Figures], *, stable: bool) -> Outcome
     fresh = [figures for figures in measured if figures.earlier is None]
     best = best_of(goal, fresh)
     nearest = None if best is not None or not fresh else max(fresh, key=lambda each: each.margin(goal))
-    # By lines, as they are searched; on each from the most for the others down.
-    curve = sorted(
-        measured,
-        key=lambda each: (
-            each.setting.way is not Way.SLICES,
-            each.setting.production_slice_us or 0,
-            not each.setting.low,
-            -each.setting.given_others,
-        ),
-    )
+
+    def place_of(each: Figures) -> tuple[object, ...]:
+        """Return the sort key: by lines, as they are searched; on each from the most for the others down."""
+        setting = each.setting
+        return setting.way is Way.CAPS, setting.production_slice_us or 0, not setting.low, -setting.given_others
+
     return Outcome(
         best=best,
         nearest=nearest,
-        curve=tuple(curve),
+        curve=tuple(sorted(measured, key=place_of)),
         frontier=frozenset(
             each.setting for each in measured if not any(_beats(other, each, goal) for other in measured)
         ),
@@ -551,14 +538,12 @@ def _beats(figures: Figures, other: Figures, goal: Goal) -> bool:
     """Return whether a setting is as good for both sides as another one, and better for one of them."""
     if figures.share is None or other.share is None:
         return False
-
-    def for_production(each: Figures) -> float:
-        """Return how good a setting is for production: by its p99 if that is a goal, else by its rate."""
-        return each.kept if goal.p99_factor is None or each.p99 is None else -each.p99
-
-    own = (figures.share, for_production(figures))
-    others = (other.share, for_production(other))
-    return own != others and own[0] >= others[0] and own[1] >= others[1]
+    # For production by the p99 if that is a goal, else by the rate.
+    for_production, for_production_other = (
+        each.kept if goal.p99_factor is None or each.p99 is None else -each.p99 for each in (figures, other)
+    )
+    gains = (figures.share - other.share, for_production - for_production_other)
+    return min(gains) >= 0 and max(gains) > 0
 
 
 def _low_priority_helps(measured: Sequence[Figures]) -> bool | None:
@@ -575,12 +560,11 @@ def _low_priority_helps(measured: Sequence[Figures]) -> bool | None:
 
 def memory_warning(dram_others: float | None, dram_production: float | None) -> str | None:
     """Return the warning if the jobs compete for memory bandwidth (percent, by GPM), each alone."""
-    if dram_others is not None and dram_others >= DRAM_FULL_PERCENT:
-        draw = f"the opportunistic job alone draws {dram_others:.0f} % of the memory bandwidth"
-        effect = "a thread cap hardly protects another job that needs it"
-    elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
-        draw = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
-        effect = "all that the other job reads is taken from it"
-    else:
-        return None
-    return f"{draw}: {effect}; pause the other while production works (run --opportunistic --yield pause), or use MIG"
+    for job, dram, effect in (
+        ("opportunistic", dram_others, "a thread cap hardly protects another job that needs it"),
+        ("production", dram_production, "all that the other job reads is taken from it"),
+    ):
+        if dram is not None and dram >= DRAM_FULL_PERCENT:
+            draw = f"the {job} job alone draws {dram:.0f} % of the memory bandwidth: {effect}"
+            return f"{draw}; pause the other while production works (run --opportunistic --yield pause), or use MIG"
+    return None

@@ -13,7 +13,7 @@ decide, and the best one until they are certain.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, NamedTuple
@@ -364,7 +364,7 @@ class Tuner:
             self._begin_stage(stage)
             self._search_way(stage, way)
         finally:
-            if stage.measured:
+            if stage.settings:
                 of_way = [figures for figures in self._known.values() if figures.setting.way == way]
                 result = outcome(self._search.goal, of_way, stable=stage.finished)
                 self._ways[way] = WayResult(way=way, outcome=result)
@@ -411,14 +411,18 @@ class Tuner:
 
     def _search_way(self, stage: Stage, way: Way) -> None:
         """Measure the settings of a way until there is an answer; `_Over` ends it, and what was measured is kept."""
+        is_last = way is Way.CAPS or Way.CAPS not in self._search.ways
         while True:
             # The end of the budget is for making the best setting certain, in the last way.
             is_ending = self.seconds_left() < _ANSWER_PART * self.options.most_seconds
-            wanted = next_setting(self._search, way, self._known, late=is_ending and self._is_last(way))
+            wanted = next_setting(self._search, way, self._known, late=is_ending and is_last)
             if wanted is None:
-                break
+                stage.finished = True
+                return
             setting, again = wanted
-            if again is not None and self._should_go_on_to_caps(way):
+            had_its_part = not is_last and self._spent() > _SLICES_PART * self.options.most_seconds
+            if again and had_its_part and reason_to_skip(Way.CAPS, self._measured_now(), self._search.goal) is None:
+                # Caps may be better.
                 return
             known = self._known.get(setting)
             text = setting.title if again is None else f"{setting.title} again: {again}"
@@ -429,22 +433,13 @@ class Tuner:
                 stage.measure(setting, longer=known is not None and known.earlier is None)
             finally:
                 # What was measured counts, also if this setting was not finished.
-                for figures in stage.all_figures():
-                    self._known[figures.setting] = figures
+                for each in stage.settings:
+                    if (figures := stage.figures(each)) is not None:
+                        self._known[each] = figures
             figures_now = self._known[setting]
             self.reporter.measured(figures_now)
             if known is not None and known.earlier is not None:
                 self._forget_if_changed(way, known, figures_now)
-        stage.finished = True
-
-    def _is_last(self, way: Way) -> bool:
-        return way is Way.CAPS or Way.CAPS not in self._search.ways
-
-    def _should_go_on_to_caps(self, way: Way) -> bool:
-        """Return whether slices have had their part of the budget, and caps may be better."""
-        if self._is_last(way) or self._spent() <= _SLICES_PART * self.options.most_seconds:
-            return False
-        return reason_to_skip(Way.CAPS, self._measured_now(), self._search.goal) is None
 
     def _forget_if_changed(self, way: Way, earlier: Figures, present: Figures) -> None:
         """Forget earlier figures of a way if one of them no longer holds."""
@@ -482,10 +477,10 @@ class Tuner:
         if self._began is not None:
             self._measuring_seconds += seconds
 
-    def next_cap(self) -> Setting | None:
-        """Return the cap that is measured next; None: there is an answer."""
-        wanted = next_setting(self._search, Way.CAPS, self._known)
-        return None if wanted is None else wanted.setting
+    def first_cap_limits(self) -> Limits:
+        """Return the limits of the others at their start under MPS: the first cap, once their rate without one is known."""
+        wanted = next_setting(self._search, Way.CAPS, self._known) if self.others_alone else None
+        return Limits() if wanted is None else _limits(wanted.setting)
 
     def _result(
         self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
@@ -495,8 +490,7 @@ class Tuner:
         measured = list(self._known.values())
         searched = [way.outcome for way in self._ways.values() if way.outcome is not None]
         stable = stopped is None and not over and all(each.stable for each in searched)
-        first = next(stage for stage in self._stages if stage.measured)
-        production = first.production_alone()
+        production = next(stage for stage in self._stages if stage.settings).production_alone()
         others = self._figures_of_others()
         strangers = {pid: name for stage in self._stages for pid, name in stage.usage.usage().other_names.items()}
         whole = outcome(goal, measured, stable=stable)
@@ -589,7 +583,7 @@ class Stage:
         """Start all jobs, wait until they print, and find out how long a window must be. Errors as `tune`."""
         outside_mps = self._way is Way.SLICES
         self._tuner.reporter.doing("starting the jobs" if outside_mps else "starting the jobs, all under MPS")
-        first_limits = self._first_limits()
+        first_limits = Limits() if outside_mps else self._tuner.first_cap_limits()
         began = self.experiment.now()
         environment = self.experiment.grounds.environment(None if outside_mps else Limits())
         self._production = self.experiment.run(
@@ -600,7 +594,15 @@ class Stage:
         self.start_took = self.experiment.now() - began
         self._tuner.begin_budget()
         if outside_mps:
-            self._try_slices()
+            # Where slices cannot be read and set, all jobs end, and the search goes on in the other way.
+            try:
+                self.default_us = self.experiment.slice_of(self._production.program) or None
+                self._set_server(FIRST_SERVER_US)
+            except GpushareError as error:
+                self.end()
+                if error.code == "job_ended":
+                    raise
+                raise self._tuner.left_out_error(error) from None
         self._pause_others()
         self._fit_windows()
         if self._window <= _BRIEF_SECONDS:
@@ -609,24 +611,6 @@ class Stage:
         if not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
             self._measure_others(first=True)
-
-    def _try_slices(self) -> None:
-        """Read production's slice, and set that of the others; end all jobs and raise if that cannot be done."""
-        try:
-            self.default_us = self.experiment.slice_of(self._production.program) or None
-            self._set_server(FIRST_SERVER_US)
-        except GpushareError as error:
-            self.end()
-            if error.code == "job_ended":
-                raise
-            raise self._tuner.left_out_error(error) from None
-
-    def _first_limits(self) -> Limits:
-        """Return the limits of the others at the start: the first cap to measure, once their rate without one is known."""
-        if self._way is Way.SLICES or not self._tuner.others_alone:
-            return Limits()
-        cap = self._tuner.next_cap()
-        return Limits() if cap is None else _limits(cap)
 
     def _start_others(self, limits: Limits) -> None:
         """Start all copies of the opportunistic commands with these limits."""
@@ -765,12 +749,6 @@ class Stage:
             self._set_server(server_us)
             # Until the requests that began before are over.
             self.experiment.wait(self._options.settle_seconds / 2)
-
-    def _stretch_after_start(self) -> float:
-        """Return by what factor the windows of a setting that needed a start are longer, so that the start pays."""
-        round_seconds = self._window + self._together_seconds
-        wanted = _STARTS_WORTH * (self.start_took + _PAUSES_SECONDS) / round_seconds
-        return max(1.0, min(wanted, FIRST_SECONDS / self._together_seconds))
 
     def least_seconds(self, setting: Setting) -> float:
         """Return the least time that measuring a setting takes."""
@@ -943,24 +921,17 @@ class Stage:
         self.experiment.wait(max(0.0, min(_CAUGHT_UP_SECONDS, self._tuner.seconds_left())), has_caught_up)
 
     def _rates_of_others(self, start: float, end: float) -> tuple[float | None, ...]:
-        """Return the rate of each of the others in a window; None: it printed nothing."""
-        return tuple(self._rate_of_other(job, start, end) for job in self._others)
+        """Return the rate of each of the others in a window; None: it printed nothing.
 
-    def _rate_of_other(self, job: Running, start: float, end: float) -> float | None:
-        """Return the rate of one of the others in a window.
-
-        Its first number after a pause may include the pause: it counts only if it is the only one in the window.
+        A first number after a pause may include the pause: it counts only if it is the only one in the window.
         """
-        if self._resumed is not None and not job.printed.moments(self._resumed, start):
-            without_first = job.printed.window(start, end, skip=1).rate
-            if without_first is not None:
-                return without_first
-        return job.printed.window(start, end).rate
-
-    def _together(self, setting: Setting) -> None:
-        """Watch production and the opportunistic jobs together for one window."""
-        self._resume_others()
-        self._log.append(self._watch(self._stretch * self._together_seconds, setting))
+        rates = []
+        for job in self._others:
+            rate = None
+            if self._resumed is not None and not job.printed.moments(self._resumed, start):
+                rate = job.printed.window(start, end, skip=1).rate
+            rates.append(job.printed.window(start, end).rate if rate is None else rate)
+        return tuple(rates)
 
     def measure(self, setting: Setting, *, longer: bool) -> None:
         """Watch production under a setting, and alone in turn, until the figures decide.
@@ -973,10 +944,14 @@ class Stage:
         if longer:
             self._stretch = _STRETCH
         elif started_again:
-            self._stretch = self._stretch_after_start()
+            # So that the start pays.
+            round_seconds = self._window + self._together_seconds
+            wanted = _STARTS_WORTH * (self.start_took + _PAUSES_SECONDS) / round_seconds
+            self._stretch = max(1.0, min(wanted, FIRST_SECONDS / self._together_seconds))
         while True:
             self._measure_alone()
-            self._together(setting)
+            self._resume_others()
+            self._log.append(self._watch(self._stretch * self._together_seconds, setting))
             rounds += 1
             figures = self.figures(setting)
             if figures is not None and self._is_decided(figures, longer=longer):
@@ -1007,23 +982,24 @@ class Stage:
     # -- figures -------------------------------------------------------------------------------------------------------
 
     @property
-    def measured(self) -> bool:
-        return any(seen.setting is not None for seen in self._log)
-
-    def all_figures(self) -> Iterator[Figures]:
-        """Yield the figures of all settings measured so far."""
-        for setting in dict.fromkeys(seen.setting for seen in self._log if seen.setting is not None):
-            figures = self.figures(setting)
-            if figures is not None:
-                yield figures
+    def settings(self) -> list[Setting]:
+        """Return the settings measured so far."""
+        return list(dict.fromkeys(seen.setting for seen in self._log if seen.setting is not None))
 
     def figures(self, setting: Setting) -> Figures | None:
         """Return production's rate and p99 against alone, and the share of the others; None: too little was printed."""
-        indexes = [index for index, seen in enumerate(self._log) if seen.setting == setting]
-        together = [self._log[index] for index in indexes]
-        pairs = [(self._log[index].rate, self._rate_alone_near(index)) for index in indexes]
-        # Where production printed nothing in both, it stood still by itself.
-        pairs = [(rate, rate_alone) for rate, rate_alone in pairs if rate or rate_alone]
+        together: list[_Seen] = []
+        pairs: list[tuple[float, float]] = []
+        for index, seen in enumerate(self._log):
+            if seen.setting != setting:
+                continue
+            together.append(seen)
+            # The windows alone right before and after it.
+            neighbours = [*self._log[index - 1 : index], *self._log[index + 1 : index + 2]]
+            rate_alone = mean_known(other.rate for other in neighbours if other.setting is None) or 0.0
+            # Where production printed nothing in both, it stood still by itself.
+            if seen.rate or rate_alone:
+                pairs.append((seen.rate, rate_alone))
         kept = paired_ratio(pairs)
         if kept is None:
             return None
@@ -1051,11 +1027,6 @@ class Stage:
     def _log_alone(self) -> list[_Seen]:
         """Return the windows of production alone."""
         return [seen for seen in self._log if seen.setting is None]
-
-    def _rate_alone_near(self, index: int) -> float:
-        """Return the mean rate of the windows alone right before and after one together."""
-        neighbours = [*self._log[index - 1 : index], *self._log[index + 1 : index + 2]]
-        return mean_known(seen.rate for seen in neighbours if seen.setting is None) or 0.0
 
     def _error_of_kept(self, own_error: float | None, count: int) -> float:
         """Return the standard error of the rate that is kept, from ``count`` pairs of windows, together and alone.

@@ -486,10 +486,12 @@ def test_the_slice_of_real_processes_is_that_of_their_server(
 ) -> None:
     """As `run` does it: production outside MPS, the others in the daemon, whose server has the slice."""
     seen: list[tuple[int | None, ...]] = []
-    together = Stage._together
+    watch = Stage._watch
 
-    def watched(self: Stage, setting: Setting) -> None:
-        together(self, setting)
+    def watched(self: Stage, seconds: float, setting: Setting | None = None) -> Any:
+        window = watch(self, seconds, setting)
+        if setting is None:
+            return window
         state = StateFile(host.spec).read()
         (server,) = (server for daemon in state.daemons for server in daemon.servers)
         (production,) = (each for each in state.processes if each.real and each.mps_server is None and each.request_ms)
@@ -499,8 +501,9 @@ def test_the_slice_of_real_processes_is_that_of_their_server(
         # The driver's own slice needs no entry.
         slices = [each.slices.get("compute", DEFAULT_SLICE_US) for each in (production, server)]
         seen.append((setting.production_slice_us, setting.other_slice_us, *slices))
+        return window
 
-    monkeypatch.setattr(Stage, "_together", watched)
+    monkeypatch.setattr(Stage, "_watch", watched)
     result = tune(host, device, options(job(*SHORT), ways=("slices",), copies=2, **EASY))
     assert result.outcome.best is not None
     assert seen
