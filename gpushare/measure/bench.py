@@ -50,31 +50,6 @@ class Launch:
 
 
 @dataclass
-class Slices:
-    """The time-slice that each copy gets as soon as it has a context."""
-
-    experiment: Experiment
-    microseconds: int
-    _due: float = -math.inf
-
-    def try_copies(self, copies: Sequence[_Copy], at: float) -> None:
-        """Set the slices of the copies that have none yet; not at each look, because that asks NVML."""
-        if at < self._due:
-            return
-        for copy in copies:
-            if not copy.program.runs or copy.sliced or copy.unsliced is not None:
-                continue
-            try:
-                self.experiment.set_slice(copy.program, self.microseconds)
-                copy.sliced = True
-            except GpushareError as error:
-                # Else the copy has no context yet.
-                if error.code not in PASSING:
-                    copy.unsliced = error.message
-        self._due = at + _SLICE_SECONDS
-
-
-@dataclass
 class _Copy:
     """A copy that runs: its program, what it has printed, and its slice."""
 
@@ -102,8 +77,9 @@ class Copies:
     window: float | None = None
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic
-    # None: each has the driver's default.
-    slices: Slices | None = None
+    # Sets the time-slice of a copy as soon as it has a context; None: each has the driver's default.
+    set_slice: Callable[[Program], None] | None = None
+    _slices_due: float = -math.inf
 
     def together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies at the same time.
@@ -159,7 +135,8 @@ class Copies:
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
-            if self.window is not None and opened is None and all(self._is_measurable(copy) for copy in running):
+            is_waiting = self.window is not None and opened is None
+            if is_waiting and all(copy.printed.values for copy in running) and not self._unsliced(running):
                 opened = at
                 usage.restart()
             if opened is None:
@@ -179,18 +156,28 @@ class Copies:
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
-    def _is_measurable(self, copy: _Copy) -> bool:
-        """Return whether a copy has printed a number, and has its slice or never will."""
-        has_tried = copy.sliced or copy.unsliced is not None
-        return bool(copy.printed.values) and (has_tried or self.slices is None)
+    def _unsliced(self, copies: Sequence[_Copy]) -> list[_Copy]:
+        """Return the copies that have no slice yet, and may still get one."""
+        if self.set_slice is None:
+            return []
+        return [copy for copy in copies if copy.program.runs and not copy.sliced and copy.unsliced is None]
 
     def _look(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
-        """Read what was printed, see which copies ended, and return the time."""
+        """Read what was printed, see which copies ended, set slices, and return the time."""
         self.group.read_outputs()
         usage.sample([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()
-        if self.slices is not None:
-            self.slices.try_copies(copies, at)
+        # Not at each look, because that asks NVML.
+        if self.set_slice is not None and at >= self._slices_due:
+            for copy in self._unsliced(copies):
+                try:
+                    self.set_slice(copy.program)
+                    copy.sliced = True
+                except GpushareError as error:
+                    # Else the copy has no context yet.
+                    if error.code not in PASSING:
+                        copy.unsliced = error.message
+            self._slices_due = at + _SLICE_SECONDS
         return at
 
     def _end(self, copies: Sequence[_Copy]) -> None:
@@ -247,7 +234,7 @@ class Copies:
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
-        if self.slices is not None and not copy.sliced:
+        if self.set_slice is not None and not copy.sliced:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.ended_by_us and hung:
             if window is not None and not copy.printed.values:
@@ -384,7 +371,13 @@ class Bench:
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
-            raise _command_failed_error(warm)
+            last = next((copy.last_line for copy in warm.result.copies if copy.last_line), None)
+            shown = "it printed nothing at all" if last is None else f"its last line: {last}"
+            raise OperationFailed(
+                f"one copy alone failed: {warm.failures[0]}",
+                f"run it alone by hand ({shown}); one that does not end needs --metric and --for, a slow one --timeout",
+                code="command_failed",
+            )
         elif not warm.throughput:
             raise OperationFailed(
                 "one copy alone printed a rate of 0, so nothing can be compared with it",
@@ -421,7 +414,8 @@ class Bench:
                 way, copies = cell
                 what = ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
                 title = f"{what}, round {number} of {repeat}"
-                self._progress(title, done, total, self._seconds_left(order[place:], number))
+                rest = [*order[place:], *cells * (repeat - number)]
+                self._progress(title, done, total, sum(map(self._expected, rest)))
                 run = self._run(number, cell)
                 if run.result.interrupted:
                     measurement.interrupted = True
@@ -432,10 +426,6 @@ class Bench:
                     # A hanging run costs too much to be tried again.
                     failed[cell] = _MOST_FAILURES if run.result.hung else failed.get(cell, 0) + 1
             measurement.rounds_done = number
-
-    def _seconds_left(self, rest: Sequence[Cell], number: int) -> float:
-        later = schedule(self._settings) * (self._settings.repeat - number)
-        return sum(self._expected(cell) for cell in (*rest, *later))
 
     def _expected(self, cell: Cell) -> float:
         """Return the seconds that a cell should take: as before, else by one copy alone."""
@@ -462,7 +452,7 @@ class Bench:
                 return None
             return f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
 
-        cells, left_out = sort_out(settings.cells, lambda _: None, why_too_large)
+        cells, left_out = sort_out(settings.cells, why_not_copies=why_too_large)
         self._settings = self.measurement.settings = replace(settings, cells=cells)
         self.measurement.left_out += left_out
 
@@ -471,7 +461,13 @@ class Bench:
         way, copies = cell
         before = time.monotonic()
         meter = self._new_meter(cell)
-        runner = self._new_runner(cell)
+        settings = self._settings
+        runner = Copies(
+            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies)
+        )
+        slice_us = way.slice_us
+        if slice_us is not None:
+            runner.set_slice = lambda program: self._experiment.set_slice(program, slice_us)
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
@@ -487,7 +483,7 @@ class Bench:
             way=way.name,
             copies=copies,
             result=result,
-            throughput=None if invalid is not None else throughput(way, result, self._settings.metric),
+            throughput=None if invalid is not None else throughput(way, result, settings.metric),
             usage=usage,
             invalid=invalid,
         )
@@ -504,16 +500,6 @@ class Bench:
             seen=self._strangers,
             activity=cell == self._settings.alone_cell and self._device.mig is None,
         )
-
-    def _new_runner(self, cell: Cell) -> Copies:
-        way, copies = cell
-        settings = self._settings
-        runner = Copies(
-            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies)
-        )
-        if way.slice_us is not None:
-            runner.slices = Slices(self._experiment, way.slice_us)
-        return runner
 
     def _under_mps(self, way: BenchWay) -> bool:
         """Return whether the copies are MPS clients: also those of other ways, if no program but clients gets in."""
@@ -565,14 +551,6 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     if not speeds or total <= 0:
         return None
     return metric.speed(sum(speed * seconds for speed, seconds in speeds) / total)
-
-
-def _command_failed_error(run: RunResult) -> OperationFailed:
-    """Return the error of a command that fails already alone, with its last line."""
-    last = next((copy.last_line for copy in run.result.copies if copy.last_line), None)
-    shown = "it printed nothing at all" if last is None else f"its last line: {last}"
-    hint = f"run it alone by hand ({shown}); one that does not end needs --metric and --for, a slow one --timeout"
-    return OperationFailed(f"one copy alone failed: {run.failures[0]}", hint, code="command_failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -660,19 +638,18 @@ def measure(
         grounds = Grounds(host, device, settings.argv[0])
         grounds.open(mps=any(way.kind is Way.MPS for way, _ in schedule(settings)), instances=instances_needed)
         with Experiment(host, grounds) as experiment:
-            settings, more = _with_instances(settings, len(grounds.instances))
-            bench = Bench(host, device, settings, experiment, signals, progress)
-            bench.measurement.left_out += [*prepared.left_out, *more]
+            free = len(grounds.instances)
+            kept, left_out = sort_out(
+                settings.cells, why_not_copies=lambda way, copies: _why_no_instances(way, copies, free)
+            )
+            if (settings.alone.kind is Way.MIG and not free) or not kept:
+                raise NotSupported(
+                    "no MIG instance without a name is free",
+                    "see the instances: gpushare mig status",
+                    code="no_free_instance",
+                )
+            bench = Bench(host, device, replace(settings, cells=kept), experiment, signals, progress)
+            bench.measurement.left_out += [*prepared.left_out, *left_out]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, signals.first if measurement.interrupted else None
-
-
-def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:
-    """Leave out the cells that need more MIG instances than are free."""
-    kept, left_out = sort_out(settings.cells, lambda _: None, lambda way, copies: _why_no_instances(way, copies, free))
-    if (settings.alone.kind is Way.MIG and not free) or not kept:
-        raise NotSupported(
-            "no MIG instance without a name is free", "see the instances: gpushare mig status", code="no_free_instance"
-        )
-    return replace(settings, cells=kept), left_out

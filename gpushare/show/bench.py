@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -161,22 +161,10 @@ def _throughput_text(cell: BenchCell | None, pick: Pick | None) -> str | None:
     return f"{_MARK} {text}" if cell.chosen and not tied else text
 
 
-def _throughput_getter(key: str) -> Callable[[BenchCell], float | None]:
-    return lambda cell: getattr(cell.throughput, key, None)
-
-
-def _gain_value(cell: BenchCell) -> float | None:
-    return None if cell.gain is None else cell.gain.value
-
-
 def _remark_on(cell: BenchCell) -> str | None:
     """Return what was wrong with the runs of a cell; None: nothing."""
-    remarks = []
-    if cell.failures:
-        remarks.append(f"failed {len(cell.failures)}")
-    if cell.others:
-        remarks.append("others there")
-    return ", ".join(remarks) or None
+    failed = f"failed {len(cell.failures)}" if cell.failures else ""
+    return ", ".join(filter(None, [failed, "others there" if cell.others else ""])) or None
 
 
 def _details_table(data: BenchAnswer) -> Table:
@@ -185,9 +173,16 @@ def _details_table(data: BenchAnswer) -> Table:
         Column("copies", "copies", right=True),
         Column("way", "way"),
         Column("threads_percent", "cap %", right=True, rank=4, optional=True),
-        Column("mean", "rate", right=True, of=_throughput_getter("mean"), format=figure_text),
-        Column("spread", "spread", right=True, rank=2, of=_throughput_getter("spread"), format=_percent),
-        Column("gain", "x alone", right=True, of=_gain_value, format=_times),
+        Column("mean", "rate", right=True, of=lambda cell: getattr(cell.throughput, "mean", None), format=figure_text),
+        Column(
+            "spread",
+            "spread",
+            right=True,
+            rank=2,
+            of=lambda cell: getattr(cell.throughput, "spread", None),
+            format=_percent,
+        ),
+        Column("gain", "x alone", right=True, of=lambda cell: getattr(cell.gain, "value", None), format=_times),
         Column("slowdown", "slowdown", right=True, format=_times),
         Column("latency_p50", "p50", right=True, rank=1, optional=True, format=figure_text),
         Column("latency_p99", "p99", right=True, rank=1, optional=True, format=figure_text),
