@@ -121,8 +121,14 @@ def _confidence(
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
     titles = open_titles(changes)
-    missing = _missing_numbers(situation) if best.way in {*CONCURRENT, *LEAVING} else []
-    missing_text = f"not given: {', '.join(missing)}" if missing else None
+    # Without these nobody can say whether all fit.
+    missing = {
+        "the number of processes": situation.case.processes is None,
+        "the memory of a process": not all(work.memory for work in situation.case.workloads),
+    }
+    shares = best.way in {*CONCURRENT, *LEAVING}
+    names = ", ".join(name for name, is_missing in missing.items() if is_missing and shares)
+    missing_text = f"not given: {names}" if names else None
     if titles:
         level = Confidence.LOW if _DECIDE_MOST & set(titles) and len(titles) > 1 else Confidence.MEDIUM
         return level, "; ".join(filter(None, [open_text(titles), missing_text]))
@@ -150,16 +156,6 @@ def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
 def open_text(titles: Sequence[str]) -> str:
     """Return the questions whose answers are open, for the reason of a confidence."""
     return f"unanswered questions could change it: {', '.join(titles)}"
-
-
-def _missing_numbers(situation: Situation) -> list[str]:
-    """Return which numbers are missing to say whether all fit."""
-    missing = []
-    if situation.case.processes is None:
-        missing.append("the number of processes")
-    if not all(work.memory for work in situation.case.workloads):
-        missing.append("the memory of a process")
-    return missing
 
 
 # For each row of the table that is about protection: the level that protects, and what it protects.
@@ -388,23 +384,20 @@ def _placement_sentences(advice: Advice) -> list[str]:
     if len(advice.parts) == 1 and advice.situation.gpus_each > 1:
         return []
     one_way = len({part.way for part in advice.parts}) == 1
-    texts = [_part_text(part, "" if one_way else f" ({_way_of_each_gpu(part)})") for part in advice.parts]
+    texts = [_part_text(part, names_way=not one_way) for part in advice.parts]
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
-
-
-def _way_of_each_gpu(part: Part) -> str:
-    """Return the way of a part in words, as it is on one of its GPUs: the one with the most processes."""
-    return _way_text([Part(situation=part.situation.on(part.situation.gpu), best=part.best)])
 
 
 # Up to this many GPUs are listed one by one.
 _MOST_LISTED: Final = 4
 
 
-def _part_text(part: Part, way_text: str) -> str:
-    """Return how many processes of one part are on each of its GPUs."""
+def _part_text(part: Part, *, names_way: bool) -> str:
+    """Return how many processes of one part are on each of its GPUs, and in which way."""
     situation = part.situation
     gpus = sorted(gpu.index for gpu in situation.spread)
+    # As it is on the GPU with the most processes.
+    way_text = f" ({_way_text([replace(part, situation=situation.on(situation.gpu))])})" if names_way else ""
     if situation.gpus_each > 1:
         return f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"
     total = (situation.whole or situation.case).processes

@@ -277,22 +277,18 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     Raises:
         BadUsage: an unknown key (`unknown_key`) or an invalid value.
     """
+    given = {key: value for key, value in words.items() if value is not None}
+    if "like" in given:
+        # The usual properties of this kind, where the user gives no other.
+        kind = _parse_choice("like", given["like"], list(LIKE), str)
+        given = {**LIKE[kind], **given, "like": kind}
     values: dict[str, Any] = {}
-    for key, value in _with_usual_properties(words).items():
+    for key in words:
         if key not in KEYS:
             raise BadUsage(f"{quoted(key)} is not a property of a workload", _close_hint(key, KEYS), code="unknown_key")
-        if value is not None:
-            values.update(_parse_property(key, value))
+    for key, value in given.items():
+        values.update(_parse_property(key, value))
     return _with_counts(Workload(**values))
-
-
-def _with_usual_properties(words: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the properties of a workload with the usual ones of its kind (``like``), where the user gives no other."""
-    if words.get("like") is None:
-        return words
-    kind = _parse_choice("like", words["like"], list(LIKE), str)
-    given = {key: value for key, value in words.items() if value is not None}
-    return {**LIKE[kind], **given, "like": kind}
 
 
 def _with_counts(workload: Workload) -> Workload:
@@ -374,19 +370,15 @@ def _close_hint(word: str, names: Iterable[str]) -> str:
 def _parse_property(key: str, value: Any) -> dict[str, Any]:
     """Return the fields of a workload that one property of a file or option sets."""
     if key in _TEXTS:
-        return {key: _parse_text(key, value)}
+        if isinstance(value, (list, tuple, Mapping)):
+            raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", f"give one {key}", code="bad_value")
+        return {key: str(value)}
     if key in _COUNTS:
         return {key: _parse_count(key, value)}
     if key in _CHOICES:
         return {key: _parse_choice(key, value, [choice.value for choice in _CHOICES[key]], _CHOICES[key])}
     reader = _READERS.get(key)
     return {key: _parse_yes_or_no(key, value)} if reader is None else reader(value)
-
-
-def _parse_text(key: str, value: Any) -> str:
-    if isinstance(value, (list, tuple, Mapping)):
-        raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", f"give one {key}", code="bad_value")
-    return str(value)
 
 
 # A smaller number is no size in bytes: its unit is missing.
@@ -441,26 +433,22 @@ def _split_words(value: Any) -> list[str]:
     return [str(word).strip().lower() for word in words]
 
 
-def _parse_need(text: str) -> dict[str, Any]:
-    """Return the fields that one word of ``needs`` sets: ``nccl``, ``no-p2p``, ``weights=30:70``."""
-    if text.startswith("weights="):
-        return _parse_shares(text.removeprefix("weights=").split(":"))
-    word = text.replace("_", "-")
-    fields_by_word = {name.replace("_", "-"): name for name in NEEDS}
-    needed = not word.startswith("no-")
-    word = word.removeprefix("no-")
-    if word not in fields_by_word:
-        raise BadUsage(f"unknown need {quoted(text)}", _close_hint(word, fields_by_word), code="bad_value")
-    return {fields_by_word[word]: needed}
-
-
 def _parse_needs(words: list[str]) -> dict[str, Any]:
-    """Return the fields that all words of ``needs`` set; two that contradict each other are an error."""
+    """Return the fields that the words of ``needs`` set: ``nccl``, ``no-p2p``, ``weights=30:70``; contradictions are errors."""
     values: dict[str, Any] = {}
-    for word in words:
-        for name, value in _parse_need(word).items():
-            if values.setdefault(name, value) != value:
-                title = name.replace("_", "-")
+    for text in words:
+        word = text.replace("_", "-")
+        name = word.removeprefix("no-").replace("-", "_")
+        if text.startswith("weights="):
+            new = _parse_shares(text.removeprefix("weights=").split(":"))
+        elif name in NEEDS:
+            new = {name: not word.startswith("no-")}
+        else:
+            hint = _close_hint(word.removeprefix("no-"), [need.replace("_", "-") for need in NEEDS])
+            raise BadUsage(f"unknown need {quoted(text)}", hint, code="bad_value")
+        for key, value in new.items():
+            if values.setdefault(key, value) != value:
+                title = key.replace("_", "-")
                 raise BadCombination(f"{title} and no-{title} cannot be combined", "give one of them")
     return values
 

@@ -145,7 +145,10 @@ def explain(text: str) -> tuple[Explained, ...]:
     asked = text.strip()
     code = _CODE.fullmatch(asked)
     if code is not None:
-        entries = _explanations_of_code((code[1] or "").lower(), int(code[2]))
+        kind, number = (code[1] or "").lower(), int(code[2])
+        entries = [entry for entry in explanations() if entry.code == number and (kind or entry.kind) == entry.kind]
+        if kind == "exit" and not entries:
+            entries = [_exit_explanation(number)]
         if not entries:
             raise _not_explained_error(asked)
         return tuple(Explained(**vars(entry), line=asked) for entry in entries)
@@ -163,14 +166,6 @@ def explain(text: str) -> tuple[Explained, ...]:
     if not matches:
         raise _not_explained_error(asked)
     return tuple(matches)
-
-
-def _explanations_of_code(kind: str, code: int) -> list[Explanation]:
-    """Return the explanations of a number; those of any kind if ``kind`` is empty."""
-    entries = [entry for entry in explanations() if entry.code == code and (kind or entry.kind) == entry.kind]
-    if kind == "exit" and not entries:
-        return [_exit_explanation(code)]
-    return entries
 
 
 def _exit_explanation(code: int) -> Explanation:
@@ -226,12 +221,9 @@ _WORD: Final = re.compile(r"[a-z]{2,}")
 @lru_cache(maxsize=1)
 def _known_beginnings() -> frozenset[str]:
     """Return the first four letters of every word by which an explanation may be meant."""
-    texts = [
-        word
-        for entry in explanations()
-        for word in (entry.pattern or "", entry.text or "", *entry.names, TITLES[entry.kind])
-    ]
-    return frozenset(word[:4] for text in texts for word in _WORD.findall(text.lower()))
+    entries = explanations()
+    texts = (text for entry in entries for text in (entry.pattern, entry.text, *entry.names, TITLES[entry.kind]))
+    return frozenset(word[:4] for text in texts for word in _WORD.findall((text or "").lower()))
 
 
 class _Sought(NamedTuple):

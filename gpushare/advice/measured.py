@@ -155,11 +155,21 @@ def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
     way = None if advice.best is None else advice.best.way
     if way is None or way is Way.MEASURE:
         return _compared(cells, choice, metric, "changed", "the rules left it to a measurement: ", so=_title(choice))
-    of_rules = _rules_cell(advice.situation, [cell for cell in cells if _WAY_OF[cell.way] is way], metric)
+    of_way = [cell for cell in cells if _WAY_OF[cell.way] is way]
+    # Of MPS with several caps, the rules' cap counts, or the fastest if that was not measured.
+    with_rules_cap = [cell for cell in of_way if cell.way == _name_of_rules_cap(advice.situation)]
+    of_rules = max(with_rules_cap or of_way, key=lambda cell: cell.speed(metric), default=None)
     if of_rules is not None and _alike(of_rules, fastest, metric):
         return _compared(cells, of_rules, metric, "confirmed", "", so="the rules' answer stands")
     if of_rules is not None:
-        return _faster_than_rules(advice, choice, of_rules, metric)
+        # Another way or cap is faster.
+        comparison = _ratio_text(choice, of_rules, metric)
+        chosen_way = _WAY_OF[choice.way]
+        reasons = [] if chosen_way is way else _reasons_not_measured(advice.of(way), advice.of(chosen_way))
+        if reasons:
+            why = f"for a reason that throughput does not show: {reasons[0].text}"
+            return _Finding("kept", f"{comparison}, but the rules' answer stands, {why}", of_rules, choice)
+        return _Finding("changed", f"the rules said {_title(of_rules)}; measured: {comparison}", choice, of_rules)
     failures = [text for cell in of_copies if _WAY_OF[cell.way] is way for text in cell.failures]
     if failures:
         why = f"the rules said {_way_title(way)}, and its copies failed ({failures[0]})"
@@ -186,17 +196,6 @@ def _compared(
     difference = ", no difference" if _alike(cell, next_best, metric) else ""
     sentence = f"{start}{_ratio_text(cell, next_best, metric)}, the next best{difference}: {so}"
     return _Finding(effect, sentence, cell, next_best)
-
-
-def _faster_than_rules(advice: Advice, choice: BenchCell, of_rules: BenchCell, metric: Metric) -> _Finding:
-    """Return the finding that another way or cap is faster; the rules' stands for a reason that throughput does not show."""
-    way, way_of_rules = _WAY_OF[choice.way], _WAY_OF[of_rules.way]
-    comparison = _ratio_text(choice, of_rules, metric)
-    reasons = _reasons_not_measured(advice.of(way_of_rules), advice.of(way))
-    if way is not way_of_rules and reasons:
-        why = f"for a reason that throughput does not show: {reasons[0].text}"
-        return _Finding("kept", f"{comparison}, but the rules' answer stands, {why}", of_rules, choice)
-    return _Finding("changed", f"the rules said {_title(of_rules)}; measured: {comparison}", choice, of_rules)
 
 
 def _alike(cell: BenchCell, other: BenchCell, metric: Metric) -> bool:
@@ -248,15 +247,6 @@ def _preferred_cell(advice: Advice, cells: Sequence[BenchCell], fastest: BenchCe
     return min(near, key=rank)
 
 
-def _rules_cell(situation: Situation, cells: Sequence[BenchCell], metric: Metric) -> BenchCell | None:
-    """Return the cell of the way that the rules recommend; ``cells`` are all of that way: MPS with several caps.
-
-    The cell with the rules' cap counts, or the fastest if that cap was not measured.
-    """
-    with_cap = [cell for cell in cells if cell.way == _name_of_rules_cap(situation)]
-    return max(with_cap or cells, key=lambda cell: cell.speed(metric), default=None)
-
-
 def _name_of_rules_cap(situation: Situation) -> str:
     """Return the name that a cell of MPS with the rules' cap has: ``mps:50/n``."""
     return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
@@ -270,9 +260,7 @@ def _cap_of_each(situation: Situation, measured_way: str) -> float | None:
     if measured_way not in BENCH_WAYS[Way.MPS]:
         return None
     together = _CAP_OF_ALL.fullmatch(measured_way)
-    if together is None:
-        return 100.0
-    return min(100.0, int(together[1]) / (situation.case.processes or 1))
+    return 100.0 if together is None else min(100.0, int(together[1]) / (situation.case.processes or 1))
 
 
 def _reasons_not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:

@@ -288,10 +288,9 @@ def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInsta
         return Slices(why_not=reason)
 
     # Then larger ones: by the wanted percentages, equal for equal shares, else each as large as fits.
-    if all(share.percent for share in shares):
-        weighted = _weighted_profiles(room, candidates, shares)
-        if weighted is not None:
-            return Slices(profiles=weighted)
+    weighted = _weighted_profiles(room, candidates, shares) if all(share.percent for share in shares) else None
+    if weighted is not None:
+        return Slices(profiles=weighted)
     if len(set(shares)) == 1:
         return Slices(profiles=(_largest_equal(room, candidates[0], smallest[0], len(shares)),) * len(shares))
     return Slices(profiles=tuple(_enlarge(room, candidates, smallest)))
@@ -665,31 +664,24 @@ class Situation:
         return [work for work in self.case.workloads if not production_stays or work.role is Role.OPPORTUNISTIC]
 
     def leaving_cost(self, way: Way) -> LeavingCost | None:
-        """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
+        """Return the time and host memory that it takes to swap jobs out and back; None: the memory of none is known."""
+        # The bytes of a process with its CUDA context, and the number of such processes.
         leavers = [(work.memory + CONTEXT_BYTES, work.processes or 1) for work in self.leavers(way) if work.memory]
         if not leavers:
             return None
-        return self.once(("cost", way, *leavers), lambda: self._swap_cost(way, leavers))
-
-    def _swap_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
-        """Return the time and host memory that it takes to swap jobs out of the GPU and back in.
-
-        ``leavers`` are pairs: the bytes of a process with its CUDA context, and the number of such processes.
-        """
         # Imported here: in most cases no job leaves.
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, swap_times
 
         largest = max(size for size, _ in leavers)
         times = swap_times(largest)
-        out = times.out_seconds
-        back = times.in_seconds
-        turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
+        both = times.out_seconds + times.in_seconds
+        turn = TURN_FACTOR * both if way is Way.TURNS else None
         return LeavingCost(
             memory_bytes=largest,
-            out_seconds=round(out, 1),
-            in_seconds=round(back, 1),
+            out_seconds=round(times.out_seconds, 1),
+            in_seconds=round(times.in_seconds, 1),
             turn_seconds=None if turn is None else round(turn, 1),
-            kept_share=None if turn is None else kept_share(turn, out + back),
+            kept_share=None if turn is None else kept_share(turn, both),
             host_bytes=host_bytes(sum(size * count for size, count in leavers)),
             estimated=beyond_measured(largest),
             source=SOURCE,
@@ -936,14 +928,10 @@ class Situation:
 
     def documented_why_not(self, way: Way) -> str | None:
         """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
-        shares = self.shares(way)
-        total = self.gpu.memory_total_bytes or 0
         profiles = self.gpu.documented
-        if not profiles:
+        if not profiles or not all(profile.memory_bytes and profile.placements for profile in profiles):
             return None
-        if all(profile.memory_bytes and profile.placements for profile in profiles):
-            return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), shares).why_not
-        return _why_slices_too_few(profiles, shares, total)
+        return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), self.shares(way)).why_not
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return in words which profiles have fewer SMs than asked for; None: none has, or no profiles fit."""
@@ -965,32 +953,6 @@ class Situation:
             return tuple(instance.profile for instance in free)
         slices = self.slices(way)
         return () if slices is None else slices.profiles
-
-
-def _why_slices_too_few(profiles: Sequence[Profile], shares: Sequence[Share], total: int) -> str | None:
-    """Return why the compute slices of profiles without placements are too few for all shares; None if they may do.
-
-    A profile of unknown memory is taken to have its part of the GPU's ``total`` bytes; if 0, whatever a share needs.
-    """
-    whole = max(profile.slices for profile in profiles)
-    # The slices of the smallest profile that holds each share.
-    needed: list[int] = []
-    for share in shares:
-        attributes = {"+gfx"} if share.graphics else set()
-        holding = [
-            profile.slices
-            for profile in profiles
-            if profile.attributes == attributes
-            and (profile.memory_bytes or total * profile.slices // whole or share.memory_bytes) >= share.memory_bytes
-        ]
-        needed += [min(holding)] if holding else []
-    if len(needed) == len(shares) and sum(needed) <= whole:
-        return None
-    largest = max(shares)
-    if len(set(shares)) > 1:
-        return f"{len(shares)} instances, the largest with {largest}, do not fit together"
-    most = whole // needed[0] if needed else "none"
-    return f"{len(shares)} instances with {largest} do not fit: {most} would"
 
 
 def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:

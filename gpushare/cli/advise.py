@@ -260,14 +260,15 @@ def advise(
     facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
     fixed_gpu, among = _gpu_choice(state, facts, gpu)
     if from_host:
-        fixed_gpu = fixed_gpu or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
+        answering = _answering_gpus(facts, among)
+        fixed_gpu = fixed_gpu or _first_busy_gpu(answering if live else answering[:1])
         index = fixed_gpu.index
         seen = case_from_recording(recording, index, root=root) if recording else case_from_now(host, index, root=root)
         case = check_users(_with_production_saturating(overlaid(seen, words), production_saturating))
     if destroy is not None:
         case = replace(case, destroy=destroy)
     _check_sms(case, facts.gpus if fixed_gpu is None else (fixed_gpu,))
-    gpu_facts = fixed_gpu or _first_answering_gpu(facts, among, lambda _: True)
+    gpu_facts = fixed_gpu or _answering_gpus(facts, among)[0]
     situation = Situation(case, facts, gpu_facts, load_table(), among=among, consolidate=consolidate)
     asks = not no_input and explained is None and _may_ask()
     situation = _judged_situation(situation, gpu_is_fixed=fixed_gpu is not None, one_gpu=measure, asks=asks)
@@ -367,17 +368,15 @@ def _answering_gpus(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
     return [gpu for gpu in facts.gpus if gpu.error is None and (gpu.index in among or not among)]
 
 
-def _first_answering_gpu(facts: HostFacts, among: Sequence[int], is_preferred: Callable[[GpuFacts], bool]) -> GpuFacts:
-    """Return the first preferred GPU of those that answer, else the first that answers."""
-    gpus = _answering_gpus(facts, among)
-    return next(filter(is_preferred, gpus), gpus[0])
+def _first_busy_gpu(gpus: Sequence[GpuFacts]) -> GpuFacts:
+    """Return the first GPU with processes, else the first one."""
+    return next((gpu for gpu in gpus if gpu.processes), gpus[0])
 
 
 def _gpu_to_begin_with(situation: Situation) -> GpuFacts:
     """Return the GPU that the answer begins with: one on which programs run, if they are the case; else the best."""
-    if situation.case.any("running"):
-        return _first_answering_gpu(situation.host, situation.among, lambda gpu: bool(gpu.processes))
-    return first_gpu(situation, _answering_gpus(situation.host, situation.among))
+    gpus = _answering_gpus(situation.host, situation.among)
+    return _first_busy_gpu(gpus) if situation.case.any("running") else first_gpu(situation, gpus)
 
 
 def _may_ask() -> bool:
@@ -496,15 +495,8 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     if not recording.processes_known:
         raise NotSupported(
             f"{path} has no processes: dcgm-exporter does not list them",
-            f"say what runs: gpushare advise --processes N --memory SIZE; see the GPUs: gpushare observe --from {shlex.quote(str(path))}",
+            f"say what runs: gpushare advise --processes N --memory SIZE; see the GPUs: gpushare observe --from {shlex.quote(path)}",
             code="no_processes_recorded",
-        )
-    in_recording = [workload for workload in workloads_of(recording) if workload.process.gpu == index]
-    if not in_recording:
-        raise NotFound(
-            f"{path} has no program on GPU {index}",
-            f"see: gpushare observe --from {shlex.quote(str(path))}",
-            code="nobody",
         )
     workloads = [
         _seen_process(
@@ -513,8 +505,12 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             used.memory_peak_bytes,
             pattern=None if used.pattern is None else Pattern(used.pattern),
         )
-        for used in in_recording
+        for used in workloads_of(recording)
+        if used.process.gpu == index
     ]
+    if not workloads:
+        see = f"see: gpushare observe --from {shlex.quote(path)}"
+        raise NotFound(f"{path} has no program on GPU {index}", see, code="nobody")
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
@@ -532,15 +528,10 @@ def _merge_processes(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
     merged = []
     for group in groups.values():
         sizes = [workload.memory for workload in group if workload.memory is not None]
+        memory = max(sizes) if len(sizes) == len(group) else None
         patterns = {workload.pattern for workload in group}
-        merged.append(
-            replace(
-                group[0],
-                processes=len(group),
-                memory=max(sizes) if len(sizes) == len(group) else None,
-                pattern=patterns.pop() if len(patterns) == 1 else None,
-            )
-        )
+        pattern = patterns.pop() if len(patterns) == 1 else None
+        merged.append(replace(group[0], processes=len(group), memory=memory, pattern=pattern))
     return tuple(merged)
 
 
@@ -795,7 +786,9 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
-    copies = _number_of_copies(situation)
+    # As many processes of the case as can run at once.
+    at_once = [situation.wave_size(Way.TIMESLICE), situation.wave_size(Way.MPS), situation.case.processes]
+    copies = min((count for count in at_once if count is not None), default=_FEWEST_COPIES)
     notes = _notes_of_copies(situation.case, copies, live=live)
     if situation.case.processes is None:
         works = tuple(replace(work, processes=copies) for work in situation.case.workloads)
@@ -825,14 +818,6 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
         error=early,
         exit_code=None if signal_number is None else 128 + signal_number,
     )
-
-
-def _number_of_copies(situation: Situation) -> int:
-    """Return how many copies are measured: as many processes of the case as can run at once."""
-    if situation.case.processes is None:
-        return _FEWEST_COPIES
-    at_a_time = [situation.wave_size(way) for way in (Way.TIMESLICE, Way.MPS)]
-    return min((count for count in at_a_time if count is not None), default=situation.case.processes)
 
 
 def _notes_of_copies(case: Case, copies: int, *, live: bool) -> list[str]:
@@ -899,9 +884,8 @@ def _set_up_or_show(
 
 def _with_chosen_way(bench: BenchAnswer, measured_advice: MeasuredAdvice) -> BenchAnswer:
     """Return the measurement with the cells of the final answer marked as chosen, instead of those with the best figures."""
-    copies = measured_advice.measured.copies
-    name = measured_advice.measured.way
+    answer = measured_advice.measured
     # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
-    measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (name, copies)]
-    shown_name = next((cell.way for cell in measured_as if cell.copies == copies), name)
-    return replace(bench, cells=tuple(replace(cell, chosen=cell.way == shown_name) for cell in bench.cells))
+    measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (answer.way, answer.copies)]
+    name = next((cell.way for cell in measured_as if cell.copies == answer.copies), answer.way)
+    return replace(bench, cells=tuple(replace(cell, chosen=cell.way == name) for cell in bench.cells))

@@ -13,7 +13,6 @@ from gpushare.advice.case import Case, workload_of
 from gpushare.advice.place import place
 from gpushare.advice.situation import Situation
 from gpushare.base.model import ComputeMode, Way
-from gpushare.gpu_models import named_model
 from tests.advice.conftest import facts_of, table
 
 APART = {"users": "different", "isolation": "full", "memory": "4G"}
@@ -234,25 +233,6 @@ def test_unequal_instances_are_judged_by_the_documented_profiles_one_by_one() ->
         works = [workload_of({"users": "different", "isolation": "full", "memory": f"{size}G"}) for size in sizes]
         situation = Situation(Case(workloads=tuple(works), root=True), facts, gpu, table())
         assert (situation.documented_why_not(Way.MIG) is None) is fits, sizes
-
-
-@pytest.mark.parametrize(("host", "processes", "memory", "most"), [("rtx-pro-5000", 3, "9G", 2), ("thor", 4, "20G", 3)])
-def test_profiles_without_a_documented_memory_or_place_are_added_up_by_slices(
-    host: str, processes: int, memory: str, most: int
-) -> None:
-    facts = facts_of(host)
-    model = named_model(facts.gpus[0].name)
-    gpu = replace(facts.gpus[0], layout=None, documented=model.profiles)
-    facts = replace(facts, gpus=(gpu,))
-    work = {"memory": memory, "isolation": "fault"}
-    why_not = {
-        number: Situation(
-            Case(workloads=(workload_of({**work, "processes": number}),), root=True), facts, gpu, table()
-        ).documented_why_not(Way.MIG)
-        for number in (processes - 1, processes)
-    }
-    assert why_not[most] is None
-    assert str(why_not[processes]).endswith(f"do not fit: {most} would")
 
 
 def test_of_parts_of_equal_size_the_kind_that_is_judged_first_is_first() -> None:
