@@ -29,9 +29,8 @@ class Availability:
 
 def availability(way: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
     """Return whether a way is available on a GPU, and why not."""
-    if gpu.error is not None:
-        return Availability(usable=None, why=f"unknown: {gpu.error}")
-    return _AVAILABLE[way](host, gpu)
+    usable, why = (None, f"unknown: {gpu.error}") if gpu.error is not None else _USABLE[way](host, gpu)
+    return Availability(usable=usable, why=why)
 
 
 def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
@@ -46,60 +45,49 @@ def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) 
 # -- availability ---------------------------------------------------------------------------------
 
 
-def _mps_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether a daemon can be started here, or runs already."""
+def _usable_mps(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if not host.mps_program:
-        return Availability(usable=False, why="no: nvidia-cuda-mps-control is not installed")
+        return False, "no: nvidia-cuda-mps-control is not installed"
     if gpu.compute_mode is ComputeMode.PROHIBITED:
-        return Availability(usable=False, why="no: compute mode prohibited")
+        return False, "no: compute mode prohibited"
     if gpu.mig_enabled:
-        return Availability(usable=True, why="yes, one daemon per MIG instance")
-    running = f"; {gpu.mps_daemons} running" if gpu.mps_daemons else ""
-    return Availability(usable=True, why=f"yes, without root{running}")
+        return True, "yes, one daemon per MIG instance"
+    return True, f"yes, without root{f'; {gpu.mps_daemons} running' if gpu.mps_daemons else ''}"
 
 
-def _timeslice_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether the compute mode admits several programs."""
+def _usable_timeslice(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.compute_mode is not None and gpu.compute_mode is not ComputeMode.DEFAULT:
-        return Availability(usable=False, why=f"no: compute mode {gpu.compute_mode.title}")
-    if gpu.mig_enabled:
-        return Availability(usable=True, why="yes, inside each MIG instance")
-    return Availability(usable=True, why="yes, it is the default")
+        return False, f"no: compute mode {gpu.compute_mode.title}"
+    return True, "yes, inside each MIG instance" if gpu.mig_enabled else "yes, it is the default"
 
 
-def _mig_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether the GPU has MIG, and what changing it takes."""
-    if gpu.mig_capable is False:
-        return Availability(usable=False, why=f"no: {gpu.name or 'this GPU'} has no MIG")
+def _usable_mig(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.mig_capable is None:
-        return Availability(usable=None, why="unknown: the driver does not report it")
+        return None, "unknown: the driver does not report it"
+    if not gpu.mig_capable:
+        return False, f"no: {gpu.name or 'this GPU'} has no MIG"
     if gpu.mig_enabled:
-        count = 0 if gpu.layout is None else len(gpu.layout.instances)
-        rights = "" if host.root else "; changing it needs root"
-        return Availability(usable=True, why=f"yes: on, {count} instance{'' if count == 1 else 's'}{rights}")
-    return Availability(usable=True, why="yes: off now" + ("" if host.root else "; turning it on needs root"))
+        instances = counted(0 if gpu.layout is None else len(gpu.layout.instances), "instance")
+        return True, f"yes: on, {instances}" + ("" if host.root else "; changing it needs root")
+    return True, "yes: off now" + ("" if host.root else "; turning it on needs root")
 
 
-def _vgpu_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether the vGPU host driver runs, or why it cannot."""
+def _usable_vgpu(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.vgpu_capable:
-        return Availability(usable=True, why="yes: the vGPU host driver runs")
-    if gpu.vgpu_capable is False:
-        model = named_model(gpu.name)
-        is_board = model is not None and model.vgpu is False
-        why = f"no: NVIDIA's vGPU software does not support {gpu.name}" if is_board else "no: this is a vGPU guest"
-        return Availability(usable=False, why=why)
-    return Availability(
-        usable=None, why="not with this driver: it needs a hypervisor, NVIDIA's vGPU driver and a licence"
-    )
+        return True, "yes: the vGPU host driver runs"
+    if gpu.vgpu_capable is None:
+        return None, "not with this driver: it needs a hypervisor, NVIDIA's vGPU driver and a licence"
+    model = named_model(gpu.name)
+    is_board = model is not None and model.vgpu is False
+    return False, f"no: NVIDIA's vGPU software does not support {gpu.name}" if is_board else "no: this is a vGPU guest"
 
 
-_AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
-    Way.STREAMS: lambda _host, _gpu: Availability(usable=True, why="yes, inside each program"),
-    Way.MPS: _mps_availability,
-    Way.TIMESLICE: _timeslice_availability,
-    Way.MIG: _mig_availability,
-    Way.VGPU: _vgpu_availability,
+_USABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], tuple[bool | None, str]]]] = {
+    Way.STREAMS: lambda _host, _gpu: (True, "yes, inside each program"),
+    Way.MPS: _usable_mps,
+    Way.TIMESLICE: _usable_timeslice,
+    Way.MIG: _usable_mig,
+    Way.VGPU: _usable_vgpu,
 }
 
 

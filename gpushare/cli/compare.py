@@ -107,12 +107,11 @@ def compare(
 
 def _parse_view(text: str | None) -> View | None:
     """Return the view with this name; None: none is named."""
-    try:
+    if text is None or text.lower() in set(View):
         return None if text is None else View(text.lower())
-    except ValueError:
-        raise BadUsage(
-            f"{quoted(text or '')} is not a view of the table", "give --view published, today or host", code="bad_view"
-        ) from None
+    raise BadUsage(
+        f"{quoted(text)} is not a view of the table", "give --view published, today or host", code="bad_view"
+    )
 
 
 # gpushare needs R470 or later; a branch has three digits.
@@ -165,6 +164,7 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
             WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
             for way, gpu in product(chosen, answering(facts))
         ]
+    usable = {here.way for here in availability_here if here.usable}
     cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
     notes = (f"showing the view today, because this host does not answer: {why_not_host}",) if why_not_host else ()
     return Result(
@@ -182,7 +182,7 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
                 [table.titles[way] for way in chosen],
                 _compared_rows(table, chosen, view, driver, facts),
                 whole=settings.verbose or len(chosen) == 1,
-                absent=_absent_titles(table, chosen, facts),
+                absent=frozenset(table.titles[way] for way in chosen if facts is not None and way not in usable),
             ),
         ),
         csv=csv_table(cells),
@@ -221,16 +221,6 @@ def _compared_rows(
 
 # Rows that are left out where there is no room for a grid.
 _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "target_use"})
-
-
-def _absent_titles(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
-    """Return the titles of the ways that no GPU of this host is known to have."""
-    if facts is None:
-        return frozenset()
-    gpus = answering(facts)
-    return frozenset(
-        table.titles[way] for way in chosen if not any(availability(way, facts, gpu).usable for gpu in gpus)
-    )
 
 
 def _table_title(view: View, driver: str | None, facts: HostFacts | None) -> str:

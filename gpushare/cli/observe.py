@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -132,51 +133,39 @@ class ObserveAnswer(Recording):
 def _recording_result(recording: Recording, path: Path) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
     data = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
-    without_processes = "no process was seen" if data.processes_known else "processes were not recorded"
+    header = data.header
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
+    seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"
+    text = f"{header.host}   driver {header.driver or '-'}   {began}   {seen}\n{data.file}"
+    no_process = "no process was seen" if data.processes_known else "processes were not recorded"
+    tables = (
+        ("gpus", "GPUs", _GPU_COLUMNS, data.gpus, None),
+        ("processes", "processes", _PROCESS_COLUMNS, data.processes, no_process),
+        ("underused", "underused", _UNDERUSED_COLUMNS, data.underused, "no GPU is underused"),
+    )
     return Result(
         data=data,
-        text=_header_text(data),
-        tables=(
-            Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
-            Table(
-                name="processes",
-                title="processes",
-                columns=_PROCESS_COLUMNS,
-                rows=data.processes,
-                empty=without_processes,
-            ),
-            Table(
-                name="underused",
-                title="underused",
-                columns=_UNDERUSED_COLUMNS,
-                rows=data.underused,
-                empty="no GPU is underused",
-            ),
+        text=text,
+        tables=tuple(
+            Table(name=name, title=title, columns=columns, rows=rows, empty=empty)
+            for name, title, columns, rows, empty in tables
         ),
         notes=tuple(_recording_notes(recording, path)),
     )
 
 
-def _header_text(data: ObserveAnswer) -> str:
-    header = data.header
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
-    seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"
-    return f"{header.host}   driver {header.driver or '-'}   {began}   {seen}\n{data.file}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-def _activity_column(figure: str, rank: int = 0) -> Column:
-    """Return the column with one figure of the activity in percent: mean, p95 or max."""
+def _percent_column(key: str, title: str, of: Callable[[Any], float | None], rank: int = 0) -> Column:
     return Column(
-        f"activity_{figure}",
-        f"{figure} %",
-        right=True,
-        rank=rank,
-        of=lambda use: getattr(use.activity, figure, None),
-        format=_percent,
+        key, title, right=True, rank=rank, of=of, format=lambda value: "-" if value is None else f"{value:.1f}"
+    )
+
+
+def _activity_columns(rank_of_max: int) -> tuple[Column, ...]:
+    """Return the columns with the mean, 95th percentile and maximum of the activity in percent."""
+    return (
+        _percent_column("activity_mean", "mean %", lambda use: getattr(use.activity, "mean", None)),
+        _percent_column("activity_p95", "p95 %", lambda use: getattr(use.activity, "p95", None)),
+        _percent_column("activity_max", "max %", lambda use: getattr(use.activity, "max", None), rank_of_max),
     )
 
 
@@ -185,25 +174,9 @@ _GPU_COLUMNS: Final = (
     Column("gpu", "GPU", right=True, of=lambda use: use.gpu.index),
     Column("name", "name", rank=3, of=lambda use: use.gpu.name),
     Column("source", "from", rank=2),
-    _activity_column("mean"),
-    _activity_column("p95"),
-    _activity_column("max", rank=1),
-    Column(
-        "utilization_mean",
-        "util mean %",
-        right=True,
-        rank=2,
-        of=lambda use: getattr(use.utilization, "mean", None),
-        format=_percent,
-    ),
-    Column(
-        "busy_percent",
-        "busy %",
-        right=True,
-        rank=2,
-        of=lambda use: None if use.busy_share is None else 100 * use.busy_share,
-        format=_percent,
-    ),
+    *_activity_columns(rank_of_max=1),
+    _percent_column("utilization_mean", "util mean %", lambda use: getattr(use.utilization, "mean", None), 2),
+    _percent_column("busy_percent", "busy %", lambda use: None if use.busy_share is None else 100 * use.busy_share, 2),
     _PEAK,
     Column(
         "memory_total_bytes", "of", right=True, rank=1, of=lambda use: use.gpu.memory_total_bytes, format=format_bytes
@@ -218,9 +191,7 @@ _PROCESS_COLUMNS: Final = (
     Column("user", "user", rank=1, of=lambda use: use.process.user),
     Column("container", "container", rank=4, optional=True, of=lambda use: use.process.container),
     Column("source", "from", rank=3),
-    _activity_column("mean"),
-    _activity_column("p95"),
-    _activity_column("max", rank=4),
+    *_activity_columns(rank_of_max=4),
     Column("pattern", "pattern", rank=1),
     _PEAK,
     Column("seen_from_seconds", "from s", right=True, rank=2),

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final
 
 from gpushare.base import values
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
@@ -24,7 +24,6 @@ from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
 
-T = TypeVar("T")
 SCHEMA: Final = 1
 MARK: Final = "gpushare_recording"
 
@@ -144,12 +143,6 @@ def _gpu_row(gpu: GpuSample) -> list[Any]:
 def _line(value: Mapping[str, Any]) -> str:
     # ASCII: a name may contain half of a character.
     return json.dumps(value, separators=(",", ":")) + "\n"
-
-
-def _read_object(value_class: type[T], raw: Any) -> T:
-    """Return a value class from an object of the file; other keys are ignored: a later gpushare may have written them."""
-    value: T = parsed(value_class, raw, more_keys=True)
-    return value
 
 
 def sample_of(raw: Mapping[str, Any]) -> Sample:
@@ -336,23 +329,17 @@ class _Sums:
         if memory is not None:
             self.peak = max(self.peak or 0, memory)
 
-    @property
-    def busy_share(self) -> float | None:
-        """Return the share of busy samples among the conclusive ones; None if these are less than half.
-
-        A process that was never seen to work in many samples has no work, even next to busy ones.
-        """
-        if self.known and 2 * self.conclusive >= self.known:
-            return round(self.busy / self.conclusive, 4)
-        return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
-
     def common(self) -> dict[str, Any]:
         """Return the fields of `Use`."""
+        # A process that was never seen to work in many samples has no work, even next to busy ones.
+        busy_share = 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
+        if self.known and 2 * self.conclusive >= self.known:
+            busy_share = round(self.busy / self.conclusive, 4)
         return {
             "samples": self.samples,
             "utilization": self.utilization.distribution(),
             "sm": self.sm.distribution(),
-            "busy_share": self.busy_share,
+            "busy_share": busy_share,
             "memory_peak_bytes": self.peak,
         }
 
@@ -408,13 +395,9 @@ class Tally:
             seconds=self.seconds,
             samples=self.samples,
             gpus=tuple(
-                GpuUse(
-                    gpu=gpu,
-                    unanswered=self._gpus[gpu.index].unanswered,
-                    error=self._gpus[gpu.index].error,
-                    **self._gpus[gpu.index].common(),
-                )
+                GpuUse(gpu=gpu, unanswered=sums.unanswered, error=sums.error, **sums.common())
                 for gpu in self.header.gpus
+                for sums in [self._gpus[gpu.index]]
             ),
             processes=tuple(
                 ProcessUse(
@@ -530,10 +513,10 @@ class Samples:
                 self._times.append(float(line[5:].partition(",")[0]))
                 self._offsets.append(offset)
             elif line.startswith('{"process":'):
-                process = _read_object(RecordedProcess, json.loads(line)["process"])
+                process = parsed(RecordedProcess, json.loads(line)["process"], more_keys=True)
                 self.processes[process.id] = process
             elif line.startswith('{"instance":'):
-                instance = _read_object(RecordedInstance, json.loads(line)["instance"])
+                instance = parsed(RecordedInstance, json.loads(line)["instance"], more_keys=True)
                 self.instances[instance.id] = instance
 
     def __len__(self) -> int:
@@ -591,7 +574,7 @@ def read_recording(path: str | Path) -> Recording:
                 if "t" in raw:
                     tally.add(sample_of(raw))
                 elif "process" in raw:
-                    tally.meet(_read_object(RecordedProcess, raw["process"]))
+                    tally.meet(parsed(RecordedProcess, raw["process"], more_keys=True))
                 elif "end" in raw:
                     # Both or none: a damaged line counts for nothing.
                     missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
@@ -618,9 +601,10 @@ def _read_header(path: Path, line: str) -> Header:
             )
         if schema != SCHEMA:
             raise ValueError(schema)
-        return _read_object(Header, raw)
+        header: Header = parsed(Header, raw, more_keys=True)
     except _DAMAGED:
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
+    return header
 
 
 def workloads_of(recording: Recording) -> tuple[ProcessUse, ...]:
@@ -655,15 +639,18 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     """
     underuses: list[Underuse] = []
     for use in recording.gpus:
-        processes = [each for each in recording.processes if each.process.gpu == use.gpu.index]
-        if use.activity is None or use.busy_share is None:
-            underuses += _idle_processes(use, processes)
-        elif use.busy_share < NO_WORK_SHARE:
+        index = use.gpu.index
+        processes = [each for each in recording.processes if each.process.gpu == index]
+        activity = None if use.busy_share is None else use.activity
+        if activity is not None and use.busy_share is not None and use.busy_share < NO_WORK_SHARE:
             underuses.append(_idle_gpu(use, processes, processes_known=recording.processes_known))
-        else:
-            if use.activity.mean < LOW_MEAN_PERCENT:
-                underuses.append(_low_gpu(use, use.activity, processes))
-            underuses += _idle_processes(use, processes)
+            continue
+        if activity is not None and activity.mean < LOW_MEAN_PERCENT:
+            measure = "SM activity" if use.sm else "utilization"
+            figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
+            why = f"low: {figures}; a candidate for sharing"
+            underuses.append(Underuse(gpu=index, kind="low", why=why, pids=_pids(filter(_is_program, processes))))
+        underuses += _idle_processes(index, processes)
     return tuple(underuses)
 
 
@@ -685,22 +672,11 @@ def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool
     )
 
 
-def _low_gpu(use: GpuUse, activity: Distribution, processes: list[ProcessUse]) -> Underuse:
-    measure = "SM activity" if use.sm else "utilization"
-    figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
-    return Underuse(
-        gpu=use.gpu.index,
-        kind="low",
-        why=f"low: {figures}; a candidate for sharing",
-        pids=_pids(filter(_is_program, processes)),
-    )
-
-
-def _idle_processes(gpu: GpuUse, processes: list[ProcessUse]) -> list[Underuse]:
+def _idle_processes(gpu: int, processes: list[ProcessUse]) -> list[Underuse]:
     """Return the processes that held memory without work, next to others that worked."""
     return [
         Underuse(
-            gpu=gpu.gpu.index,
+            gpu=gpu,
             kind="idle_process",
             why=f"PID {use.process.pid} ({use.process.name or 'unknown'}) held {format_bytes(use.memory_peak_bytes)} with no work",
             pids=(use.process.pid,),
