@@ -12,7 +12,7 @@ from gpushare.base.errors import NotFound, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.host import cdi
 from gpushare.host.host import Host
-from gpushare.host.written_file import create_file
+from gpushare.host.records import replace_file
 from gpushare.plan import Step
 
 
@@ -57,11 +57,11 @@ class _Refresh:
         self._host, self._spec = host, spec
         self._file = cdi.local_path(host, spec.path)
         # The content of the old file, and its owner and mode.
-        self._before: tuple[bytes, os.stat_result] | None = None
+        self._before: tuple[str, os.stat_result] | None = None
 
     def do(self) -> None:
         try:
-            content, stated = self._file.read_bytes(), self._file.stat()
+            content, stated = self._file.read_text(encoding="utf-8"), self._file.stat()
         except OSError as error:
             raise OperationFailed(
                 f"cannot read {self._spec.path}: {error.strerror}",
@@ -74,18 +74,9 @@ class _Refresh:
 
     def undo(self) -> None:
         if self._before is not None:
-            _restore_file(self._file, *self._before)
-
-
-def _restore_file(file: Path, content: bytes, stated: os.stat_result) -> None:
-    """Write the old content of a file again, in one step for its readers, with its old owner and mode."""
-    written = file
-    if not file.exists() or file.read_bytes() != content:
-        written = file.with_name(f".{file.name}.gpushare")
-        written.unlink(missing_ok=True)
-        create_file(written, content)
-    _keep_rights(written, stated)
-    written.replace(file)
+            content, stated = self._before
+            replace_file(self._file, content, mode=stat.S_IMODE(stated.st_mode))
+            _keep_rights(self._file, stated)
 
 
 def _keep_rights(file: Path, stated: os.stat_result) -> None:

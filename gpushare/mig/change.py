@@ -11,14 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root_error
+from gpushare.base.errors import GpushareError, InUse, NotHeld, needs_root_error
 from gpushare.base.model import MPS_SERVER, Gpu, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig_error, titles
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import is_kernel_thread, start_of
-from gpushare.host.process import processes_text
+from gpushare.host.process import processes_text, signal_if_same, wait_gone
 from gpushare.host.users import has_records
 from gpushare.mig.daemons import (
     daemon_steps_after,
@@ -266,18 +266,10 @@ class Eviction:
         A client whose MPS daemon this change has stopped, for example, is no longer inside.
         """
         inside = self._pids_inside() if pids else set()
-        pids = [pid for pid in pids if pid in inside]
-        for pid in pids:
-            started = self.started[pid]
-            if started is not None:
-                with contextlib.suppress(NotFound):
-                    self._host.processes.send_to(pid, started, number)
-        deadline = time.monotonic() + seconds
-        while (
-            alive := [pid for pid in pids if self._host.processes.alive(pid, self.started[pid])]
-        ) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return alive
+        starts = {pid: started for pid in pids if pid in inside and (started := self.started[pid]) is not None}
+        for pid, started in starts.items():
+            signal_if_same(self._host.processes, pid, started, number)
+        return wait_gone(self._host.processes, starts, seconds)
 
     def _pids_inside(self) -> set[int]:
         """Return the PIDs in the instance at this moment, by NVML and by the capability nodes."""
@@ -332,6 +324,18 @@ class GpuChange:
         enabled = self.gpu.mig_enabled if self.enable is None else self.enable
         return shape_of(self.layout, mig_enabled=enabled, instances=self.plan.after)
 
+    @property
+    def lost_uuids(self) -> set[str]:
+        """Return the UUIDs of the devices that no MPS daemon serves after it."""
+        # With MIG on, none serves the GPU itself.
+        gpu = {self.gpu.uuid} if self.enable and self.gpu.uuid else set()
+        return self.plan.destroyed_uuids | gpu
+
+    @property
+    def staying(self) -> list[Device]:
+        """Return the MIG devices that it leaves alone."""
+        return [Device(gpu=self.gpu, mig=mig) for mig in self.gpu.mig_instances if mig.uuid not in self.lost_uuids]
+
 
 def gpu_change(gpu: Gpu, layout: Layout, plan: GpuPlan, mode: bool | None = None) -> GpuChange:  # noqa: FBT001
     """Return the change of a GPU to a MIG mode; None: it stays as it is.
@@ -355,21 +359,6 @@ class MigChange:
     daemons: tuple[DaemonRecord, ...] = field(default=())
     instances: tuple[_InstanceWork, ...] = field(default=(), repr=False, compare=False)
     evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _GpuPart:
-    """What one GPU has in a transaction."""
-
-    steps: list[Step]
-    # Start dead MPS daemons again, when the instances of all GPUs exist.
-    starting: Sequence[Step]
-    notes: list[str]
-    losses: list[Loss]
-    # The records of the daemons that it stops.
-    daemons: Sequence[DaemonRecord]
-    instances: _InstanceWork
-    evictions: list[Eviction]
 
 
 def plan_change(
@@ -397,18 +386,20 @@ def plan_change(
     }
     switched = [(change.gpu, _pids_in(evicted_on[change.gpu.index])) for change in changes if _switches(change)]
     _check_no_processes(host, switched)
-    parts = [_plan_gpu(host, change, ledger, evicted_on[change.gpu.index]) for change in changes if change.changes]
-    steps = [step for part in parts for step in part.steps]
+    changing = [change for change in changes if change.changes]
+    parts = [_plan_gpu(host, change, ledger, evicted_on[change.gpu.index]) for change in changing]
+    steps = [step for part in parts for step in part.plan.steps]
     if naming and steps:
         steps[-1] = replace(steps[-1], command="\n".join(filter(None, [steps[-1].command, *naming])))
-    starting = [step for part in parts for step in part.starting]
-    losses = tuple(loss for part in parts for loss in part.losses)
+    # Dead MPS daemons start again when the instances of all GPUs exist.
+    starting = daemon_steps_after(host, [device for change in changing for device in change.staying])
+    losses = tuple(loss for part in parts for loss in part.plan.consent)
     return MigChange(
         gpus=tuple(changes),
         plan=Plan(title=title, steps=(*first, *steps, *starting, *after), consent=losses),
         notes=tuple(note for part in parts for note in part.notes),
         daemons=tuple(record for part in parts for record in part.daemons),
-        instances=tuple(part.instances for part in parts),
+        instances=tuple(work for part in parts for work in part.instances),
         evictions=tuple(eviction for part in parts for eviction in part.evictions),
     )
 
@@ -417,40 +408,32 @@ def _pids_in(evicted: Sequence[InstanceChange]) -> list[int]:
     return [pid for removed in evicted for pid in holders_of(removed)]
 
 
-def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequence[InstanceChange]) -> _GpuPart:
-    """Return what one GPU has in a transaction; ``evicted`` are its instances whose processes are ended."""
+def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequence[InstanceChange]) -> MigChange:
+    """Return the part of a transaction on one GPU; ``evicted`` are its instances whose processes are ended."""
     gpu = change.gpu
     notes = []
     if change.enable is not None:
         bare = not change.plan.created
         notes = _mode_change_notes(host, gpu, enable=change.enable, bare=bare, ending=_pids_in(evicted))
-    lost_uuids = change.plan.destroyed_uuids
-    if change.enable and gpu.uuid:
-        # With MIG on, no MPS daemon serves the GPU itself.
-        lost_uuids.add(gpu.uuid)
-    losses = [*_losses(host, change), *daemons_of_others(host, gpu, lost_uuids)]
+    losses = (*_losses(host, change), *daemons_of_others(host, gpu, change.lost_uuids))
     for removed in evicted:
         _refuse_claimed(host, gpu, removed)
     evictions = [Eviction(host, gpu, removed) for removed in evicted if holders_of(removed)]
     forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
-    stopping = daemon_steps_before(host, gpu, lost_uuids, evicted=forced)
-    staying = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in lost_uuids]
-    starting = daemon_steps_after(host, staying)
-    instances = _InstanceWork(host, change, ledger)
-    steps = [*stopping, *(eviction.step() for eviction in evictions)]
+    steps = [*daemon_steps_before(host, gpu, change.lost_uuids, evicted=forced), *(each.step() for each in evictions)]
     if change.enable:
         steps.append(_switch_step(host, gpu, ledger, enable=True))
+    instances = _InstanceWork(host, change, ledger)
     steps += instances.steps()
     if change.enable is False:
         steps.append(_switch_step(host, gpu, ledger, enable=False))
-    return _GpuPart(
-        steps=steps,
-        starting=starting,
-        notes=notes,
-        losses=losses,
-        daemons=stopped_records(host, gpu, lost_uuids),
-        instances=instances,
-        evictions=evictions,
+    return MigChange(
+        gpus=(change,),
+        plan=Plan(title="", steps=tuple(steps), consent=losses),
+        notes=tuple(notes),
+        daemons=stopped_records(host, gpu, change.lost_uuids),
+        instances=(instances,),
+        evictions=tuple(evictions),
     )
 
 

@@ -15,18 +15,16 @@ from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import (
     GpushareError,
-    InUse,
     NoPermission,
     NotFound,
     NotHeld,
     NotSupported,
     OperationFailed,
-    TimedOut,
 )
 from gpushare.base.model import Gpu, GpuProcess
 from gpushare.base.units import MIB
 from gpushare.host.host import Host
-from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, NvmlReader
+from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, NvmlReader, nvml_error
 from gpushare.mig.profile import (
     ComputeInstance,
     ComputeProfile,
@@ -262,10 +260,7 @@ def _compute_info(nvml: Any, handle: Any) -> Any:
     return nvml.nvmlComputeInstanceGetInfo(handle)
 
 
-# nvmlReturn_t values of activationStatus (nvml.h): the call may succeed and the change fail.
-_NOT_SUPPORTED: Final = 3
-_TIMEOUT: Final = 10
-_IN_USE: Final = 19
+# nvmlReturn_t.
 _INSUFFICIENT_RESOURCES: Final = 23
 _RESETLESS_FIELD: Final = 184
 # The code of an error: an instance was created but could not be read back.
@@ -310,8 +305,14 @@ class MigChanges:
         # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
         if status:
+            # The activationStatus, an nvmlReturn_t: the call may succeed and the change fail.
             text = self._nvml.demand(lambda nvml: str(nvml.NVMLError(int(status))))
-            raise _not_activated_error(int(status), text, index, enabled=enabled)
+            raise type(nvml_error(int(status), text))(
+                f"GPU {index}: MIG {on_or_off(enabled)} is only pending: {text}",
+                f"end the programs on it: gpushare status -g {index}; then reset it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+                gpu=gpu,
+                code="mode_pending",
+            )
         held = self.mode(index)
         if held != (enabled, enabled):
             now = "unknown" if held is None else f"{on_or_off(held[0])}, pending {on_or_off(held[1])}"
@@ -485,14 +486,3 @@ class MigChanges:
                 ) from None
 
         return self._nvml.demand(act, gpu)
-
-
-def _not_activated_error(status: int, text: str, index: int, *, enabled: bool) -> GpushareError:
-    """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t, ``text`` its text."""
-    kind = {_NOT_SUPPORTED: NotSupported, _TIMEOUT: TimedOut, _IN_USE: InUse}.get(status, OperationFailed)
-    return kind(
-        f"GPU {index}: MIG {on_or_off(enabled)} is only pending: {text}",
-        f"end the programs on it: gpushare status -g {index}; then reset it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
-        gpu=index,
-        code="mode_pending",
-    )
