@@ -200,7 +200,7 @@ def _change_result(host: Host, change: MigChange, notes: Sequence[str], *, dry_r
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
         made = _made_instances(host, change)
-        all_notes += _notes_afterwards(host, change)
+        all_notes += cdi_notes(host, [host.nvml.gpu(part.gpu.index) for part in change.gpus])
     undo = _undo_line(change) if change.plan.steps else None
     planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(all_notes)))
     result = plan_result(planned, dry_run=dry_run)
@@ -307,18 +307,6 @@ def _notes_of_each(notes: Sequence[str]) -> Iterator[str]:
     for text, indexes in gpus.items():
         each = "each of " if len(indexes) > 1 else ""
         yield f"{each}GPU {ranges(indexes)}: {text}" if indexes else text
-
-
-def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
-    """Return what the user should know after a change: about CDI, and GPUs with MIG and no instance."""
-    gpus = [host.nvml.gpu(part.gpu.index) for part in change.gpus]
-    notes = list(cdi_notes(host, gpus))
-    notes += [
-        f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it"
-        for gpu in gpus
-        if gpu.mig_enabled and not gpu.mig_instances
-    ]
-    return notes
 
 
 def _undo_line(change: MigChange) -> str | None:
@@ -583,7 +571,6 @@ def apply(
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
         """Plan the layout on the GPUs of the wish, or of the file."""
         gpus, layouts, demands, notes = _demands_on_gpus(host, gpu, wish or (), parted_config, exact=exact)
-        _need_profiles(gpus, layouts, demands)
         may_go = eviction_targets(evict, layouts)
         # A file counts MIG devices: a GPU that has them stays, however they are spread over GPU instances.
         wishes = {
@@ -736,18 +723,6 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
         gpu=gpus[0].index,
         code="mig_off",
     )
-
-
-def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapping[int, Demand]) -> None:
-    """Raise NotSupported if instances are wanted of a GPU whose driver lists no profiles while MIG is off."""
-    for each, layout in zip(gpus, layouts, strict=True):
-        if demands[each.index].wish and not layout.profiles and not each.mig_enabled:
-            raise NotSupported(
-                f"GPU {each.index}: this driver lists MIG profiles only while MIG is on, and it is off",
-                f"switch it on, then run this again: gpushare mig enable -g {each.index}",
-                gpu=each.index,
-                code="mig_off",
-            )
 
 
 def _tells_gpu(word: str) -> bool:

@@ -41,10 +41,8 @@ from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 _RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
 
 
-def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int]) -> list[str]:
-    """Return notes on what a mode change brings with it; ``bare``: no instance is created.
-
-    ``ending`` are PIDs that the change ends first.
+def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, ending: Collection[int]) -> list[str]:
+    """Return notes on what a mode change brings with it; ``ending`` are PIDs that the change ends first.
 
     Raises:
         NotSupported: the GPU has no MIG.
@@ -59,8 +57,6 @@ def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending
     if not resetless:
         _check_not_held(host, gpu, ending)
     notes = []
-    if enable and bare:
-        notes.append("with MIG on and no instance, no CUDA program can use it")
     if enable and resetless:
         notes.append("MIG and its instances are lost at a reboot or when the driver is reloaded")
     elif enable:
@@ -412,9 +408,10 @@ def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequenc
     """Return the part of a transaction on one GPU; ``evicted`` are its instances whose processes are ended."""
     gpu = change.gpu
     notes = []
+    if change.after.mig_enabled and not change.after.instances:
+        notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
     if change.enable is not None:
-        bare = not change.plan.created
-        notes = _mode_change_notes(host, gpu, enable=change.enable, bare=bare, ending=_pids_in(evicted))
+        notes += _mode_change_notes(host, gpu, enable=change.enable, ending=_pids_in(evicted))
     losses = (*_losses(host, change), *daemons_of_others(host, gpu, change.lost_uuids))
     for removed in evicted:
         _refuse_claimed(host, gpu, removed)
