@@ -70,24 +70,6 @@ def cost_of(destroyed: InstanceChange) -> Cost:
     )
 
 
-@dataclass(frozen=True)
-class Existing:
-    """One existing GPU instance, in numbers; equal ones are interchangeable for the search."""
-
-    # Its number on the board; None: the driver no longer lists its profile.
-    profile: int | None
-    start: int
-    mask: int
-    # Compute instances: slices, placement, busy.
-    compute: tuple[tuple[int, tuple[int, int] | None, bool], ...]
-    weight: int
-    # It may not be destroyed.
-    pinned: bool
-    nameless: bool
-    # A process holds it as a whole.
-    held: bool
-
-
 class Removal(NamedTuple):
     """What is destroyed for an arrangement: its weight, and (as bits) the existing ones destroyed and those filled."""
 
@@ -148,20 +130,13 @@ class Site:
         """Look at one GPU; ``requests`` are those that its board can serve, in the order of the kinds."""
         self.layout = layout
         self.board: Board = board_of(layout)
+        # The existing ones by place. By their number in this order: the number of each profile on the board (None: the driver no
+        # longer lists it), the slices, the weight of destroying each, and whether it may not be destroyed.
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
-        self.existing = tuple(
-            Existing(
-                profile=self.board.number.get(instance.profile.name),
-                start=instance.start,
-                mask=instance.placement.mask,
-                compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
-                weight=weigh(cost_of(whole(instance))),
-                pinned=not may_destroy or (instance.busy and not may_evict),
-                nameless=instance.name is None,
-                held=instance.held,
-            )
-            for instance in self.instances
-        )
+        self.profiles = [self.board.number.get(old.profile.name) for old in self.instances]
+        self.masks = [old.placement.mask for old in self.instances]
+        self.weights = [weigh(cost_of(whole(old))) for old in self.instances]
+        self.pinned = [not may_destroy or (old.busy and not may_evict) for old in self.instances]
         self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
         # By (number of an existing GPU instance, kind): the compute instances that it loses if it is filled for this kind.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
@@ -174,7 +149,7 @@ class Site:
                     self.fills[number, kind] = destroyed
         # The slices that no arrangement may use: of pinned instances, except those that can be filled.
         fillable = {number for number, _ in self.fills}
-        fixed = (old.mask for number, old in enumerate(self.existing) if old.pinned and number not in fillable)
+        fixed = (mask for number, mask in enumerate(self.masks) if self.pinned[number] and number not in fillable)
         self._fixed_mask: int = reduce(or_, fixed, 0)
         # By the existing ones removed (as bits), the slices and the members of those that stay.
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -183,12 +158,17 @@ class Site:
     @property
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for GPUs that are the same for the search."""
-        return (id(self.board), self.existing)
+        numbers = zip(self.profiles, self.masks, self.weights, self.pinned, strict=True)
+        compute = [
+            tuple((part.profile.slices, part.placement, part.busy) for part in old.compute) for old in self.instances
+        ]
+        more = ((old.name is None, old.held) for old in self.instances)
+        return (id(self.board), *zip(numbers, compute, more, strict=True))
 
     def _members_without(self, without: int) -> tuple[int, ...]:
         """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
-        kept = (old.profile for n, old in enumerate(self.existing) if not without >> n & 1)
-        return tuple(sorted(profile for profile in kept if profile is not None))
+        kept = (profile for n, profile in enumerate(self.profiles) if profile is not None and not without >> n & 1)
+        return tuple(sorted(kept))
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -228,7 +208,7 @@ class Site:
         """Return `capacity_lost` of the GPU once a removal and an arrangement are carried out."""
         removed = removal.destroyed | removal.filled
         if removed not in self._kept:
-            masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
+            masks = [mask for number, mask in enumerate(self.masks) if not removed >> number & 1]
             self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
         kept_mask, kept_members = self._kept[removed]
         members = tuple(sorted(kept_members + arrangement.members))
@@ -254,13 +234,13 @@ class Site:
         filled_bits, filled_weight = self._filled_by(arrangement)
         in_the_way = [
             number
-            for number, old in enumerate(self.existing)
-            if not filled_bits >> number & 1 and self._conflicts(old, arrangement)
+            for number in range(len(self.instances))
+            if not filled_bits >> number & 1 and self._conflicts(number, arrangement)
         ]
-        if any(self.existing[number].pinned for number in in_the_way):
+        if any(self.pinned[number] for number in in_the_way):
             return ()
         least = Removal(
-            weight=filled_weight + sum(self.existing[number].weight for number in in_the_way),
+            weight=filled_weight + sum(self.weights[number] for number in in_the_way),
             destroyed=sum(1 << number for number in in_the_way),
             filled=filled_bits,
         )
@@ -275,20 +255,21 @@ class Site:
         if not self.fills:
             return filled, weight
         kind_at = {(place.profile, place.start): place.kind for place in arrangement.places}
-        for number, old in enumerate(self.existing):
-            kind = None if old.profile is None else kind_at.get((old.profile, old.start))
+        for number, old in enumerate(self.instances):
+            profile = self.profiles[number]
+            kind = None if profile is None else kind_at.get((profile, old.start))
             if kind is not None and (number, kind) in self.fills:
                 filled |= 1 << number
-                destroyed = inside(self.instances[number], self.fills[number, kind])
+                destroyed = inside(old, self.fills[number, kind])
                 # The weight of the arrangement has a new GPU instance for each place, and this one exists.
                 weight += weigh(cost_of(destroyed)) - CREATED
         return filled, weight
 
-    def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
+    def _conflicts(self, number: int, arrangement: Arrangement) -> bool:
         """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
-        if existing.mask & arrangement.mask:
+        if self.masks[number] & arrangement.mask:
             return True
-        profile = existing.profile
+        profile = self.profiles[number]
         return profile is not None and not self.board.exclusive[profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
@@ -302,12 +283,10 @@ class Site:
     def _larger_removals(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return the cheapest removals that contain ``least`` and leave room within the limits."""
         already_used = least.destroyed | least.filled
-        others = [
-            number for number, old in enumerate(self.existing) if not old.pinned and not already_used >> number & 1
-        ]
+        others = [number for number, pinned in enumerate(self.pinned) if not pinned and not already_used >> number & 1]
         removals = [
             Removal(
-                least.weight + sum(self.existing[number].weight for number in more),
+                least.weight + sum(self.weights[number] for number in more),
                 least.destroyed | sum(1 << number for number in more),
                 least.filled,
             )
