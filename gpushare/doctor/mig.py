@@ -13,10 +13,10 @@ from gpushare.base.model import Gpu
 from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
+from gpushare.host.process import processes_text
 from gpushare.mig.driver import MigReader
 from gpushare.mig.grant import reapplied_steps
 from gpushare.mig.holders import (
-    blockers_text,
     claimed_instances,
     gpu_holders,
     instance_holders,
@@ -138,9 +138,8 @@ def holders(seen: Examination) -> Iterator[Check]:
             if holder.pid not in ending and not (holder.name or "").startswith(_NO_OBSTACLE)
         ]
         if present:
-            yield finding(
-                "mig.holders", gpu.index, holders=blockers_text(present), remedy=remedy(present) or "end what holds it"
-            )
+            holders = processes_text(seen.host.processes, [holder.pid for holder in present])
+            yield finding("mig.holders", gpu.index, holders=holders, remedy=remedy(present) or "end what holds it")
 
 
 def _pids_ending_by_themselves(seen: Examination) -> set[int]:

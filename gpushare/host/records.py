@@ -28,18 +28,7 @@ _LOCK_POLL_SECONDS: Final = 0.05
 # Of a lock that is held for a moment only.
 _SHORT_POLL_SECONDS: Final = 0.02
 # The directories of records (`store.RecordStore`), but for those in "mps".
-_RUN: Final = (
-    "jobs",
-    "keep",
-    "lent",
-    "made",
-    "mig",
-    "mode",
-    "on-demand",
-    "pause",
-    "slices",
-    "swap",
-)
+_RUN: Final = ("jobs", "keep", "lent", "made", "mig", "mode", "on-demand", "pause", "slices", "swap")
 _STATE: Final = ("benched", "names", "past", "peaks", "tried", "tuned")
 # Where old files are removed.
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory

@@ -28,7 +28,7 @@ from gpushare.mig.daemons import (
     stopped_records,
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
-from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy, with_name
+from gpushare.mig.holders import CLAIM, gpu_holders, instance_holders, remedy, with_name
 from gpushare.mig.ledger import MigLedger, NamedInstance
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout, on_or_off
@@ -108,7 +108,7 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
     ]
     if holders:
         raise InUse(
-            f"GPU {gpu.index}: {blockers_text(holders)} {'holds' if len(holders) == 1 else 'hold'} it, and it must be reset",
+            f"GPU {gpu.index} must be reset, and this holds it: {processes_text(host.processes, [each.pid for each in holders])}",
             remedy(holders) or f"{ending_hint(host, holders[0].pid)}; then run this again",
             gpu=gpu.index,
         )
@@ -208,7 +208,7 @@ class Eviction:
         way = remedy(held)
         if way is not None:
             raise InUse(
-                f"GPU {self._gpu.index}: {blockers_text(held)} holds {self.title}, and --evict does not end it",
+                f"GPU {self._gpu.index}: {self.title} is held by {processes_text(self._host.processes, [each.pid for each in held])}; --evict does not end it",
                 way,
                 gpu=self._gpu.index,
                 code="held_by_service",

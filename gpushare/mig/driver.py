@@ -117,7 +117,7 @@ class MigReader:
         )
 
     def _instances(self, gpu: Gpu, profiles: tuple[Profile, ...]) -> Iterator[GpuInstance]:
-        listing = partial(_list_gpu_instances, handle=self._nvml.handle(gpu.index))
+        listing = partial(_list_gpu_instances, device=self._nvml.handle(gpu.index))
         for profile, handle in self._handles_by_profile(gpu, "GPU instances", profiles, listing):
             yield self._read_instance(gpu, profile, handle)
 
@@ -166,11 +166,11 @@ class MigReader:
     ) -> Iterator[ComputeInstance]:
         """Yield the compute instances of a GPU instance with their UUIDs and processes."""
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
-        listing = partial(_list_compute_instances, handle=handle)
+        listing = partial(_list_compute_instances, instance=handle)
         for profile, instance in self._handles_by_profile(
             gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing
         ):
-            info = self._nvml.demand(partial(_compute_info, handle=instance), str(gpu.index))
+            info = self._nvml.demand(partial(_compute_info, part=instance), str(gpu.index))
             yield ComputeInstance(
                 id=int(info.id),
                 profile=profile,
@@ -238,26 +238,22 @@ def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...
     return tuple(Placement(int(row.start), int(row.size)) for row in rows[: count.value])
 
 
-def _list_handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room: int) -> list[Any]:
-    """Return the handles that a listing call writes into an array of ``room``."""
-    count = c_uint()
-    rows = (kind * room)()
-    call(owner, profile_id, rows, byref(count))
+def _compute_info(nvml: Any, part: Any) -> Any:
+    return nvml.nvmlComputeInstanceGetInfo(part)
+
+
+def _list_gpu_instances(nvml: Any, device: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
+    """Return the handles of the GPU instances of a profile, at most ``room``."""
+    count, rows = c_uint(), (nvml.c_nvmlGpuInstance_t * room)()
+    nvml.nvmlDeviceGetGpuInstances(device, profile_id, rows, byref(count))
     return list(rows[: count.value])
 
 
-def _list_gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
-    return _list_handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
-
-
-def _list_compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
-    return _list_handles(
-        nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room
-    )
-
-
-def _compute_info(nvml: Any, handle: Any) -> Any:
-    return nvml.nvmlComputeInstanceGetInfo(handle)
+def _list_compute_instances(nvml: Any, instance: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
+    """Return the handles of the compute instances of a profile in a GPU instance, at most ``room``."""
+    count, rows = c_uint(), (nvml.c_nvmlComputeInstance_t * room)()
+    nvml.nvmlGpuInstanceGetComputeInstances(instance, profile_id, rows, byref(count))
+    return list(rows[: count.value])
 
 
 # nvmlReturn_t.

@@ -82,15 +82,6 @@ def claim_holder(host: Host, claim: Claim) -> Holder:
     return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
 
 
-def blockers_text(holders: Iterable[Holder]) -> str:
-    """Return holders in words: ``nv-hostengine (pid 812, root)``; each process once."""
-    once = {holder.pid: holder for holder in holders}
-    return ", ".join(
-        f"{holder.name or 'a process'} ({', '.join(filter(None, [f'pid {holder.pid}', holder.user]))})"
-        for holder in once.values()
-    )
-
-
 def remedy(holders: Iterable[Holder]) -> str | None:
     """Return how to make the known holders release the GPU (``data/holders.yaml``), in one line; None: none is known."""
     remedies = (_remedy_of(holder.name) for holder in holders if holder.name is not None)

@@ -17,7 +17,7 @@ from gpushare.connect import connect
 from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
-from gpushare.mig.holders import blockers_text, gpu_holders, instance_holders, open_device_files, remedy
+from gpushare.mig.holders import gpu_holders, instance_holders, open_device_files, remedy
 from gpushare.sim import admin
 
 A100 = "sim:a100-80gb"
@@ -144,11 +144,9 @@ def test_who_ended_since_the_look_holds_nothing(host: Host) -> None:
     assert gpu_holders(host, gpu_of(host), files) == ()
 
 
-def test_the_line_of_an_error() -> None:
+def test_a_remedy_is_named_once() -> None:
     dcgm = Holder(pid=812, what="/dev/nvidia0", user="root", name="nv-hostengine")
     nameless = Holder(pid=900, what="/dev/nvidia0")
-    assert blockers_text([dcgm, replace(dcgm, what="/dev/nvidia-caps/nvidia-cap12")]) == "nv-hostengine (pid 812, root)"
-    assert blockers_text([dcgm, nameless]) == "nv-hostengine (pid 812, root), a process (pid 900)"
     assert remedy([dcgm, dcgm, nameless]) == "sudo systemctl stop nvidia-dcgm"
     assert remedy([nameless]) is None
 

@@ -72,7 +72,7 @@ def test_a_service_is_not_ended_but_told_how_to_be_stopped(host: World) -> None:
     name, before = instance_of(host, uuid), host.look()
     answer = host.run("mig", "destroy", name, "--evict", name)
     assert (answer.code, answer.error["code"]) == (19, "held_by_service")
-    assert f"nv-hostengine (pid {pid}" in answer.error["message"]
+    assert f"{pid} (nv-hostengine" in answer.error["message"]
     assert answer.error["hint"] == "sudo systemctl stop nvidia-dcgm"
     assert host.look() == before
     assert pid in host.pids()
