@@ -47,13 +47,15 @@ class GpushareError(Exception):
     """One error with its hint; every subclass has a stable code and an exit code.
 
     ``message`` says what failed and why, ``hint`` names the next command, ``gpu`` is the index
-    or UUID concerned, or None.
+    or UUID concerned, or None. ``data`` is the answer beside the error, if there is one.
     """
 
     code: str = "failed"
     exit_code: ExitCode = ExitCode.FAILED
 
-    def __init__(self, message: str, hint: str, *, gpu: int | str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, hint: str, *, gpu: int | str | None = None, code: str | None = None, data: object = None
+    ) -> None:
         message = cut(message, _MOST_CHARACTERS)
         super().__init__(message)
         self.message: Final = message
@@ -61,6 +63,7 @@ class GpushareError(Exception):
         # What a traceback shows below the message, from Python 3.11 on.
         self.__notes__ = [f"hint: {hint}"]
         self.gpu: Final = None if gpu is None else str(gpu)
+        self.data: Final = data
         if code is not None:
             self.code = code
 
@@ -174,18 +177,9 @@ class InUse(GpushareError):
 
 
 class NeedsConsent(InUse):
-    """What the plan destroys, stops or ends is named, granted, busy or not ours, and nobody agreed.
-
-    ``data`` is the plan, as `show.plan.plan_answer` gives it.
-    """
+    """What the plan destroys, stops or ends is named, granted, busy or not ours, and nobody agreed; ``data`` is the plan."""
 
     code = "needs_consent"
-
-    def __init__(
-        self, message: str, hint: str, *, gpu: int | str | None = None, code: str | None = None, data: object = None
-    ) -> None:
-        super().__init__(message, hint, gpu=gpu, code=code)
-        self.data: Final = data
 
 
 class GpuLost(NotFound):

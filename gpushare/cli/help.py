@@ -8,32 +8,34 @@ from typing import Any, Final
 COMMON: Final = frozenset(("--host", "--output", "--quiet", "--verbose", "--debug"))
 COMMON_LINE: Final = "Common options: --host -o -q -v --debug (gpushare --help)"
 
-# The groups of a command with many options. Options that no group names are listed last, as "Options".
+# The groups of a command with many options; `--help` leaves those with a + to `--help-all` and to the manual page.
+# Options that no group names are listed last, as "Options".
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     "advise": {
         "What is asked": "processes memory users isolation latency saturating pattern root",
-        "More about the work": "like gpus sms bandwidth-bound io-bound needs command one-application cooperating code running",
-        "Users and protection": "trusted groups",
-        "Production and another job": "production opportunistic role production-saturating",
-        "Instead of options": "file live from",
-        "The answer": "gpu consolidate destroy way apply no-input",
-        "Measure": "measure metric lower-is-better for repeat",
+        "More about the work": "like +gpus +sms +bandwidth-bound +io-bound +needs +command +one-application +cooperating +code +running",
+        "Users and protection": "+trusted +groups",
+        "Production and another job": "production opportunistic +role +production-saturating",
+        "Instead of options": "file +live +from",
+        "The answer": "gpu +consolidate +destroy +way apply no-input",
+        "Measure": "measure +metric +lower-is-better +for +repeat",
     },
     "run": {
-        "Share": "gpu gpus bind mig threads memory over priority slice weight strict container",
-        "Waiting for room": "wait timeout time requeue restart-on swap",
-        "Roles": "production metric lower-is-better opportunistic for yield keep",
+        "Share": "gpu gpus +bind mig +create threads memory over priority slice +weight +strict container",
+        "Waiting for room": "wait timeout +time requeue +restart-on swap +movable",
+        "Roles": "production +metric +lower-is-better opportunistic for yield keep",
+        "Options": "+grace",
     },
     "bench": {
-        "What is measured": "copies ways repeat gpu for timeout",
-        "Numbers that CMD prints": "metric lower-is-better latency",
-        "The built-in workload": "size cpu copy footprint",
-        "Results": "to compare plot",
+        "What is measured": "copies ways repeat gpu for +timeout",
+        "Numbers that CMD prints": "metric +lower-is-better +latency",
+        "The built-in workload": "+size +cpu +copy +footprint",
+        "Results": "to +compare +plot",
     },
     "tune": {
         "The two jobs": "production opportunistic gpu name",
-        "Goal": "keep p99 metric opportunistic-metric latency",
-        "Search": "copies caps budget window timeout plot",
+        "Goal": "keep p99 metric +opportunistic-metric +latency",
+        "Search": "+copies +caps budget +window +timeout +plot",
     },
 }
 
@@ -160,32 +162,23 @@ def path_of(ctx: Any) -> str:
     return " ".join(str(ctx.command_path).split()[1:])
 
 
-# What `--help` of a command with many options leaves to `--help-all` and to the manual page.
-MORE: Final[Mapping[str, str]] = {
-    "advise": (
-        "gpus sms production-saturating trusted groups role one-application cooperating code running bandwidth-bound "
-        "io-bound needs destroy command from way metric lower-is-better for repeat consolidate live"
-    ),
-    "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
-    "run": "bind create movable time restart-on weight strict metric lower-is-better grace",
-    "tune": "opportunistic-metric latency copies caps window timeout plot",
-}
 ALL: Final = "gpushare.help.all"
 
 
 def is_short(ctx: Any) -> bool:
     """Return whether some of the help is left to ``--help-all``."""
-    return path_of(ctx) in MORE and not ctx.meta.get(ALL)
+    return path_of(ctx) in GROUPS and not ctx.meta.get(ALL)
 
 
 def write_options(params: Iterable[Any], ctx: Any, formatter: Any) -> None:
     """Write arguments and options in groups. The common options are one line, except in the help of the program."""
     path = path_of(ctx)
-    left_out = {f"--{name}" for name in MORE[path].split()} if is_short(ctx) else set()
-    groups = GROUPS.get(path, {})
+    groups = {title: names.split() for title, names in GROUPS.get(path, {}).items()}
+    more = {f"--{name[1:]}" for names in groups.values() for name in names if name.startswith("+")}
+    left_out = more if is_short(ctx) else set()
     # The short help of `advise` has few options: only its first group has a title of its own.
     titles = list(groups)[:1] if path == "advise" and left_out else list(groups)
-    title_of = {f"--{name}": title for title in titles for name in groups[title].split()}
+    title_of = {f"--{name.removeprefix('+')}": title for title in titles for name in groups[title]}
     common_title = "Common options, before or after the command"
     if path:
         left_out |= {*COMMON, "--help"}

@@ -217,7 +217,7 @@ def change_options(*, asks: bool) -> list[TyperOption]:
     ]
 
 
-# The commands whose --help leaves options to --help-all, as `help.MORE` says.
+# The commands whose --help leaves options to --help-all, as `help.GROUPS` says.
 _LONG: Final = frozenset({"advise", "bench", "run", "tune"})
 
 

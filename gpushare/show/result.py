@@ -13,7 +13,7 @@ from decimal import Decimal
 from enum import Enum, IntEnum
 from typing import Any, Final
 
-from gpushare.base.errors import ExitCode, GpushareError, NeedsConsent
+from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.show.text import well_formed
 
@@ -155,8 +155,7 @@ class Result:
 
 
 def failure(command: str, error: GpushareError) -> Result:
-    data = error.data if isinstance(error, NeedsConsent) else None
-    return Result(command=command, data=data, errors=(error,), all_failed=True)
+    return Result(command=command, data=error.data, errors=(error,), all_failed=True)
 
 
 def json_names(kind: Any) -> list[str]:

@@ -10,8 +10,9 @@ from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
 from gpushare.base.units import parse_memory_limit, quoted
 from gpushare.host.capabilities import SIMULATED_USERS, user_id
+from gpushare.host.program import MPS_CONTROL
 from gpushare.sim.programs import SMI, TOOLKIT
-from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 # Short names of the faults `not-supported` and `refused`, and the NVML entry points that then refuse.
 ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {

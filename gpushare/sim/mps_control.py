@@ -59,8 +59,6 @@ def main(
     if options and state.branch >= 580:
         if options == ["-v"]:
             return Completed(tuple(argv), 0, _VERSION.format(state.mps_binary or binary_version(state)), "")
-        if any(option.startswith("-") for option in options):
-            return Completed(tuple(argv), 0, "Unrecognized option \0\n", "")
         stdin = " ".join(options)
     return _Session(argv, env, state_file, timeout).run(stdin)
 

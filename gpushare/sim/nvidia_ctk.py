@@ -31,7 +31,7 @@ def install(state_file: StateFile) -> str:
         state.toolkit_installed = True
         strategies = _STRATEGIES[:2]
         if any(_devices(state, strategies)):
-            _write_file(state_file, _PATH, document(state, strategies, "yaml"))
+            _write_file(state_file, _PATH, _document(state, strategies))
     return _PATH
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
         return _failure(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
     if not list(_devices(state, strategies)):
         return _failure(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
-    text = document(state, strategies, "json" if output.endswith(".json") else "yaml")
+    text = _document(state, strategies)
     if not state.root:
         directory = output.rpartition("/")[0]
         return _failure(argv, f"failed to write spec: open {directory}/.spec: permission denied")
@@ -55,8 +55,8 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     return Completed(tuple(argv), 0, "", 'level=info msg="Generated CDI spec with version 0.5.0"\n')
 
 
-def document(state: SimulatedHostState, strategies: Sequence[str], form: str) -> str:
-    """Return the specification of all devices: GPUs without MIG, MIG devices, and all of them together."""
+def _document(state: SimulatedHostState, strategies: Sequence[str]) -> str:
+    """Return the specification of all devices as JSON, which is YAML too: GPUs without MIG, MIG devices, all together."""
     nodes_by_name = dict(_devices(state, strategies))
     # Each node once.
     nodes_by_name["all"] = list(dict.fromkeys(node for nodes in nodes_by_name.values() for node in nodes))
@@ -67,11 +67,7 @@ def document(state: SimulatedHostState, strategies: Sequence[str], form: str) ->
         "devices": devices,
         "containerEdits": _container_edits(["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]),
     }
-    if form == "json":
-        return json.dumps(spec)
-    import yaml
-
-    return f"---\n{yaml.safe_dump(spec, sort_keys=False)}"
+    return json.dumps(spec, indent=2)
 
 
 def _container_edits(nodes: Sequence[str]) -> dict[str, Any]:

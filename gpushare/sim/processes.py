@@ -16,12 +16,12 @@ from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import InstanceIds, user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
 from gpushare.host.process import Announce, Child, Processes, ProcessInfo, ProcessUsage, Streams, start_time
+from gpushare.host.program import MPS_CONTROL
 from gpushare.sim.activity import Resident, is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices, ids_of_instances, node_of, nodes_of
 from gpushare.sim.state import (
     FIRST_SIMULATED_PID,
-    MPS_CONTROL,
     SIM_HOST,
     SimulatedDaemon,
     SimulatedHostState,

@@ -15,6 +15,7 @@ from typing import Final
 from gpushare.base.model import MPS_SERVER, TimeSlice
 from gpushare.gpu_models import model_of
 from gpushare.host.program import (
+    MPS_CONTROL,
     Completed,
     Listener,
     Pending,
@@ -25,7 +26,7 @@ from gpushare.host.program import (
 )
 from gpushare.sim.current import changing, clock, current
 from gpushare.sim.nvml_abi import ERROR_TEXTS, Code
-from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState, StateFile
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
 
 SMI = "nvidia-smi"
 TOOLKIT = "nvidia-ctk"

@@ -393,7 +393,8 @@ class StateFile:
             yield state
             after = json.dumps(state, default=vars)
             if after != before:
-                self._write(after)
+                with writing(self.path, "the state of the simulated host"):
+                    replace_file(self.path, after)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -413,10 +414,6 @@ class StateFile:
             yield
         finally:
             os.close(descriptor)
-
-    def _write(self, text: str) -> None:
-        with writing(self.path, "the state of the simulated host"):
-            replace_file(self.path, text)
 
 
 def _check_owner(directory: Path) -> None:
@@ -542,6 +539,3 @@ def settle_is_due(state: SimulatedHostState) -> bool:
 def lives(process: SimulatedProcess) -> bool:
     """Return whether a real process lives: its PID, state and start in ``/proc/PID/stat``."""
     return identity_of(process.pid) == (process.pid, process.started)
-
-
-MPS_CONTROL = "nvidia-cuda-mps-control"

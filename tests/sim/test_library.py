@@ -37,7 +37,8 @@ def test_the_whole_sweep_works_on_every_model(model: GpuModel) -> None:
         handle = nvml.nvmlDeviceGetHandleByIndex(1)
         assert nvml.nvmlDeviceGetName(handle) == model.name
         assert nvml.nvmlDeviceGetMinorNumber(handle) == 1
-        assert nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByUUID(nvml.nvmlDeviceGetUUID(handle))).startswith("GPU-")
+        same = nvml.nvmlDeviceGetHandleByUUID(nvml.nvmlDeviceGetUUID(handle))
+        assert nvml.nvmlDeviceGetMinorNumber(same) == 1
         assert nvml.nvmlDeviceGetComputeMode(handle) == nvml.NVML_COMPUTEMODE_DEFAULT
         assert nvml.nvmlDeviceGetPersistenceMode(handle) == 1
         assert nvml.nvmlDeviceGetUtilizationRates(handle).gpu == 0
@@ -53,7 +54,8 @@ def test_the_whole_sweep_works_on_every_model(model: GpuModel) -> None:
 
 def test_an_h200_answers_as_the_real_one() -> None:
     """Values of one H200, driver 580.159.04, idle."""
-    with initialised(new_host("sim:h200")) as (nvml, _):
+    file = new_host("sim:h200")
+    with initialised(file) as (nvml, _):
         handle = nvml.nvmlDeviceGetHandleByIndex(0)
         assert nvml.nvmlSystemGetDriverVersion() == "580.159.04"
         assert nvml.nvmlSystemGetCudaDriverVersion_v2() == 13000
@@ -67,13 +69,6 @@ def test_an_h200_answers_as_the_real_one() -> None:
         assert (memory.total, memory.free, memory.used) == (150754820096, 150109880320, 644939776)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
         assert (memory.total, memory.reserved, memory.used) == (150754820096, 644939776, 0)
-        assert memory.reserved + memory.used + memory.free == memory.total
-
-
-def test_memory_counts_what_processes_hold() -> None:
-    file = new_host("sim:h200")
-    with initialised(file) as (nvml, _):
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
         with file.changed() as state:
             add_process(state, state.gpus[0], memory_bytes=5 * 2**30)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
@@ -88,13 +83,9 @@ def test_a_wrong_struct_version_is_refused() -> None:
         assert code == nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
 
 
-def test_gpus_are_found_by_index_and_uuid() -> None:
+def test_a_gpu_that_is_not_there() -> None:
     with initialised(new_host("sim:3xt4")) as (nvml, _):
-        handle = nvml.nvmlDeviceGetHandleByIndex(2)
-        bus_id = nvml.nvmlDeviceGetPciInfo(handle).busId
-        assert bus_id == "00000000:03:00.0"
-        same = nvml.nvmlDeviceGetHandleByUUID(nvml.nvmlDeviceGetUUID(handle))
-        assert nvml.nvmlDeviceGetMinorNumber(same) == 2
+        assert nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByIndex(2)).busId == "00000000:03:00.0"
         assert refused(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID("GPU-none")) == nvml.NVML_ERROR_NOT_FOUND
         assert refused(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(3)) == nvml.NVML_ERROR_INVALID_ARGUMENT
 
@@ -186,14 +177,6 @@ def test_calls_need_init_and_end_with_shutdown() -> None:
         assert nvml.nvmlDeviceGetCount() == 1
         nvml.nvmlShutdown()
         assert refused(nvml, nvml.nvmlDeviceGetCount) == nvml.NVML_ERROR_UNINITIALIZED
-
-
-def test_calls_are_counted_by_entry_point() -> None:
-    with initialised(new_host("sim:2xh200")) as (nvml, library):
-        for index in range(2):
-            nvml.nvmlDeviceGetName(nvml.nvmlDeviceGetHandleByIndex(index))
-        assert library.calls["nvmlDeviceGetHandleByIndex_v2"] == library.calls["nvmlDeviceGetName"] == 2
-        assert library.calls["nvmlInitWithFlags"] == 1
 
 
 def test_a_host_that_was_never_used_can_be_read_without_a_trace() -> None:

@@ -135,6 +135,7 @@ def test_mig_brings_the_default_compute_mode() -> None:
         nvml.nvmlDeviceSetComputeMode(gpu, nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
         nvml.nvmlDeviceSetMigMode(gpu, 1)
         assert nvml.nvmlDeviceGetComputeMode(gpu) == nvml.NVML_COMPUTEMODE_DEFAULT
+        refused(nvml, nvml.NVML_ERROR_NOT_SUPPORTED, nvml.nvmlDeviceSetComputeMode, gpu, 3)
 
 
 def test_refused_modes() -> None:

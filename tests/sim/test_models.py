@@ -33,20 +33,10 @@ def test_the_h200_is_as_measured() -> None:
 @pytest.mark.parametrize(
     ("typed", "key"),
     [
-        ("h200", "h200-141gb"),
-        ("H200", "h200-141gb"),
         ("NVIDIA H200", "h200-141gb"),
-        ("A100-80GB", "a100-80gb"),
         ("a100_80", "a100-80gb"),
-        ("a100-40", "a100-40gb"),
-        ("h100", "h100-sxm-80gb"),
         ("h100-80gb", "h100-sxm-80gb"),
-        ("a30", "a30-24gb"),
-        ("T4", "t4-16gb"),
-        ("Tesla T4", "t4-16gb"),
-        ("rtx4090", "rtx-4090-24gb"),
         ("RTX 4090", "rtx-4090-24gb"),
-        ("b200", "b200-180gb"),
     ],
 )
 def test_a_model_is_found_by_the_names_that_people_type(typed: str, key: str) -> None:

@@ -78,7 +78,7 @@ def test_a_gpu_that_is_lost_is_not_listed() -> None:
     assert generated() == ["1", state().gpus[1].uuid, "all"]
 
 
-def test_the_format_follows_the_file() -> None:
+def test_what_is_written() -> None:
     install()
     assert run(*GENERATE, "--output=/etc/cdi/nvidia.json").exit_code == 0
     written = json.loads((open_simulated(SPEC).state_file.directory / "etc/cdi/nvidia.json").read_text())

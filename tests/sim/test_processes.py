@@ -101,13 +101,6 @@ def test_stop_drain_kill_is_harmless_but_not_before_the_queue_is_empty(h200: Mps
     assert h200.process(production.pid).broken
 
 
-def test_a_terminated_idle_client_ends_harmlessly(h200: Mps) -> None:
-    production, other = pair(h200, queue_seconds=0.0, sm_percent=0)
-    h200.ask(f"terminate_client {other.mps_server} {other.pid}")
-    h200.host.processes.send(other.pid, signal.SIGKILL)
-    assert not h200.process(production.pid).broken
-
-
 def test_a_caught_signal_ends_a_program_cleanly(h200: Mps) -> None:
     production, other = pair(h200, queue_seconds=DEEP, catches=(signal.SIGINT,))
     assert h200.host.processes.catches(other.pid, signal.SIGINT) is True
