@@ -389,7 +389,7 @@ class ListedJob:
     device: str | None
     gpu_indexes: tuple[int, ...] = ()
     device_uuids: tuple[str, ...] = ()
-    # timeslice: outside MPS. None: it is on no GPU.
+    # timeslice: outside MPS. None: it waits or has ended.
     way: JobWay | None = None
     mig_profile: str | None = None
     # As `gpushare mig name` gave it.

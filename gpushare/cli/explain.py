@@ -61,7 +61,7 @@ def _explain_words(text: str) -> facts.Log:
             kind="column",
             names=(head,),
             meaning=meaning,
-            cause="- is unknown, never zero.",
+            cause='"-" means unknown or none.',
             next=("gpushare status --legend",),
             source="gpushare",
             line=text,

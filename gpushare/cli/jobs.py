@@ -25,7 +25,7 @@ def jobs(
 
     A job is what `gpushare run` has started. A process that gpushare did not start has no name: give its PID as JOB to
     `stop`, `pause` and others. The column memory shows what the processes of a job hold, and the limit of the job. "-"
-    is unknown, never zero. Root sees the jobs of all users, but of those that have ended only its own. -v lists all
+    means unknown or none. Root sees the jobs of all users, but of those that have ended only its own. -v lists all
     that are kept: up to a hundred.
     """
     host = settings.connect()

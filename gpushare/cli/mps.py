@@ -242,9 +242,7 @@ app = typer.Typer(
     help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits.",
 )
 
-THREADS: Final = option(
-    "--threads", "PCT", "Active thread percentage per client, above 0 up to 100; per GPU: 0=25,1=50."
-)
+THREADS: Final = option("--threads", "PCT", "Active thread percentage per client, 0.1 to 100; per GPU: 0=25,1=50.")
 
 
 def start(
@@ -339,8 +337,8 @@ def stop(
 ) -> Any:
     """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 
-    When forced, clients lose their GPU contexts and fail. Name a daemon that gpushare did not start by
-    --pipe-directory. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
+    When forced, clients lose their GPU contexts and fail. Use --pipe-directory to name a daemon that
+    gpushare did not start. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
     refuse((Refused("--drain", "--force", "it does not wait", "-g 0 --drain 60s"),))
     drain_seconds = _USUAL_DRAIN_SECONDS if drain is None else parse_seconds(drain)

@@ -582,7 +582,7 @@ WHOLE_GPU_OPTION: Final = option(
     "-g --gpu", "GPU", "GPU index, range (0-3), UUID or its prefix, PCI bus id, a comma-separated list, or all."
 )
 ONE_GPU_OPTION: Final = option("-g --gpu", "GPU", "One GPU or MIG device: index, UUID or PCI bus id.")
-CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: above 0 up to 100.")
+CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: 0.1 to 100.")
 OVER_ACTION: Final = option("--over", "ACTION", "Above --memory: end, warn or pause. [default: end]")
 PRIORITY_OPTION: Final = option("--priority", "LEVEL", "Client priority: normal or low.")
 WISHES: Final = argument(

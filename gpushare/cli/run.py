@@ -179,7 +179,7 @@ class DetachedAnswer:
 
     job: str
     pid: int
-    # runs, waits or ended; null: it has not started yet.
+    # running, waiting or ended; null: none of these was seen in time.
     state: str | None
     exit_code: int | None
     # The path of the file with its output.
@@ -200,7 +200,11 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
         else:
             put(sys.stderr, job.printed)
         return job.exit_code
-    state_words = {"runs": "is running", "waits": "waits in line", "ended": f"has ended, exit code {job.exit_code}"}
+    state_words = {
+        "running": "is running",
+        "waiting": "waits in line",
+        "ended": f"has ended, exit code {job.exit_code}",
+    }
     state = state_words.get(job.state or "", "has not started yet")
     end = "" if job.state == "ended" else f"; end it: gpushare stop {job.name}"
     return Result(

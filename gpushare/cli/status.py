@@ -45,7 +45,7 @@ def status(
 
     GPU utilization is the time in which some kernel ran, not a share of the GPU: one small program can
     show 100 %. Under MPS the driver counts the work of all clients for the server, so a client's SM % is
-    unknown. "-" is unknown, never zero. With -w, time-slice and MPS daemons are read every 5 seconds.
+    unknown. "-" means unknown or none. With -w, time-slice and MPS daemons are read every 5 seconds.
     """
     if legend:
         return legend_result()

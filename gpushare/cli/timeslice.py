@@ -105,7 +105,7 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
 
     The slices are read from the driver, which takes about 0.1 s per process: your own processes', or as root all.
     A slice is how long the GPU runs a CUDA context while others wait. A process whose slice was
-    never set has the default of this GPU (2.048ms on an H100 and an H200). NVIDIA does not publish the levels in
+    never set has the default of this GPU (2.048ms on an H100 and an H200; 1.024ms after a swap or a move). NVIDIA does not publish the levels in
     milliseconds. MPS clients share the time-slice of their server.
     """
     host = settings.connect()

@@ -20,7 +20,7 @@ def top(
 ) -> Any:
     """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
 
-    ? shows the keys. Each action shows its plan and asks. "-" is unknown, never zero. A GPU that hangs does not freeze
+    ? shows the keys. Each action shows its plan and asks. "-" means unknown or none. A GPU that hangs does not freeze
     the screen. `gpushare top` needs Textual: pipx inject gpushare textual.
     """
     if not _is_terminal():

@@ -59,7 +59,7 @@ class Detached(NamedTuple):
     name: str
     supervisor: Identity
     output: Path
-    # runs, waits or ended; None: none of these was seen in time.
+    # running, waiting or ended; None: none of these was seen in time.
     state: str | None
     # Of one that has ended already.
     exit_code: int | None = None
@@ -169,13 +169,13 @@ def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[byt
         if record is not None and record.supervisor != job.supervisor:
             record = None
         if record is not None and record.pid != job.supervisor.pid:
-            return job._replace(state="runs")
+            return job._replace(state="running")
         in_line = any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ())
         if record is not None or in_line:
             # For a moment this is so of a program that is about to start, too.
             waiting_since = waiting_since or time.monotonic()
             if time.monotonic() - waiting_since > _WAITS_SECONDS:
-                return job._replace(state="waits")
+                return job._replace(state="waiting")
         time.sleep(_POLL_SECONDS)
     # It goes on: a driver may take its time.
     return job

@@ -142,7 +142,7 @@ def test_it_waits_in_line(cli: Cli, refused: Refused, world: World) -> None:
     first = name_of(cli, "--memory", "100G", "--name", "first", "--", "sleep", "60")
     words = ("run", "-d", "--wait", "--memory", "100G", "--name", "second", "--", "sleep", "60")
     data = cli("-o", "json", *words).ok().data
-    assert (data["job"], data["state"]) == ("second", "waits")
+    assert (data["job"], data["state"]) == ("second", "waiting")
     # It is known, but nothing of it is on a GPU.
     on_gpu = (("pause",), ("swap", "out"), ("timeslice", "set", "2ms"))
     for verb in (*on_gpu, ("run", "--opportunistic", "-n", "--for")):
