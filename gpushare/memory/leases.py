@@ -10,6 +10,7 @@ two leases on a GPU the earlier one counts.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import stat
@@ -132,16 +133,15 @@ def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
 
 def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
     """Return the files of all leases, earliest first; also those past the time that root allows, as root may allow more."""
+    return sorted(_read_lease_files(host, limits))
+
+
+def _read_lease_files(host: Host, limits: UserLimits) -> Iterator[_LeaseFile]:
+    """Yield the leases in their files; remove those that are over, as far as this user may."""
     directory = claim_directory(host)
-    try:
-        names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
-    except OSError:
-        return []
-    return sorted(_read_lease_files(host, directory, names, limits))
-
-
-def _read_lease_files(host: Host, directory: Path, names: list[str], limits: UserLimits) -> Iterator[_LeaseFile]:
-    """Yield the leases in these files; remove those that are over, as far as this user may."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(filter(_NAME.fullmatch, os.listdir(directory)))
     files_of_user: Counter[int] = Counter()
     now = uptime()
     booted_at = time.time() - now
@@ -182,19 +182,16 @@ def _parse_lease(
     if match is None:
         return None
     since = float(match["since"])
-    is_of_this_boot = match["boot"].decode() == boot_id()
     # A lease of an earlier boot is over.
-    written_until = float(match["until"]) if is_of_this_boot else 0.0
-    until = written_until
-    if status.st_uid != 0:
-        until = min(until, since + limits.longest_lease_seconds)
+    written_until = float(match["until"]) if match["boot"].decode() == boot_id() else 0.0
+    longest = math.inf if status.st_uid == 0 else limits.longest_lease_seconds
     return _LeaseFile(
         created=max(since, since_boot),
         path=path,
         gpu_uuid=match["gpu"].decode(),
         uid=status.st_uid,
         since=since,
-        until=until,
+        until=min(written_until, since + longest),
         written_until=written_until,
     )
 

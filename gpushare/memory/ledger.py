@@ -9,6 +9,7 @@ wrote: so the earlier one waits until the later one has written that it is sure,
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -142,11 +143,6 @@ class Line:
         return sum(holder.memory_bytes for holder in self.running) <= self.room.memory_bytes
 
     @property
-    def fits_clients(self) -> bool:
-        """Return whether the MPS server takes all clients that are there."""
-        return self.room.clients is None or sum(holder.client for holder in self.running) <= self.room.clients
-
-    @property
     def held_by(self) -> list[tuple[Reservation, int]]:
         """Return the jobs there, each with the bytes that count for it."""
         # Not strict: other programs come after the jobs.
@@ -177,15 +173,14 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     jobs = [job for job in parsed if job is not None]
     off_gpu = _pids_off_gpu(host, jobs)
     waiting_of_user: Counter[int] = Counter()
-    counted = []
-    for job in jobs:
+
+    def counts(job: Reservation) -> bool:
+        waiting_of_user[job.claim.uid] += job.waits
         if job.waits:
-            waiting_of_user[job.claim.uid] += 1
-            if waiting_of_user[job.claim.uid] <= MOST_WAITING_OF_ONE_USER:
-                counted.append(job)
-        elif (off_gpu[None] | off_gpu[job.claim.uid]).isdisjoint(process.pid for process in job.claim.processes):
-            counted.append(job)
-    return line_order(counted)
+            return waiting_of_user[job.claim.uid] <= MOST_WAITING_OF_ONE_USER
+        return (off_gpu[None] | off_gpu[job.claim.uid]).isdisjoint(process.pid for process in job.claim.processes)
+
+    return line_order([job for job in jobs if counts(job)])
 
 
 def _pids_off_gpu(host: Host, jobs: Sequence[Reservation]) -> defaultdict[int | None, set[int]]:
@@ -399,12 +394,9 @@ def lines_of(
     limits: UserLimits | None = None,
 ) -> dict[str, Line]:
     """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
-    lines: dict[str, Line] = {}
-    for device in devices:
-        line = line_of(host, device, jobs, clients=(clients or {}).get(device.uuid), limits=limits)
-        if line is not None:
-            lines[device.uuid] = line
-    return lines
+    clients = clients or {}
+    lines = (line_of(host, device, jobs, clients=clients.get(device.uuid), limits=limits) for device in devices)
+    return {line.device.uuid: line for line in lines if line is not None}
 
 
 def _used_bytes(processes: Iterable[GpuProcess]) -> int:
@@ -740,24 +732,23 @@ def _have_room(own: Reservation, jobs: Sequence[Reservation], keys: Sequence[str
     lines = read_lines(sorted(jobs, key=lambda job: not job.sure))
     if not lines.keys() >= set(keys):
         return False
-    return all(lines[key].fits and lines[key].fits_clients and own.id not in lines[key].beyond for key in keys)
+
+    def fits(line: Line) -> bool:
+        clients = sum(holder.client for holder in line.running)
+        return line.fits and (line.room.clients is None or clients <= line.room.clients) and own.id not in line.beyond
+
+    return all(fits(lines[key]) for key in keys)
 
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
     """Return the jobs that wait before this one for one of its devices, without those that are stopped."""
-    jobs_ahead: list[Reservation] = []
-    for job in jobs:
-        if job.id == place.id:
-            break
-        if job.waits and not set(place.request.keys).isdisjoint(job.keys) and not job.stopped:
-            jobs_ahead.append(job)
-    return jobs_ahead
+    keys = set(place.request.keys)
+    earlier = itertools.takewhile(lambda job: job.id != place.id, jobs)
+    return [job for job in earlier if job.waits and not keys.isdisjoint(job.keys) and not job.stopped]
 
 
 def never_fits(lines: Iterable[Line], request: Request) -> bool:
     """Return whether a request fits on too few of its devices, even if nothing else is there."""
-    rooms = {line.device.uuid: line.room for line in lines}
-    job = Waiting(
-        name="", memory_bytes=request.memory_bytes, keys=request.keys, count=request.count, client=request.client
-    )
-    return not could_ever_fit(rooms, job)
+    by_key = {line.device.uuid: line for line in lines}
+    job = _as_waiting("", os.geteuid(), request, by_key, UserLimits())
+    return not could_ever_fit({key: line.room for key, line in by_key.items()}, job)

@@ -149,13 +149,12 @@ class JobMemory(Part):
 
     def _hold_place(self) -> None:
         """Let the program hold its place in the ledger, with its limit: until it ends, even if gpushare dies first."""
-        if self.place is None:
-            return
-        if self.limit_bytes is not None:
+        if self.place is not None and self.limit_bytes is not None:
             with contextlib.suppress(GpushareError):
                 self.place.tell_limit(self.limit_bytes, self._action)
-        with contextlib.suppress(GpushareError):
-            self.place.add(self._program_pid)
+        if self.place is not None:
+            with contextlib.suppress(GpushareError):
+                self.place.add(self._program_pid)
 
     def moved(self, device: Device) -> None:
         """Count on another device from now on: the job has moved there."""

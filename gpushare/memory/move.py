@@ -20,21 +20,8 @@ from gpushare.memory.room import room_kept
 from gpushare.memory.swap import come_in, go_out
 from gpushare.memory.swapped import SWAPS, Swap
 
-FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.
 _WORLD_SIZES: Final = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-
-
-def check_driver(host: Host) -> None:
-    """Raise NotSupported unless the driver moves jobs between GPUs: 580 or later (code ``driver_too_old``)."""
-    version = host.nvml.driver_version() or ""
-    major = version.partition(".")[0]
-    if major.isdecimal() and int(major) < FIRST_DRIVER:
-        raise NotSupported(
-            f"driver {version} cannot move a job to another GPU",
-            f"driver {FIRST_DRIVER} or later is needed; the job can be swapped out and in: gpushare swap out JOB",
-            code="driver_too_old",
-        )
 
 
 def check_single_rank(host: Host, title: str, processes: Sequence[JobProcess]) -> None:

@@ -51,12 +51,8 @@ class Peak(NamedTuple):
 
 def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> Peak | None:
     """Return the highest peak of one of these commands on such GPUs; None: unknown."""
-    profiles = [find_profile(host, device, command) for device in devices for command in commands]
-    peaks = [
-        Peak(profile.memory_bytes, profile.short)
-        for profile in profiles
-        if profile is not None and profile.memory_bytes is not None
-    ]
+    profiles = filter(None, (find_profile(host, device, command) for device in devices for command in commands))
+    peaks = (Peak(profile.memory_bytes, profile.short) for profile in profiles if profile.memory_bytes is not None)
     return max(peaks, default=None)
 
 

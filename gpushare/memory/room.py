@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu, GpuLease
@@ -81,16 +81,6 @@ def client_limit(host: Host, device: Device) -> int | None:
     return max_clients(version, or_none(lambda: host.nvml.compute_capability(index)), fraction)
 
 
-class _Ranked(NamedTuple):
-    """A device in `best_first`, sorted by the first three fields; ``harm`` is what counts if several are chosen together."""
-
-    harm: tuple[int, ...]
-    minus_free_bytes: int
-    gpu_index: int
-    device: Device
-    text: str
-
-
 def best_first(
     host: Host,
     devices: Sequence[Device],
@@ -111,7 +101,9 @@ def best_first(
     limits = UserLimits() if limits is None else limits
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
     profiles = KnownCommands(host)
-    ranked: list[_Ranked] = []
+    # By device; the harm alone counts if several are chosen together.
+    harms: dict[str, tuple[int, ...]] = {}
+    texts: dict[str, str] = {}
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
@@ -126,13 +118,17 @@ def best_first(
         is_full = is_over_limit or line.free_bytes < line.room.bytes_of(memory_bytes)
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         harm_steps = int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT)
-        ranked.append(_Ranked((is_full, len(names), harm_steps), -line.free_bytes, device.gpu.index, device, text))
-    ranked.sort(key=lambda entry: entry[:3])
+        harms[device.uuid] = (is_full, len(names), harm_steps)
+        texts[device.uuid] = text
+    ranked = sorted(
+        (device for device in devices if device.uuid in harms),
+        key=lambda device: (harms[device.uuid], -lines[device.uuid].free_bytes, device.gpu.index),
+    )
     if 1 < count < len(ranked):
-        indexes = [entry.gpu_index for entry in ranked]
-        order = best_together_first(host, [entry.harm for entry in ranked], indexes, count)
+        indexes = [device.gpu.index for device in ranked]
+        order = best_together_first(host, [harms[device.uuid] for device in ranked], indexes, count)
         ranked = [ranked[number] for number in order]
-    return [(entry.device, entry.text) for entry in ranked]
+    return [(device, texts[device.uuid]) for device in ranked]
 
 
 def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> float | None:
@@ -160,26 +156,20 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        uses[process.pid] = None
-        if profiles and info is not None and info.uid == host.uid and len(uses) <= _MOST_LOOKED_UP:
-            for pid in host.processes.ancestry(process.pid):
-                percent = _measured_use_percent(host, device, pid, profiles)
+        pid, percent = process.pid, None
+        if profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP:
+            for above in host.processes.ancestry(process.pid):
+                info = host.processes.describe(above)
+                if info is not None and info.uid == host.uid and info.command_line:
+                    percent = profiles.use_percent(device, info.command_line)
                 if percent is not None:
-                    del uses[process.pid]
-                    uses[pid] = percent
+                    pid = above
                     break
+        uses[pid] = percent
     measured = sum(use or 0.0 for use in uses.values())
     if None not in uses.values():
         return measured
     return None if busy is None else max(float(busy), measured)
-
-
-def _measured_use_percent(host: Host, device: Device, pid: int, profiles: KnownCommands) -> float | None:
-    """Return how much of a GPU a process of this user uses alone, by its command's profile; None: not measured."""
-    info = host.processes.describe(pid)
-    if info is None or info.uid != host.uid or not info.command_line:
-        return None
-    return profiles.use_percent(device, info.command_line)
 
 
 def wait_for_room(
@@ -348,7 +338,7 @@ class RoomJob:
     pid: int
     user: str | None
     name: str | None
-    memory_bytes: int | None = None
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,22 +494,19 @@ def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     from gpushare.mps.control import SERVER_PROGRAM
 
     for process in gpu.processes or ():
-        if not process.compute:
-            continue
-        if client:
-            info = host.processes.describe(process.pid)
-            if process.mps or (info is not None and info.name == SERVER_PROGRAM):
-                continue
-        return f"is in compute mode exclusive-process, and process {process.pid} has it"
+        info = host.processes.describe(process.pid)
+        is_mps = process.mps or (info is not None and info.name == SERVER_PROGRAM)
+        if process.compute and not (client and is_mps):
+            return f"is in compute mode exclusive-process, and process {process.pid} has it"
     return None
 
 
 def size_text(request: Request) -> str:
     """Return what a job waits for: ``8.0 GiB``, ``a GPU without other jobs``, ``8.0 GiB on each of 2 GPUs``."""
-    if request.memory_bytes is None:
-        return "a GPU without other jobs" if request.count == 1 else f"{request.count} GPUs without other jobs"
-    each = "" if request.count == 1 else f" on each of {request.count} GPUs"
-    return format_bytes(request.memory_bytes) + each
+    size, count = request.memory_bytes, request.count
+    if size is None:
+        return "a GPU without other jobs" if count == 1 else f"{count} GPUs without other jobs"
+    return format_bytes(size) + ("" if count == 1 else f" on each of {count} GPUs")
 
 
 def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
@@ -527,10 +514,8 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
     if not lines:
         # A driver that was loaded again, or a GPU that was reset, answers after that.
         host.nvml.restart()
-    else:
-        reason = why_unreadable(host, PREFIX)
-        if reason is not None:
-            return reason
+    elif (reason := why_unreadable(host, PREFIX)) is not None:
+        return reason
     jobs_ahead = len(jobs_before(reservations(host) or [], place)) if lines else 0
     return f"waiting for {_room_text(lines, place.request, jobs_ahead, limit, reasons)}"
 

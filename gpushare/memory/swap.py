@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -102,13 +102,19 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
             )
 
 
+def check_driver(host: Host, first: int, task: str, hint: str = "") -> None:
+    """Raise NotSupported if the driver is older than the ``first`` that does this (code ``driver_too_old``)."""
+    version = host.nvml.driver_version() or ""
+    major = version.partition(".")[0]
+    if major.isdecimal() and int(major) < first:
+        raise NotSupported(
+            f"driver {version} cannot {task}", f"driver {first} or later is needed{hint}", code="driver_too_old"
+        )
+
+
 def check_host(host: Host) -> None:
     """Raise NotSupported if jobs cannot be swapped here: a driver before 570, no libcuda, or PIDs of a container's own."""
-    major = (host.nvml.driver_version() or "").partition(".")[0]
-    if major.isdecimal() and int(major) < 570:
-        raise NotSupported(
-            f"driver {major} cannot copy a job out of the GPU", "driver 570 or later is needed", code="driver_too_old"
-        )
+    check_driver(host, 570, "copy a job out of the GPU")
     if host.processes.namespace_is_host() is False:
         raise NotSupported(
             "in a container with PIDs of its own the driver's process list has other PIDs, so jobs cannot be swapped",
@@ -232,13 +238,13 @@ def go_out(
 
 def _images_now(swap: Swap, processes: Sequence[JobProcess]) -> tuple[Image, ...]:
     """Return the images of a job, as large as its processes have become, and those of further processes."""
-    now = [Image(process.pid, process.started, process.memory_bytes or 0) for process in processes]
-    sizes = {image.identity: image.memory_bytes for image in now}
-    known = [
-        image._replace(memory_bytes=max(image.memory_bytes, sizes.get(image.identity, 0))) for image in swap.images
-    ]
-    known_pids = {image.pid for image in swap.images}
-    return (*known, *(image for image in now if image.pid not in known_pids))
+    images = {image.pid: image for image in swap.images}
+    for process in processes:
+        earlier = images.setdefault(process.pid, Image(process.pid, process.started, 0))
+        if earlier.started == process.started:
+            size = max(earlier.memory_bytes, process.memory_bytes or 0)
+            images[process.pid] = earlier._replace(memory_bytes=size)
+    return tuple(images.values())
 
 
 def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
@@ -252,14 +258,11 @@ def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
     """
     # A copy of a large job takes longer: about 2 GB a second (H200).
     until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9
-    while (
-        other := next(
-            (each for each in SWAPS.all(host) if is_on_its_way(each) and same_job(swap, each) and each.living(host)),
-            None,
-        )
-    ) is not None:
+    while others := [
+        each for each in SWAPS.all(host) if is_on_its_way(each) and same_job(swap, each) and each.living(host)
+    ]:
         # Root gives way too, to a root that has another run directory.
-        if other.keeper_uid == 0:
+        if others[0].keeper_uid == 0:
             if earlier_record is None:
                 forget(swap)
             else:
@@ -483,11 +486,10 @@ def _take_out_rest(host: Host, swap: Swap, checkpoint: Checkpoint, states: Mappi
     """
     for image in swap.images:
         state = states.get(image.pid)
-        if state == RUNNING:
-            with _unless_ended(host, image.pid):
+        with _unless_ended(host, image.pid):
+            if state == RUNNING:
                 checkpoint.lock(image.pid, LOCK_SECONDS)
-        if state in {RUNNING, LOCKED}:
-            with _unless_ended(host, image.pid):
+            if state in {RUNNING, LOCKED}:
                 checkpoint.checkpoint(image.pid, image.memory_bytes)
     records_of_users = [record for record in SWAPS.all(host) if record.keeper_uid]
     if any(record.state == OUT and same_job(record, swap) for record in records_of_users):
@@ -500,10 +502,9 @@ def _with_arrived(host: Host, swap: Swap) -> Swap:
     """Return the record of a moving job with the processes that NVML now lists on the new GPU as arrived."""
     if swap.left_uuid is None:
         return swap
-    on_new_gpu = {
-        process.pid for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid for process in gpu.processes or ()
-    }
-    arrived = on_new_gpu.intersection(image.pid for image in swap.images) | set(swap.arrived)
+    new_gpus = [gpu for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
+    on_new_gpu = {process.pid for gpu in new_gpus for process in gpu.processes or ()}
+    arrived = {image.pid for image in swap.images} & on_new_gpu | set(swap.arrived)
     return replace(swap, arrived=tuple(sorted(arrived)))
 
 
@@ -580,16 +581,13 @@ def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
         with contextlib.suppress(GpushareError):
             stack.enter_context(locked(host, seconds=_END_SECONDS))
         for swap in swaps(host):
-            _checkpoint_restored(host, swap, pids)
+            restored = [image for image in swap.living(host) if image.pid in pids]
+            if restored and (swap.restored or swap.state in {RETURNING, BACK}):
+                _checkpoint_restored(host, swap, restored)
 
 
-def _checkpoint_restored(host: Host, swap: Swap, pids: Container[int]) -> None:
-    """Checkpoint those of these processes that belong to a job if it was restored before; what fails is left."""
-    if not swap.restored and swap.state not in {RETURNING, BACK}:
-        return
-    restored = [image for image in swap.living(host) if image.pid in pids]
-    if not restored:
-        return
+def _checkpoint_restored(host: Host, swap: Swap, restored: Sequence[Image]) -> None:
+    """Checkpoint these processes of a job that was restored before; what fails is left."""
     checkpoint = host.open_checkpoint()
     # A stopped process hangs the lock.
     signal_all(host.processes, starts_of(host.processes, [image.pid for image in restored]), signal.SIGCONT)

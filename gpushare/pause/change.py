@@ -430,35 +430,35 @@ def find_paused(host: Host, text: str) -> PausedJob:
         NoPermission: root has paused it (``paused_by_root_error``).
         InUse: a `gpushare run` pauses it (``paused_by_run_error``).
     """
-    named = [job for job in paused_jobs(host) if _is_named(job, text)]
+    pid = pid_of(text)
+    named = [job for job in paused_jobs(host) if (job.name == text if pid is None else pid in job.pids)]
     by_root = next((job for job in named if job.keeper_uid == 0), None)
     if by_root is not None:
         raise paused_by_root_error(by_root)
     own = next((job for job in named if job.ours), None)
-    if own is not None:
-        if own.resumed_by_run(host):
-            raise paused_by_run_error(own)
-        return own
-    for job in named:
-        if job.keeper_uid is not None:
-            raise _paused_by_user_error(job, job.keeper_uid)
-    unread = _job_with_unread_record(host, text)
-    if unread is None:
-        raise _not_paused_error(text)
-    return unread
+    if own is None and named:
+        raise _paused_by_user_error(named[0])
+    if own is not None and own.resumed_by_run(host):
+        raise paused_by_run_error(own)
+    paused = own or _job_with_unread_record(host, pid)
+    if paused is None:
+        title = quoted(text) if pid is None else f"process {text[:20]}"
+        raise NotFound(
+            f"{title} is not paused by this user",
+            "see which jobs are: gpushare pause list; resume all: gpushare resume --all",
+            code="not_paused",
+        )
+    return paused
 
 
-def _job_with_unread_record(host: Host, text: str) -> PausedJob | None:
+def _job_with_unread_record(host: Host, pid: int | None) -> PausedJob | None:
     """Return the job whose first process has this PID and whose record of a pause cannot be read; None: there is none.
 
     Its channels are those that its processes have now, so that a damaged record does not keep it paused.
     """
-    pid = pid_of(text)
     process = host.processes.identity(pid) if pid else None
-    if process is None:
-        return None
-    path = PAUSES.path(host, process.pid)
-    if all(record.path != path for record in PAUSES.unread(host)):
+    path = PAUSES.path(host, pid or 0)
+    if process is None or all(record.path != path for record in PAUSES.unread(host)):
         return None
     channels = []
     with host.open_channels() as control:
@@ -483,37 +483,19 @@ def paused_by_root_error(job: PausedJob) -> NoPermission:
     return NoPermission(f"{job.title} was paused by root", "run as root", code="paused_by_root")
 
 
-def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
-    """Return the error, for root, about a job that user ``uid`` has paused, with the command that resumes it as that user.
+def _paused_by_user_error(job: PausedJob) -> NoPermission:
+    """Return the error, for root, about a job that another user has paused, with the command that resumes it as that user.
 
     Root writes nothing into a user's directory, so the record of the pause would stay there, and the user's guard process
     would go on to pause what the job creates.
     """
-    user = user_name(uid)
+    user = user_name(job.keeper_uid or 0)
     run_directory = job.path.parent.parent
     return NoPermission(
         f"{job.title} was paused by {user}, whose gpushare resumes it",
         f"run it as {user}: {as_user(user, run_directory, f'resume {job.selector}')}",
         code="paused_by_user",
     )
-
-
-def _not_paused_error(text: str) -> NotFound:
-    """Return the error about a job that is not paused by this user."""
-    title = quoted(text) if pid_of(text) is None else f"process {text[:20]}"
-    return NotFound(
-        f"{title} is not paused by this user",
-        "see which jobs are: gpushare pause list; resume all: gpushare resume --all",
-        code="not_paused",
-    )
-
-
-def _is_named(job: PausedJob, text: str) -> bool:
-    """Return whether a paused job is meant by this name or PID."""
-    pid = pid_of(text)
-    if pid is not None:
-        return pid in job.pids
-    return job.name == text
 
 
 @contextlib.contextmanager

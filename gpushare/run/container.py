@@ -75,31 +75,11 @@ def check_not_foreign(engine: str, uid: int, action: str) -> None:
 
 
 # Options of podman run and docker run that take no value; all others take one, after = or as the next word.
-_FLAGS: Final = frozenset(
-    [
-        "detach",
-        "disable-content-trust",
-        "env-host",
-        "help",
-        "init",
-        "interactive",
-        "no-healthcheck",
-        "no-hostname",
-        "no-hosts",
-        "oom-kill-disable",
-        "privileged",
-        "publish-all",
-        "quiet",
-        "read-only",
-        "replace",
-        "rm",
-        "rmi",
-        "rootfs",
-        "tls-verify",
-        "tty",
-        "use-api-socket",
-    ]
-)
+_FLAGS: Final = frozenset((
+    "detach", "disable-content-trust", "env-host", "help", "init", "interactive", "no-healthcheck", "no-hostname", "no-hosts",
+    "oom-kill-disable", "privileged", "publish-all", "quiet", "read-only", "replace", "rm", "rmi", "rootfs", "tls-verify",
+    "tty", "use-api-socket",
+))  # fmt: skip
 _LETTERS: Final = {"d": "detach", "i": "interactive", "t": "tty", "P": "publish-all", "q": "quiet"}
 
 

@@ -44,14 +44,12 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
     return asked
 
 
-def _handles_an_end(host: Host, pid: int, number: int) -> bool:
-    """Return whether a process has a handler for the signal, or for another one that asks it to end."""
-    return any(host.processes.catches(pid, each) for each in (number, signal.SIGINT, signal.SIGTERM))
-
-
 def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     """Return the signal with which to ask a process to end, as `ask_to_end` says; None: a client that handles none."""
-    is_shell = _is_shell(host, pid)
+    info = host.processes.describe(pid)
+    command_line = () if info is None else info.command_line or ()
+    # Also of a script: the kernel puts the shell before its name. A login shell has a hyphen before its own.
+    is_shell = bool(command_line) and os.path.basename(command_line[0]).removeprefix("-") in _SHELLS
     for candidate in (number, signal.SIGTERM) if is_shell else (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
@@ -61,15 +59,6 @@ def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int |
     # A process started with SIGINT ignored, such as a script's background job, ignores it forever.
     is_ignored = number != signal.SIGTERM and host.processes.ignores(pid, number)
     return signal.SIGTERM if is_ignored else number
-
-
-def _is_shell(host: Host, pid: int) -> bool:
-    """Return whether a process is a shell, also one that runs a script: the kernel puts the shell before its name."""
-    info = host.processes.describe(pid)
-    if info is None or not info.command_line:
-        return False
-    # A login shell has a hyphen before its name.
-    return os.path.basename(info.command_line[0]).removeprefix("-") in _SHELLS
 
 
 def end_programs(
@@ -96,9 +85,23 @@ def end_programs(
     pids = _living(host, programs)
     if not pids:
         return None
-    _let_end(host, pids, number)
+    if has_records(host, "pause"):
+        from gpushare.pause.change import resume_to_end
+
+        # A handler that waits for the GPU would never end a paused program.
+        resume_to_end(host, pids)
+    if has_records(host, "swap"):
+        # Those that the signal kills at once: they handle neither it nor another one that asks them to end.
+        signals = {number, signal.SIGINT, signal.SIGTERM}
+        checkpoint_before_kill(
+            host, [pid for pid in pids if not any(host.processes.catches(pid, each) for each in signals)]
+        )
     asked = ask_to_end(host, pids, clients(), number)
-    _wait_for_grace(host, asked, time.monotonic() + grace_seconds, hurry)
+    deadline = time.monotonic() + grace_seconds
+    # Each has all of the grace, even if its handlers go: Python removes them while it shuts down, and nothing would handle
+    # a stop in the middle of that.
+    while asked and time.monotonic() < deadline and not hurry():
+        asked = {pid: asked[pid] for pid in wait_gone(host.processes, asked, _POLL_SECONDS)}
     # What is left, with what they have started since, is killed: under MPS after its queue is drained.
     pids = _living(host, {**pids, **programs})
     if not pids:
@@ -109,28 +112,6 @@ def end_programs(
         kill_all(host, pids)
         return None
     return end_clients(host, pids, meter, bound_seconds=DRAIN_BOUND_SECONDS)
-
-
-def _let_end(host: Host, pids: Mapping[int, int], number: int) -> None:
-    """Prepare processes for a signal: continue paused ones, and checkpoint those that the signal kills at once."""
-    if has_records(host, "pause"):
-        from gpushare.pause.change import resume_to_end
-
-        # A handler that waits for the GPU would never end a paused program.
-        resume_to_end(host, pids)
-    if has_records(host, "swap"):
-        checkpoint_before_kill(host, [pid for pid in pids if not _handles_an_end(host, pid, number)])
-
-
-def _wait_for_grace(host: Host, asked: Mapping[int, int], deadline: float, hurry: Callable[[], bool]) -> None:
-    """Wait until the processes that got a signal have ended, or the grace is over.
-
-    Each has all of the grace, even if its handlers go: Python removes them while it shuts down, and nothing would handle a
-    stop in the middle of that.
-    """
-    while asked and time.monotonic() < deadline and not hurry():
-        remaining = wait_gone(host.processes, asked, _POLL_SECONDS)
-        asked = {pid: asked[pid] for pid in remaining}
 
 
 def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import time
+from collections import Counter
 from dataclasses import field, replace
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
@@ -203,8 +204,7 @@ def slices_of_group(host: Host, device: Device) -> dict[int, int]:
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name, a running one first; None: there is none."""
     with_name = [record for record in records(host) if record.name == name]
-    running = [record for record in with_name if is_running(host, record)]
-    return next(iter(running or with_name), None)
+    return max(with_name, key=lambda record: is_running(host, record), default=None)
 
 
 def is_running(host: Host, record: JobRecord) -> bool:
@@ -215,14 +215,10 @@ def is_running(host: Host, record: JobRecord) -> bool:
 def jobs_of_processes(host: Host, pids: Iterable[int]) -> dict[int, JobRecord]:
     """Return by PID the records of the running jobs whose program, or a descendant of it, these processes are."""
     jobs = {record.pid: record for record in records(host) if is_running(host, record)}
-    if not jobs:
-        return {}
-    job_of_process = {}
-    for pid in pids:
-        program = next((above for above in host.processes.ancestry(pid) if above in jobs), None)
-        if program is not None:
-            job_of_process[pid] = jobs[program]
-    return job_of_process
+    programs = {
+        pid: next((above for above in host.processes.ancestry(pid) if above in jobs), 0) for pid in pids if jobs
+    }
+    return {pid: jobs[program] for pid, program in programs.items() if program}
 
 
 def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
@@ -313,9 +309,8 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
 
     Its gpushare, which would have recorded it, was killed.
     """
-    if record.supervisor is None:
-        return None
-    if any(kept.supervisor == record.supervisor for kept in PAST.all(host, shared=False)):
+    supervisor = record.supervisor
+    if supervisor is None or any(kept.supervisor == supervisor for kept in PAST.all(host, shared=False)):
         return None
     gpus = or_none(host.nvml.identities) or ()
     devices = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in (None, *gpu.mig_instances)]
@@ -323,7 +318,7 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     began = None if record.since is None else wall_time(record.since)
     past = _past_of(host, record, titles(devices_of_record) if devices_of_record else "-", began)
     # Until its program runs, the record names gpushare itself.
-    return replace(past, started=record.pid != record.supervisor.pid)
+    return replace(past, started=record.pid != supervisor.pid)
 
 
 def _past_of(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
@@ -794,25 +789,20 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
 
     on_gpu = gpu_processes(host, job)
     gpu_indexes = {gpu for each in on_gpu for gpu in each.gpus}
-    held: dict[int, int] = {}
-    for index in gpu_indexes:
-        for process in host.nvml.processes(index) or ():
-            if process.memory_used_bytes is not None:
-                held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
-    processes = [each._replace(memory_bytes=held.get(each.pid, 0)) for each in on_gpu]
+    held: Counter[int] = Counter()
+    for process in (process for index in gpu_indexes for process in host.nvml.processes(index) or ()):
+        if process.memory_used_bytes is not None:
+            held[process.pid] += process.memory_used_bytes
+    processes = [each._replace(memory_bytes=held[each.pid]) for each in on_gpu]
     check_out(host, job, processes)
-    for gpu in map(host.nvml.gpu, gpu_indexes):
-        if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
-            raise NotSupported(
-                f"{job.title} cannot be swapped: the driver does not say how much memory GPU {gpu.index} has and uses",
-                f"pause it instead: gpushare pause {job.selector}",
-                code="memory_unknown",
-            )
-    unknown = next((each.pid for each in on_gpu if each.pid not in held), None)
-    if unknown is not None:
+    gpus = [host.nvml.gpu(index) for index in gpu_indexes]
+    unknown = [
+        f"GPU {gpu.index} has and uses" for gpu in gpus if None in {gpu.memory_total_bytes, gpu.memory_used_bytes}
+    ]
+    unknown += [f"process {each.pid} holds" for each in on_gpu if each.pid not in held]
+    if unknown:
         raise NotSupported(
-            f"{job.title} cannot be swapped: the driver does not say how much memory process {unknown} holds, so no room "
-            f"could be reserved for its return",
+            f"{job.title} cannot be swapped: the driver does not say how much memory {unknown[0]}",
             f"pause it instead: gpushare pause {job.selector}",
             code="memory_unknown",
         )

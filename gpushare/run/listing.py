@@ -121,20 +121,15 @@ class _Present:
         for root, record in sorted(self.records.items(), key=lambda entry: natural_key(entry[1].name)):
             yield self._recorded_job(root, record, left_by_root.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
-            members = self._pids_off_gpu(pid)
+            members = {pid}
+            if pid in self._paused:
+                members |= self._paused[pid].pids
+            if pid in self._swaps:
+                members.update(image.pid for image in self._swaps[pid].images)
             yield self._unrecorded_job(pid, [entry for member in members for entry in left_by_root.pop(member, [])])
         if everything:
             for pid, processes in left_by_root.items():
                 yield self._unrecorded_job(pid, processes)
-
-    def _pids_off_gpu(self, pid: int) -> set[int]:
-        """Return the processes of a paused or swapped job that has no record, by its first process."""
-        pids = {pid}
-        if pid in self._paused:
-            pids |= self._paused[pid].pids
-        if pid in self._swaps:
-            pids.update(image.pid for image in self._swaps[pid].images)
-        return pids
 
     def _recorded_job(self, pid: int, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
         """Return a job that has a record, by the process in it."""
@@ -207,8 +202,13 @@ class _Present:
     ) -> ListedJob:
         """Return what is listed of a job with or without a record."""
         swap = self._swaps.get(pid)
+        pause = self._paused.get(pid)
         mig = devices[0].mig if devices else None
-        state, since_seconds = self._state(pid, running_seconds)
+        state, since_seconds = RUNNING, running_seconds
+        if swap is not None:
+            state, since_seconds = swap.state, max(0.0, uptime() - swap.since)
+        elif pause is not None:
+            state, since_seconds = PAUSED, max(0.0, uptime() - pause.since)
         sizes = [entry.process.memory_used_bytes for entry in processes]
         slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
         return ListedJob(
@@ -243,23 +243,10 @@ class _Present:
         ]
         return sum(limits) // max(1, len(record.devices)) if limits else None
 
-    def _state(self, pid: int, running_seconds: float | None) -> tuple[str, float | None]:
-        """Return the state of a job, and for how many seconds it has been in it."""
-        swap = self._swaps.get(pid)
-        pause = self._paused.get(pid)
-        if swap is not None:
-            return swap.state, max(0.0, uptime() - swap.since)
-        if pause is not None:
-            return PAUSED, max(0.0, uptime() - pause.since)
-        return RUNNING, running_seconds
-
     def _common_threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
-        limits = {
-            self._clients[process.process.pid].threads_percent
-            for process in processes
-            if process.process.pid in self._clients
-        }
+        clients = [self._clients.get(entry.process.pid) for entry in processes]
+        limits = {client.threads_percent for client in clients if client is not None}
         return limits.pop() if len(limits) == 1 else None
 
 

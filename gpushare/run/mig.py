@@ -178,7 +178,11 @@ class InstanceWish:
                     if not places:
                         reason = "none is there"
                     if seconds is not None and now - began >= seconds:
-                        raise _none_in_time_error(self.text, reason, seconds)
+                        raise InUse(
+                            f"no instance ({quoted(self.text)}) was free within {seconds:g} s: {reason}",
+                            "wait longer: --timeout TIME; see who holds them: gpushare mig status",
+                            code="no_room",
+                        )
                     line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
                     draw(f"waiting for a free instance ({quoted(self.text)}){line}: {reason}", now - began, seconds)
                     seconds_left = math.inf if seconds is None else max(0.01, began + seconds - clock())
@@ -215,45 +219,34 @@ class InstanceWish:
 def _free_and_held(host: Host, places: Sequence[InstancePlace]) -> tuple[list[InstancePlace], HeldPlaces]:
     """Return which instances are free, and who holds the others: programs in them, else the job that claims them.
 
-    Raises as `_check_claims_readable` if none is free.
+    Raises NoPermission: none is free, as the claims cannot be read (code ``lease_unusable``).
     """
-    # None: unknown.
     claims = claimed_instances(host)
     daemons = _daemons_by_instance(host, places)
     free: list[InstancePlace] = []
     held: HeldPlaces = []
     for place in places:
         holders = _holders_inside(host, place, daemons)
-        if not holders:
-            # No program is seen in it, but a job may have claimed it.
-            claim = None if claims is None else claims.get(place.mig.uuid)
-            if claims is None:
-                held.append((place, None))
-                continue
-            if claim is not None:
-                held.append((place, (claim,)))
-                continue
-        if _is_free(place, holders):
+        is_free = _is_free(place, holders)
+        # Where no program is seen, a job may have claimed it. None: unknown.
+        claim = None if holders or claims is None else claims.get(place.mig.uuid)
+        if not holders and claims is None:
+            holders, is_free = None, False
+        elif claim is not None:
+            holders, is_free = (claim,), False
+        if is_free:
             free.append(place)
         else:
             held.append((place, holders))
-    if not free:
-        _check_claims_readable(host)
-    return free, held
-
-
-def _check_claims_readable(host: Host) -> None:
-    """Raise NoPermission if the claims cannot be read (code ``lease_unusable``).
-
-    Then no instance counts as free, and one that was made would not either.
-    """
-    reason = why_unreadable(host, EXCLUSIVE)
+    # If the claims cannot be read, none counts as free, and one that was made would not either.
+    reason = None if free else why_unreadable(host, EXCLUSIVE)
     if reason is not None:
         raise NoPermission(
             f"it is not known which instances are in use: {reason}",
             f"see what is there: ls -ld {shlex.quote(str(claim_directory(host)))}",
             code="lease_unusable",
         )
+    return free, held
 
 
 def _take_first(host: Host, places: Sequence[InstancePlace]) -> tuple[TakenInstance | None, HeldPlaces]:
@@ -292,15 +285,6 @@ def waiting_text(text: str, seconds: float | None) -> str:
     """Return what waiting is called in a plan."""
     most = "" if seconds is None else f", for {format_duration(seconds)} at most"
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
-
-
-def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
-    """Return the error after waiting for an instance in vain."""
-    return InUse(
-        f"no instance ({quoted(text)}) was free within {seconds:g} s: {reason}",
-        "wait longer: --timeout TIME; see who holds them: gpushare mig status",
-        code="no_room",
-    )
 
 
 def _read_again(host: Host, place: InstancePlace) -> tuple[InstancePlace | None, Holders]:
@@ -378,14 +362,12 @@ def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
 
 
 def _holders_text(holders: Holders) -> str:
-    """Return the holders of an instance in words."""
+    """Return the holders of an instance in words: what each is, its PID, name and user."""
     if holders is None:
         return "its processes are unknown"
-    return ", ".join(_holder_text(holder) for holder in holders[:4]) or "it has just been changed"
-
-
-def _holder_text(holder: Holder) -> str:
-    """Return a holder in words: what it is, its PID, name and user."""
-    facts = [fact for fact in (holder.name, holder.user and f"user {holder.user}") if fact]
-    kind = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(holder.what, "process")
-    return f"{kind} {holder.pid}" + (f" ({', '.join(facts)})" if facts else "")
+    texts = []
+    for holder in holders[:4]:
+        facts = [fact for fact in (holder.name, holder.user and f"user {holder.user}") if fact]
+        kind = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(holder.what, "process")
+        texts.append(f"{kind} {holder.pid}" + (f" ({', '.join(facts)})" if facts else ""))
+    return ", ".join(texts) or "it has just been changed"

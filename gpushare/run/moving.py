@@ -19,6 +19,7 @@ from gpushare.memory.leases import lease_of_others
 from gpushare.memory.room import Draw, bytes_to_come_in, keeps_place, read_lines, reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_continues,
+    check_driver,
     check_host,
     come_in,
     device_pairs,
@@ -92,7 +93,9 @@ class Mover:
         self._host, self._seconds, self._say, self._waiting = host, seconds, say, waiting
         self._limits = kept_limits(host)
         check_host(host)
-        move.check_driver(host)
+        check_driver(
+            host, 580, "move a job to another GPU", "; the job can be swapped out and in: gpushare swap out JOB"
+        )
         self._gpus = host.nvml.sweep()
 
     def plan_job(self, text: str, devices: Sequence[Device] | None) -> Moves:
@@ -120,9 +123,10 @@ class Mover:
                 return self._plan_of([])
             for gpu in candidates:
                 move.check_target(source, gpu)
-        return self._plan_of(
-            [self._with_target(_JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates)))]
-        )
+        job_move = _JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates))
+        target = self._assign_gpus([job_move], candidates).get(job.pid)
+        # Without room now the job waits for any of its candidates when it moves, or finds no room.
+        return self._plan_of([job_move if target is None else replace(job_move, candidates=(target,))])
 
     def plan_all_off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
         """Return the moves of all jobs of a GPU to others with room.
@@ -147,14 +151,11 @@ class Mover:
                     raise
                 raise error.restated(hint=f"{error.hint}; move the others one by one: gpushare move JOB") from error
             moves.append(_JobMove(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        index_of = self._assign_gpus(moves, candidates)
-        without_room = next((job_move for job_move in moves if job_move.job.pid not in index_of), None)
+        target_of = self._assign_gpus(moves, candidates)
+        without_room = next((job_move for job_move in moves if job_move.job.pid not in target_of), None)
         if without_room is not None:
             raise _no_room_error(without_room)
-        by_index = {gpu.index: gpu for gpu in candidates}
-        return self._plan_of(
-            [replace(job_move, candidates=(by_index[index_of[job_move.job.pid]],)) for job_move in moves]
-        )
+        return self._plan_of([replace(job_move, candidates=(target_of[job_move.job.pid],)) for job_move in moves])
 
     def _whole_gpu(self, device: Device) -> Gpu:
         """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""
@@ -220,8 +221,8 @@ class Mover:
             raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
         return gpu
 
-    def _assign_gpus(self, moves: Sequence[_JobMove], gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return by PID the index of a GPU that has room now for each job; jobs without room are left out.
+    def _assign_gpus(self, moves: Sequence[_JobMove], gpus: Sequence[Gpu]) -> dict[int, Gpu]:
+        """Return by PID a GPU that has room now for each job; jobs without room are left out.
 
         A GPU on which the job still has a place comes first. GPUs that another user has reserved are not used.
         """
@@ -241,16 +242,8 @@ class Mover:
                 # The GPUs are of one model: what they need differs only by what the driver itself takes.
                 needs[pid] = min(bytes_on)
         free = {line.device.gpu.index: line.free_bytes for line in lines}
-        return {**move.assign_gpus(needs, free), **index_of}
-
-    def _with_target(self, job_move: _JobMove) -> _JobMove:
-        """Return the move with the GPU that has room now as its only candidate; if none has room, the move as it is.
-
-        Such a job waits for any of its candidates when it moves, or finds no room.
-        """
-        chosen = self._assign_gpus([job_move], job_move.candidates)
-        target = next((gpu for gpu in job_move.candidates if gpu.index == chosen.get(job_move.job.pid)), None)
-        return job_move if target is None else replace(job_move, candidates=(target,))
+        by_index = {gpu.index: gpu for gpu in gpus}
+        return {pid: by_index[index] for pid, index in {**move.assign_gpus(needs, free), **index_of}.items()}
 
     def _plan_of(self, moves: Sequence[_JobMove]) -> Moves:
         """Return the plan of these moves, one step for each job."""

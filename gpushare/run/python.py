@@ -96,13 +96,8 @@ def start(
     host = _host()
     sweep_leftovers(host)
     values = {"--memory": memory, "--gpu": gpu, "--name": name, "--production": production, "--threads": threads}
-    words = ["-o", "json", "run"]
-    for option, value in values.items():
-        if value is not None:
-            words += [option, str(value)]
-    if wait:
-        words.append("--wait")
-    words += [*further, "--", *program]
+    given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
+    words = ["-o", "json", "run", *given, *(["--wait"] if wait else []), *further, "--", *program]
     started = detach(host, words, program=program[0] if program else "", name=production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
         raise not_started_error(started)
@@ -111,16 +106,17 @@ def start(
 
 def _words(argument: str, words: Sequence[Word]) -> list[str]:
     """Return a command, or options, as words of text. Raises BadUsage unless it is a list of texts, numbers or paths."""
+    hint = (
+        f'for example: {argument}=["--swap", "turns"]'
+        if argument == "options"
+        else 'for example: ["python3", "train.py"]'
+    )
     if isinstance(words, (str, bytes)):
-        raise BadUsage(
-            f"{argument} must be a list of words", f"split it: {argument}=shlex.split({os.fsdecode(words)!r})"
-        )
-    try:
-        return [str(word) if isinstance(word, (int, float)) else os.fsdecode(word) for word in words]
-    except TypeError:
-        example = '["python3", "train.py"]' if argument == "command" else '["--swap", "turns"]'
-        hint = f"give a list of words: {argument}={example}"
-        raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint) from None
+        hint = f"split it: {argument}=shlex.split({os.fsdecode(words)!r})"
+    else:
+        with contextlib.suppress(TypeError):
+            return [str(word) if isinstance(word, (int, float)) else os.fsdecode(word) for word in words]
+    raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint)
 
 
 def _seconds(time: float | str | None) -> float | None:
@@ -167,18 +163,15 @@ class Job:
 
         output = find_output(self._host, self.name)
         os.close(output.descriptor)
-        if self._supervisor is not None:
-            # The gpushare of the last job of this name; None: unknown.
-            last = gpushare_of(self._host, self.name)
-            if last is None:
-                past = PAST.read(PAST.path(self._host, self.name))
-                last = None if past is None else past.supervisor
-            if last not in {None, self._supervisor}:
-                raise NotFound(
-                    f"the output of this job '{self.name}' is gone: a later job has its name",
-                    "give each job a name of its own, or none",
-                    code="no_output",
-                )
+        past = PAST.read(PAST.path(self._host, self.name))
+        # The gpushare of the last job of this name; None: unknown.
+        last = gpushare_of(self._host, self.name) or (None if past is None else past.supervisor)
+        if self._supervisor is not None and last not in {None, self._supervisor}:
+            raise NotFound(
+                f"the output of this job '{self.name}' is gone: a later job has its name",
+                "give each job a name of its own, or none",
+                code="no_output",
+            )
         return output.path
 
     def pause(self, seconds: float | str | None = None) -> None:

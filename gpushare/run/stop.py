@@ -99,7 +99,12 @@ def find_target(host: Host, text: str) -> Target:
     """
     record = running_record(host, text)
     if record is not None:
-        return _target_of_record(host, record)
+        supervisor = record.supervisor
+        if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
+            # It has ended.
+            supervisor = None
+        job = job_of(host, Identity(record.pid, record.started), record.name, record)
+        return Target(job=job, supervisor=supervisor, record=record)
     waiting = job_in_line(host, text)
     if waiting is not None:
         supervisor = waiting.claim.processes[0]
@@ -116,25 +121,11 @@ def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
 
     In any other order one of them might start in the place of one that has ended.
     """
-    places = {job.claim.processes[0]: place for place, job in enumerate(reservations(host) or []) if job.waits}
-
-    def place_in_line(target: Target) -> int:
-        """Return how many jobs were entered before it; -1: it does not wait."""
-        return -1 if target.supervisor is None else places.get(target.supervisor, -1)
-
-    return sorted(targets, key=place_in_line, reverse=True)
-
-
-def _target_of_record(host: Host, record: JobRecord) -> Target:
-    """Return the job of a record, with its gpushare if that still runs."""
-    supervisor = record.supervisor
-    if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
-        supervisor = None
-    return Target(
-        job=job_of(host, Identity(record.pid, record.started), record.name, record),
-        supervisor=supervisor,
-        record=record,
-    )
+    places: dict[Identity | None, int] = {
+        job.claim.processes[0]: place for place, job in enumerate(reservations(host) or []) if job.waits
+    }
+    # Those that do not wait have none.
+    return sorted(targets, key=lambda target: places.get(target.supervisor, -1), reverse=True)
 
 
 def tidy(host: Host, just_ended: Container[int] = ()) -> None:
@@ -333,24 +324,20 @@ class Stop:
             gpu, process = next((gpu, each) for gpu, each in on_gpu if each.mps)
             meter = ActivityMeter(host.nvml, gpu.index, process.gpu_instance_id)
         self._ending = Ending(host, starts_of(host.processes, tree), meter, bound)
-        steps = self._ending.steps()
         server = clients[0].client.server_pid if clients else None
-        if server is not None:
-            steps += (self._state_step(clients[0], server),)
-        return steps
+        if server is None:
+            return self._ending.steps()
 
-    def _state_step(self, client: Client, server: int) -> Step:
-        """Return the step that reads how the MPS server is after the end of its client."""
+        def read_server_state() -> None:
+            self._status = read_state(host, clients[0])
 
-        def read() -> None:
-            self._status = read_state(self._host, client)
-
-        return Step(
+        state_step = Step(
             what="read the state of the MPS server",
-            command=control_command(client.daemon.pipe_directory or "", f"get_server_status {server}"),
-            do=read,
+            command=control_command(clients[0].daemon.pipe_directory or "", f"get_server_status {server}"),
+            do=read_server_state,
             changes=False,
         )
+        return (*self._ending.steps(), state_step)
 
     def _engine_step(self, engine: str, container: str) -> Step:
         """Return the step in which the engine stops the job's container."""

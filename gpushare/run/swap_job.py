@@ -16,7 +16,6 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
-from gpushare.memory.admission import UserLimits
 from gpushare.memory.room import Draw, reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_continues,
@@ -42,7 +41,7 @@ from gpushare.memory.swapped import (
     own_record,
     swaps,
 )
-from gpushare.plan import Loss, Plan, Step
+from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
 from gpushare.timeslice.slices import renew_slices
 
@@ -160,22 +159,25 @@ def back_to_gpu(
         # The repair has brought it back.
         plan = Plan(title=f"{back.title} is back already", steps=(), undo=f"gpushare swap out {back.selector}")
         return SwapWork(plan, replace(back, state=BACK, restored=True))
-    losses = _consent(host, swap)
+    living = swap.identities(host)
+    # Its first process, whose PID names it, may have ended: then another one tells whose job it is.
+    process = living[0] if living else Identity(swap.pid, swap.started)
+    job = replace(job_of(host, process, swap.name), pid=swap.pid)
+    losses = consent_to(host, job, "swaps in", [identity.pid for identity in living])
     # What root itself has swapped out comes back unasked, as root resumes what it has paused.
     is_own_swap = any(each.pid == named.pid and each.keeper_uid is None for each in swaps(host))
     if swap.state == LOST:
         raise lost_error(swap)
     check_continues(host, swap)
     device = _device_of(host, swap)
-    limits = kept_limits(host)
     done: list[Swap] = []
-    pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
+    pids = " ".join(str(identity.pid) for identity in living)
     undo = f"gpushare swap out {swap.selector}"
     step = Step(
         what=f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}",
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
-        do=lambda: done.append(_wait_and_return(host, text, swap, device, limits, seconds, say, waiting)),
+        do=lambda: done.append(_wait_and_return(host, text, swap, device, seconds, say, waiting)),
     )
     plan = Plan(
         title=f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}",
@@ -209,7 +211,6 @@ def _wait_and_return(
     text: str,
     swap: Swap,
     device: Device,
-    limits: UserLimits,
     seconds: float | None,
     say: Callable[[str], None],
     waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
@@ -220,6 +221,7 @@ def _wait_and_return(
     After ``seconds`` (None: never) it is tried once more without a wait; then InUse is raised (code ``no_room``).
     """
     deadline = None if seconds is None else time.monotonic() + seconds
+    limits = kept_limits(host)
     while True:
         wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
@@ -243,15 +245,6 @@ def _return_now(host: Host, text: str, swap: Swap, say: Callable[[str], None]) -
         swap = come_in(host, own_record(host, _swapped_out_job(host, text, swap)))
         renew_slices(host, swap.identities(host), say)
         return swap
-
-
-def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
-    """Return what to ask root before another user's job comes back."""
-    living = swap.identities(host)
-    # Its first process, whose PID names it, may have ended: then another one tells whose job it is.
-    process = living[0] if living else Identity(swap.pid, swap.started)
-    job = replace(job_of(host, process, swap.name), pid=swap.pid)
-    return consent_to(host, job, "swaps in", [identity.pid for identity in living])
 
 
 def _already_out_error(swap: Swap) -> GpushareError:

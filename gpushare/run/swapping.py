@@ -90,6 +90,9 @@ _MOST_IDLE_TIMES: Final = 16
 # Growth is seen over this time, and in at least this number of samples.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
+# A job that leaves for production keeps so much of the GPU free, and comes back so long after production needed its room.
+_MARGIN_BYTES: Final = GIB
+_QUIET_SECONDS: Final = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +115,8 @@ class Sample(NamedTuple):
     # The job's GPU processes worked in the last window (percent of the SMs), and the CPU time of all its processes so far.
     busy_percent: int | None
     cpu: Mapping[int, float]
-    # Free on the device now. Others wait for the device, and have room there once all that take turns have left.
+    # Free on the device now.
     free_bytes: int
-    others_wait: bool
     production_waits: bool
     # What the job itself has, on the GPU or out of it.
     held_bytes: int = 0
@@ -294,7 +296,7 @@ class Turns(Policy):
         return _FIRST_TURN_SECONDS
 
     def leaves(self, sample: Sample) -> bool:
-        return sample.others_wait and sample.now - sample.since >= self.turn_seconds
+        return sample.next_in_turn is not None and sample.now - sample.since >= self.turn_seconds
 
     def returns(self, _sample: Sample) -> bool:
         return True
@@ -302,12 +304,15 @@ class Turns(Policy):
     def switched(self, seconds: float) -> None:
         """Note a switch, and warn once of turns that are too short for it."""
         self._switches.append(seconds)
-        if self._warned or self.seconds is None or self.switch_seconds is None:
+        switch = self.switch_seconds
+        if self._warned or self.seconds is None or switch is None or self.seconds >= TURN_FACTOR * switch:
             return
-        text = short_turns(self.seconds, self.switch_seconds)
-        if text is not None:
-            self._warned = True
-            self.say(text)
+        self._warned = True
+        loss = 100 * (1 - kept_share(self.seconds, switch))
+        self.say(
+            f"turns of {self.seconds:g} s lose about {loss:.0f} % of the time to switches of {switch:.1f} s; "
+            f"give --swap turns={math.ceil(TURN_FACTOR * switch)}s or more"
+        )
 
 
 @dataclass
@@ -316,32 +321,21 @@ class IdleInTurns(Policy):
 
     idle: Idle
     turns: Turns
-    _left_idle: bool = False
+    _brings_back: Policy = field(default_factory=Policy)
 
     def leaves(self, sample: Sample) -> bool:
         # Both are asked each time: each keeps what it has seen.
         is_idle = self.idle.leaves(sample)
         is_over = self.turns.leaves(sample)
-        self._left_idle = is_idle
-        self.waiting = self.idle.waiting if is_idle else self.turns.waiting
+        self._brings_back = self.idle if is_idle else self.turns
+        self.waiting = self._brings_back.waiting
         return is_idle or is_over
 
     def returns(self, sample: Sample) -> bool:
-        return self.idle.returns(sample) if self._left_idle else self.turns.returns(sample)
+        return self._brings_back.returns(sample)
 
     def switched(self, seconds: float) -> None:
         self.turns.switched(seconds)
-
-
-def short_turns(seconds: float, switch_seconds: float) -> str | None:
-    """Return a warning about turns that are too short for their switches, with what is lost; None: they are long enough."""
-    if seconds >= TURN_FACTOR * switch_seconds:
-        return None
-    loss = 100 * (1 - kept_share(seconds, switch_seconds))
-    return (
-        f"turns of {seconds:g} s lose about {loss:.0f} % of the time to switches of {switch_seconds:.1f} s; "
-        f"give --swap turns={math.ceil(TURN_FACTOR * switch_seconds)}s or more"
-    )
 
 
 @dataclass
@@ -352,8 +346,6 @@ class ForProduction(Policy):
     back, even if production keeps growing until the job could be swapped out again.
     """
 
-    margin_bytes: int = GIB
-    quiet_seconds: float = 10.0
     # Since when the job could come back.
     _free_since: float | None = None
     # Seconds, and the memory that others have left free: with what this job has on the GPU.
@@ -371,7 +363,7 @@ class ForProduction(Policy):
             return False
         # Jobs that came later leave first (``later_bytes``), and production may go on growing meanwhile.
         lost_bytes = self._bytes_lost_per_second() * most_out_seconds(sample.held_bytes)
-        return sample.free_bytes + sample.later_bytes - lost_bytes < self.margin_bytes
+        return sample.free_bytes + sample.later_bytes - lost_bytes < _MARGIN_BYTES
 
     def _note_free(self, sample: Sample, bytes_left_by_others: int) -> None:
         """Note what others leave free, for `_bytes_lost_per_second`."""
@@ -399,17 +391,15 @@ class ForProduction(Policy):
         # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
         if sample.others_stay:
-            round_trip_seconds = (
-                swap_times(sample.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(sample.held_bytes)
-            )
+            seconds_in, seconds_out = swap_times(sample.held_bytes).in_seconds, most_out_seconds(sample.held_bytes)
             # Twice: with less than one margin left, it would leave again at once.
-            margin = 2 * self.margin_bytes + self._bytes_lost_per_second() * round_trip_seconds
+            margin = 2 * _MARGIN_BYTES + self._bytes_lost_per_second() * (seconds_in + _QUIET_SECONDS + seconds_out)
         if sample.production_waits or sample.free_bytes < sample.held_bytes + margin:
             self._free_since = None
             return False
         if self._free_since is None:
             self._free_since = sample.now
-        return sample.now - self._free_since >= self.quiet_seconds
+        return sample.now - self._free_since >= _QUIET_SECONDS
 
 
 class Swapping(Part):
@@ -626,8 +616,14 @@ class Swapping(Part):
                 self._check_room_for_both(sample)
                 self._swap_out()
             except GpushareError as error:
-                if error.code not in _PASSING:
-                    self._tell_that_it_stays(sample)
+                if (
+                    error.code not in _PASSING
+                    and sample.production_waits
+                    and self._place is not None
+                    and not self._told_stays
+                ):
+                    self._told_stays = True
+                    self._place.tell_that_it_stays()
                 raise
 
     def _check_room_for_both(self, sample: Sample) -> None:
@@ -638,9 +634,10 @@ class Swapping(Part):
         Raises:
             InUse: it has not (code ``host_memory``).
         """
-        takes_turns = isinstance(self._policy, (Turns, IdleInTurns))
-        next_bytes = self._bytes_to_copy(sample.next_in_turn) if takes_turns and sample.next_in_turn is not None else 0
-        if not next_bytes:
+        next_bytes = None
+        if isinstance(self._policy, (Turns, IdleInTurns)) and sample.next_in_turn is not None:
+            next_bytes = self._bytes_to_copy(sample.next_in_turn)
+        if next_bytes is None:
             return
         need = host_bytes(sample.held_bytes + next_bytes)
         free = self._host.machine.free_memory(self._pid)
@@ -651,12 +648,6 @@ class Swapping(Part):
                 "free host memory, or run them one after another: --wait instead of --swap turns",
                 code="host_memory",
             )
-
-    def _tell_that_it_stays(self, sample: Sample) -> None:
-        """Let production that waits know that this job does not make room for it."""
-        if sample.production_waits and self._place is not None and not self._told_stays:
-            self._told_stays = True
-            self._place.tell_that_it_stays()
 
     def _read_sample(self, now: float) -> Sample | None:
         """Return what the policy decides on, as of now; None: the GPU does not answer, or its memory is unknown."""
@@ -693,7 +684,14 @@ class Swapping(Part):
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
         later_bytes = self._later_bytes(line)
-        next_in_turn = next((job for job in others if _has_room_after_turns(job, line)), None)
+
+        def first_with_room_without(
+            leaving: Callable[[Reservation], bool], jobs: Iterable[Reservation]
+        ) -> Reservation | None:
+            """Return the first of these waiting jobs that gets room if the jobs there that are ``leaving`` leave, and only then."""
+            released = sum(size for job, size in line.held_by if leaving(job))
+            free = line.room.memory_bytes - sum(running.memory_bytes for running in line.running)
+            return next((job for job in jobs if free < line.room.bytes_of(job.memory_bytes) <= free + released), None)
 
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         return Sample(
@@ -702,15 +700,16 @@ class Swapping(Part):
             busy_percent=None if None in sm_percents else sum(percent or 0 for percent in sm_percents),
             cpu={pid: spent for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
-            others_wait=next_in_turn is not None,
             production_waits=bool(production),
             held_bytes=held_bytes,
             production_needs=self._is_needed(production, line, later_bytes),
             others_stay=_others_stay(self._host, gpu, line, family),
             later_bytes=later_bytes,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
-            next_in_turn=next_in_turn,
-            makes_room_for=next((job for job in others if _has_room_if_gone(job, line, self._own_id)), None),
+            next_in_turn=first_with_room_without(lambda job: job.turns, others),
+            makes_room_for=first_with_room_without(
+                lambda job: job.id == self._own_id, [job for job in others if job.count == 1]
+            ),
         )
 
     @property
@@ -719,13 +718,13 @@ class Swapping(Part):
         return None if self._place is None else self._place.id
 
     def _bytes_to_copy(self, job: Reservation) -> int | None:
-        """Return how much host memory a waiting job will need besides what it has there already; None: unknown."""
+        """Return how much host memory a waiting job will need; None: it is in host memory already, or that is unknown."""
         # Of other users' jobs it is not known whether they are in host memory already.
         if job.claim.uid != self._host.uid:
             return None
         pids_out = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
         is_out = any(job.claim.pid in self._host.processes.ancestry(pid) for pid in pids_out)
-        return 0 if is_out else job.memory_bytes
+        return None if is_out else job.memory_bytes
 
     def _later_bytes(self, line: Line) -> int:
         """Return how many bytes the jobs hold that leave before this one: jobs that leave for production and came later."""
@@ -855,26 +854,6 @@ class Swapping(Part):
         if self._place is not None:
             self._place.leave()
         forget_ended(self._host)
-
-
-def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:
-    """Return whether a waiting job of one GPU gets room on a device if the job with this id leaves it, and only then."""
-    if job.count > 1 or own_id is None:
-        return False
-    released = sum(size for holder, size in line.held_by if holder.id == own_id)
-    need = line.room.bytes_of(job.memory_bytes)
-    return line.free_bytes < need <= line.free_bytes + released
-
-
-def _has_room_after_turns(job: Reservation, line: Line) -> bool:
-    """Return whether a waiting job gets room if those that take turns leave, and only then.
-
-    Else it comes without that, or waits for jobs that stay.
-    """
-    in_turns = sum(size for holder, size in line.held_by if holder.turns)
-    staying = sum(size.memory_bytes for size in line.running) - in_turns
-    need = line.room.bytes_of(job.memory_bytes)
-    return line.free_bytes < need <= line.room.memory_bytes - staying
 
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:

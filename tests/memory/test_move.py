@@ -17,10 +17,10 @@ from gpushare.memory.swapped import OUT, RETURNING, SWAPS, Image, Swap
 def test_the_driver_moves_jobs_from_its_first_branch_on(version: str, moves: bool) -> None:
     host: Any = SimpleNamespace(nvml=SimpleNamespace(driver_version=lambda: version))
     if moves:
-        move.check_driver(host)
+        swap.check_driver(host, 580, "move a job")
     else:
         with pytest.raises(NotSupported, match="cannot move a job"):
-            move.check_driver(host)
+            swap.check_driver(host, 580, "move a job")
 
 
 @pytest.mark.parametrize(("size", "alone"), [("1", True), ("2", False), ("two", True), ("", True)])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import pytest
 
 from gpushare.base.units import GIB
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Sample, Turns
+
+if TYPE_CHECKING:
+    from gpushare.memory.ledger import Reservation
 
 
 def look(
@@ -27,11 +32,11 @@ def look(
         busy,
         {1: others_cpu, 2: cpu},
         free,
-        others,
         production,
         held,
         production_needs=production,
         others_stay=True,
+        next_in_turn=cast("Reservation", "a job") if others else None,
         main_cpu={2: cpu if main is None else main},
     )
 

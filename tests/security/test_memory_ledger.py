@@ -193,7 +193,7 @@ def test_what_others_call_production_pushes_nobody_out(world: World, mallory: St
     )
     with mallory.keeps(lambda: claim(world, text, "role production")):
         look = watch._read_sample(0.0)
-        assert look.others_wait
+        assert look.next_in_turn is not None
         assert not look.production_waits
     place.leave()
 
