@@ -352,10 +352,8 @@ def with_live_devices(
 
     Both hosts have the same GPUs. Each wanted MIG device is matched to a live one, because only those have UUIDs.
     ``pipe_of`` returns the pipe directory of a daemon that does not run yet; ``apply`` is the command that applies the
-    wanted host. ``daemons_only``: the engine names only devices that have a daemon.
-
-    Raises:
-        NotFound: a MIG device does not exist yet (code ``not_applied``).
+    wanted host. ``daemons_only``: the engine names only devices that have a daemon. Raises NotFound: a MIG device does
+    not exist yet (code ``not_applied``).
     """
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):

@@ -261,8 +261,7 @@ class _GpuWork:
     def steps_before_mig(self) -> list[Step]:
         """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode.
 
-        Raises:
-            InUse: programs on a whole GPU would keep running next to what the file wants.
+        Raises InUse: programs on a whole GPU would keep running next to what the file wants.
         """
         # Where MIG goes off, the switch of the mode refuses them.
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:

@@ -184,8 +184,7 @@ def applied_path(host: Host) -> Path:
 def keep_applied(host: Host, text: str) -> Path:
     """Keep the text of an applied file for the next boot; return the path.
 
-    Raises:
-        NoPermission, OperationFailed: it cannot be written (code ``not_kept``); the earlier one stays.
+    Raises NoPermission, OperationFailed: it cannot be written (code ``not_kept``); the earlier one stays.
     """
     return _write_kept(host, applied_path(host), text)
 
@@ -210,8 +209,8 @@ def keep_before(host: Host, text: str) -> Path:
 def default_path() -> str | None:
     """Return ``gpushare.yaml``, if it is in the working directory.
 
-    Raises:
-        NoPermission: this is root, and another than root or the caller of sudo may have written it (``untrusted_file``).
+    Raises NoPermission: this is root, and another than root or the caller of sudo may have written it
+    (``untrusted_file``).
     """
     if not os.path.lexists(DEFAULT):
         return None

@@ -302,8 +302,7 @@ def write_hint(shown: str) -> str:
 def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file that a YAML text describes.
 
-    Raises:
-        BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
+    Raises BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
     """
     yaml_documents = documents(text, shown, HINT)
     if len(yaml_documents) > 1:

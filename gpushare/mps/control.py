@@ -309,10 +309,8 @@ class MpsControl:
     def _talk(self, stdin: str, timeout: float, is_dropped: Callable[[Completed], bool]) -> Completed:
         """Hold a conversation with the daemon, again while it is dropped and there is time, and return the last one.
 
-        All attempts together have ``timeout`` seconds, and end when the time for all answers is over.
-
-        Raises:
-            TimedOut: the first attempt was not answered.
+        All attempts together have ``timeout`` seconds, and end when the time for all answers is over. Raises TimedOut:
+        the first attempt was not answered.
         """
         deadline = min(time.monotonic() + timeout, self._until)
         environment = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}

@@ -152,8 +152,7 @@ class DaemonHome:
     def write(self, record: DaemonRecord) -> None:
         """Write the record. Others may read it: `gpushare status` shows root's daemons.
 
-        Raises:
-            NoPermission, OperationFailed: it cannot be written; the old one stays.
+        Raises NoPermission, OperationFailed: it cannot be written; the old one stays.
         """
         DAEMONS.write(replace(record, path=self.directory / _RECORD))
 
@@ -202,10 +201,7 @@ class DaemonHome:
     def live_leases(self) -> list[int] | None:
         """Return the PIDs of every `gpushare run` that uses this daemon, and remove the leases of dead ones.
 
-        None: the leases belong to another user and cannot be checked.
-
-        Raises:
-            OperationFailed: a lock cannot be checked.
+        None: the leases belong to another user and cannot be checked. Raises OperationFailed: a lock cannot be checked.
         """
         live: list[int] = []
         try:

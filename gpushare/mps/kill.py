@@ -214,8 +214,7 @@ class Client:
 def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list[Client]:
     """Return those of these processes that are clients of an MPS daemon.
 
-    Raises:
-        BadUsage: one is an MPS daemon or server, whose clients would all lose the GPU with it (``serves_clients``).
+    Raises BadUsage: one is an MPS daemon or server, whose clients would all lose the GPU with it (``serves_clients``).
     """
     clients = _clients_among(host, find_daemons(host, gpus), pids)
     if clients:
@@ -257,8 +256,7 @@ def serves_clients_error(pid: int, what: str, hint: str) -> BadUsage:
 def read_state(host: Host, client: Client) -> str | None:
     """Return the state of the server of a client that has ended, as it answers; None: it does not.
 
-    Raises:
-        OperationFailed: the server is in FAULT (code ``server_fault``).
+    Raises OperationFailed: the server is in FAULT (code ``server_fault``).
     """
     server = client.client.server_pid or 0
     daemon = client.daemon

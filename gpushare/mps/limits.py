@@ -195,10 +195,8 @@ def in_force_title(device: Device, limits: Limits) -> str:
 def check_memory(device: Device, limit: int | None, *, job: bool = False, key: str = "--memory") -> None:
     """Raise unless a memory limit of a client, or of a whole job, fits the device; MPS itself takes any number.
 
-    ``key`` is the option, or the key of a file, that gives the limit.
-
-    Raises:
-        BadUsage: the limit is above the device's memory.
+    ``key`` is the option, or the key of a file, that gives the limit. Raises BadUsage: the limit is above the device's
+    memory.
     """
     total = device.job_memory_bytes if job else device.memory_total_bytes
     if limit is not None and total is not None and limit > total:

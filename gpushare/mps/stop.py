@@ -362,8 +362,7 @@ class Stop:
 def _has_ended_meanwhile(host: Host, found: FoundDaemon) -> bool:
     """Return whether the daemon ended while we waited for the lock: a last `gpushare run` ends the one that it started.
 
-    Raises:
-        NoDaemon: another gpushare stopped or replaced it.
+    Raises NoDaemon: another gpushare stopped or replaced it.
     """
     record = found.record
     # An adopted daemon has no record of its own.
@@ -422,8 +421,7 @@ def _hangs(control: MpsControl) -> bool:
 def _quit(host: Host, control: MpsControl, pid: int, started: int, *, force: bool) -> bool:
     """Tell a daemon to quit, again if it has not: a quit that meets another conversation is dropped. Return whether it is gone.
 
-    Raises:
-        TimedOut: it does not answer and ``force`` is False.
+    Raises TimedOut: it does not answer and ``force`` is False.
     """
     for seconds in _WAITS_AFTER_QUIT:
         try:
@@ -515,8 +513,7 @@ def clients_of(control: MpsControl) -> list[int]:
 def restore_mode(host: Host, record: DaemonRecord) -> None:
     """Restore the compute mode in a record, if it has one.
 
-    Raises:
-        OperationFailed: it could not be restored (code ``not_restored``).
+    Raises OperationFailed: it could not be restored (code ``not_restored``).
     """
     if record.previous_compute_mode is None:
         return

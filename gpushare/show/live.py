@@ -40,12 +40,9 @@ def watch(
 ) -> None:
     """Look every ``seconds`` (start to start) and show each result, until Ctrl-C; then return.
 
-    On a terminal the table is redrawn on the alternate screen. Elsewhere, or in another format, each
-    look is one document: JSON Lines, YAML documents, CSV with one header, plain with a blank line
-    between. An error of one look replaces its result, and the next look follows.
-
-    Raises:
-        BrokenPipeError: the reader is gone.
+    On a terminal the table is redrawn on the alternate screen. Elsewhere, or in another format, each look is one
+    document: JSON Lines, YAML documents, CSV with one header, plain with a blank line between. An error of one look
+    replaces its result, and the next look follows. Raises BrokenPipeError: the reader is gone.
     """
     terminal = stream.isatty()
     form = form_of(output, terminal=terminal)

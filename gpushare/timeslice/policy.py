@@ -123,8 +123,7 @@ MODES: Final = RecordStore(FoundMode, "mode", "the note of the compute mode that
 def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
     """Set a level, and set it back at the end. If gpushare is killed meanwhile, `left_level` finds the old level in a record.
 
-    Raises:
-        GpushareError: it cannot be set, or not be set back; or the record cannot be written.
+    Raises GpushareError: it cannot be set, or not be set back; or the record cannot be written.
     """
     steps = plan_level(host, [device], level, beside_mps=True).steps
     before = host.policy.read().get(device.gpu.index)

@@ -125,8 +125,7 @@ def put_record_back(host: Host, pid: int, record: SliceRecord | None) -> None:
 def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None) -> None:
     """Record a slice that is about to be set: if gpushare is killed after the call, `reset` still knows what was there.
 
-    Raises:
-        NoPermission, OperationFailed: the record cannot be written.
+    Raises NoPermission, OperationFailed: the record cannot be written.
     """
     earlier = slice_record(host, channels.pid, channels.started)
     before = () if earlier is None else earlier.before
@@ -153,8 +152,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
 def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None:
     """Record that a process has an earlier slice again; the record goes if that is the slice from before gpushare.
 
-    Raises:
-        NoPermission, OperationFailed: the record cannot be written.
+    Raises NoPermission, OperationFailed: the record cannot be written.
     """
     record = slice_record(host, pid, started)
     if record is None:
@@ -202,11 +200,9 @@ def apply_slice(
 ) -> Channels:
     """Set the slice of all contexts that a process has now, and read it back; return them with the slices that they had.
 
-    These are recorded, and given to ``on_found``, before the slice is set. After a failure both the contexts and the record
-    are as before.
-
-    Raises:
-        GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.
+    These are recorded, and given to ``on_found``, before the slice is set. After a failure both the contexts and the
+    record are as before. Raises GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record
+    cannot be written.
     """
 
     def once(present: Channels) -> Channels:
@@ -240,10 +236,7 @@ def restore_slice(
 ) -> None:
     """Give a process the slices from before the first `apply_slice`, and forget the record; nothing without a record.
 
-    ``on_found`` gets the contexts with the slices that they have until then.
-
-    Raises:
-        GpushareError: as `apply_slice`.
+    ``on_found`` gets the contexts with the slices that they have until then. Raises GpushareError: as `apply_slice`.
     """
     with slices_locked(host):
         record = slice_record(host, channels.pid, channels.started)
