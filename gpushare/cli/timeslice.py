@@ -43,7 +43,6 @@ from gpushare.timeslice.rules import slice_of_weight_text
 from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
 if TYPE_CHECKING:
-    from gpushare.hostfile.file import HostFile
     from gpushare.timeslice.keep import Policy
 
 app = typer.Typer(
@@ -352,24 +351,22 @@ def keep(
     others. `gpushare export systemd` writes a unit.
     """
     from gpushare.hostfile.load import applied_path
-    from gpushare.show.keep import KeepReport
+    from gpushare.show.keep import KeepReport, planned_result
     from gpushare.timeslice.keep import keep as keep_slices
+    from gpushare.timeslice.keep import verdicts
 
     host = settings.connect()
     path = str(applied_path(host)) if file is None else file
-    wanted, policy = _read_policy(path)
+    policy = _read_policy(path)
     if settings.dry_run:
-        from gpushare.show.keep import planned_result
-        from gpushare.timeslice.keep import verdicts
-
         return planned_result(verdicts(host, policy), path)
     printed = KeepReport(sys.stdout, settings.output, quiet=settings.quiet)
-    printed.follows(path, len(wanted.rules))
+    printed.follows(path, len(policy.rules))
 
     def read_again() -> Policy:
         """Return the policy of the file as it is now, and report it or its error."""
         try:
-            policy = _read_policy(path)[1]
+            policy = _read_policy(path)
         except GpushareError as error:
             printed.failed(error)
             raise
@@ -380,8 +377,8 @@ def keep(
     return 0
 
 
-def _read_policy(path: str) -> tuple[HostFile, Policy]:
-    """Return a file and the policy of its rules; raises BadUsage if it has none."""
+def _read_policy(path: str) -> Policy:
+    """Return the policy of a file's rules. Raises BadUsage: it has none."""
     from gpushare.hostfile.load import load_own, names_in
     from gpushare.timeslice.keep import Policy
 
@@ -392,7 +389,7 @@ def _read_policy(path: str) -> tuple[HostFile, Policy]:
             "add them under 'slices', or give another file: -f FILE",
             code="no_rules",
         )
-    return wanted, Policy(wanted.rules, names_in(wanted))
+    return Policy(wanted.rules, names_in(wanted))
 
 
 app.command(cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)

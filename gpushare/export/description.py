@@ -13,10 +13,9 @@ from gpushare.base.units import format_percent
 from gpushare.host.host import Host
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
-from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
+from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign, wanted_devices
 from gpushare.hostfile.look import users_of, with_units
 from gpushare.mig.profile import GpuInstance, Profile
-from gpushare.mig.wish import parse_wish, resolve
 from gpushare.mps.daemons import is_multiuser
 from gpushare.mps.limits import Limits
 from gpushare.snapshot import HostState
@@ -322,27 +321,22 @@ def _plain_mps(wish: MpsWish) -> MpsWish:
 
 def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
     """Return the MIG devices that an entry wants, without what only an existing one has."""
-    migs: list[MigDescription] = []
-    for instance in entry.mig:
-        for request in parse_wish(instance.wish):
-            gpu_profile = resolve(request, profiles)
-            name = gpu_profile.name
+    profile_of = {profile.name: profile for profile in profiles}
+    return tuple(
+        MigDescription(
             # A compute instance that fills its GPU instance has no size in its name.
-            devices = [f"{slices}c.{name}" for slices in request.compute] or [name]
-            for profile in devices * request.count:
-                migs.append(
-                    MigDescription(
-                        profile=profile,
-                        uuid="",
-                        index=len(migs),
-                        start=request.start,
-                        memory_total_bytes=gpu_profile.memory_bytes,
-                        name=instance.name,
-                        granted=bool(instance.users),
-                        mps=None if instance.mps is None else _plain_mps(instance.mps),
-                    )
-                )
-    return tuple(migs)
+            profile=name if want.slices == profile_of[name].slices else f"{want.slices}c.{name}",
+            uuid="",
+            index=index,
+            start=want.start,
+            memory_total_bytes=profile_of[name].memory_bytes,
+            name=want.wish.name,
+            granted=bool(want.wish.users),
+            mps=None if want.wish.mps is None else _plain_mps(want.wish.mps),
+        )
+        for index, want in enumerate(wanted_devices(entry, profiles))
+        for name in [want.profile]
+    )
 
 
 def with_live_devices(

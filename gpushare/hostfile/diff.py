@@ -10,12 +10,19 @@ from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, Way
 from gpushare.base.selection import Device, no_mig_error
 from gpushare.base.units import size_option
 from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
-from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, assignment_of, devices_of_layout
+from gpushare.hostfile.live import (
+    Assignment,
+    LiveGpu,
+    LiveMps,
+    WantedDevice,
+    assignment_of,
+    devices_of_layout,
+    wanted_devices,
+)
 from gpushare.mig.plan import NoPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout, Profile
 from gpushare.mig.target import difference
-from gpushare.mig.wish import parse_wish, resolve
 from gpushare.mps.limits import check_memory
 
 
@@ -192,10 +199,8 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     planned = plan_exact([empty], {gpu.index: entry.wish})
     if isinstance(planned, NoPlan):
         raise NotSupported(planned.message, planned.hint, gpu=gpu.index, code="never_fits")
-    for instance in entry.mig:
-        if instance.mps is None:
-            continue
-        for request in parse_wish(instance.wish):
-            profile = resolve(request, profiles)
-            mig = MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes)
-            check_memory(Device(gpu=gpu, mig=mig), instance.mps.limits.memory_limit_bytes, key=MEMORY_KEY)
+    memory_of = {profile.name: profile.memory_bytes for profile in profiles}
+    for want in wanted_devices(entry, profiles):
+        if want.wish.mps is not None:
+            mig = MigInstance(uuid="", profile=want.profile, memory_total_bytes=memory_of[want.profile])
+            check_memory(Device(gpu=gpu, mig=mig), want.wish.mps.limits.memory_limit_bytes, key=MEMORY_KEY)

@@ -237,16 +237,19 @@ class Assignment:
 
 def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable[PlacedDevice]) -> Assignment:
     """Return the items of an entry of a GPU, each with the device that fits best."""
-    wanted = [
+    return assign(wanted_devices(entry, layout.profiles), devices, gpu_uuid=live.gpu.uuid or "")
+
+
+def wanted_devices(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
+    """Return the single MIG devices that an entry wants: one for each compute instance of each count."""
+    return [
         WantedDevice(mig, profile.name, request.start, slices)
         for mig in entry.mig
         for request in parse_wish(mig.wish)
-        for profile in [resolve(request, layout.profiles)]
+        for profile in [resolve(request, profiles)]
         for _ in range(request.count)
-        # One for each compute instance.
         for slices in request.compute or (profile.slices,)
     ]
-    return assign(wanted, devices, gpu_uuid=live.gpu.uuid or "")
 
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
