@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final
 
-from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported, error_of
 from gpushare.base.model import Gpu
 from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
@@ -94,16 +94,12 @@ def names(seen: Examination) -> Iterator[Check]:
 
 def _name_finding(seen: Examination, name: str) -> Check | None:
     """Return a finding if a name no longer means an instance; None: it does, or its GPU does not answer."""
-    try:
-        named_places(seen.host, name)
-    except NotFound as error:
-        # An instance without a compute instance is reported as mig.bare.
-        if not isinstance(error, GpuLost) and error.code != "no_compute_instance":
-            index = int(error.gpu) if error.gpu is not None and error.gpu.isdigit() else None
-            return finding("mig.name", index, error=error)
-    except GpushareError:
-        pass
-    return None
+    error = error_of(lambda: named_places(seen.host, name))
+    # An instance without a compute instance is reported as mig.bare.
+    if not isinstance(error, NotFound) or isinstance(error, GpuLost) or error.code == "no_compute_instance":
+        return None
+    index = int(error.gpu) if error.gpu is not None and error.gpu.isdigit() else None
+    return finding("mig.name", index, error=error)
 
 
 def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import GpushareError, cut
+from gpushare.base.errors import GpushareError, cut, or_none
 from gpushare.base.model import Gpu, GpuProcess, MpsDaemon
 from gpushare.base.units import MIB, counted, first_few, format_bytes
 from gpushare.doctor.check import (
@@ -430,10 +430,7 @@ def version(seen: Examination) -> Iterator[Check]:
     program = seen.mps_version
     if seen.nvml_error is not None or program is None:
         return
-    try:
-        driver = seen.host.nvml.ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2())
-    except GpushareError:
-        return
+    driver = or_none(lambda: seen.host.nvml.ask(lambda nvml: nvml.nvmlSystemGetCudaDriverVersion_v2()))
     if driver is not None and program != int(driver):
         yield finding("mps.version", program=_cuda_version_text(program), driver=_cuda_version_text(int(driver)))
 

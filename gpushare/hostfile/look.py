@@ -160,8 +160,6 @@ def _grants_in_force(host: Host, named: NamedInstance) -> bool:
 
     False if the driver cannot tell: then `apply` plans the grants again, and its steps meet the error.
     """
-    try:
-        # No step: to apply the grants again would change nothing.
-        return not reapplied_steps(host, named)
-    except GpushareError:
-        return False
+    steps = or_none(lambda: reapplied_steps(host, named))
+    # No step: to apply the grants again would change nothing.
+    return steps is not None and not steps

@@ -548,7 +548,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
     raise NoDaemon(
         f"no MPS daemon of gpushare serves {device.title}",
         f"start one: gpushare mps start -g {device.selector}; see others: gpushare mps status",
-        gpu=str(device.gpu.index),
+        gpu=device.gpu.index,
     )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadUsage, OperationFailed, or_none
 from gpushare.base.model import Gpu, MpsClient, MpsDaemon
 from gpushare.base.values import dataclass
 from gpushare.host.activity import Activity, ActivityMeter
@@ -259,16 +259,12 @@ def read_state(host: Host, client: Client) -> str | None:
     Raises OperationFailed: the server is in FAULT (code ``server_fault``).
     """
     server = client.client.server_pid or 0
-    daemon = client.daemon
-    try:
-        status = client.found.control(host).server_status(server)
-    except GpushareError:
-        return None
+    status = or_none(lambda: client.found.control(host).server_status(server))
     if status == "FAULT":
         raise OperationFailed(
             f"client {client.client.pid} is gone, and MPS server {server} is in state FAULT",
             FAULT_HINT.format(gpu=client.found.device),
-            gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
+            gpu=client.daemon.gpu_index,
             code="server_fault",
         )
     return status

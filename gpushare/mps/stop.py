@@ -21,6 +21,7 @@ from gpushare.base.errors import (
     NotFound,
     OperationFailed,
     TimedOut,
+    error_of,
     or_none,
 )
 from gpushare.base.model import ComputeMode, Gpu
@@ -168,11 +169,7 @@ class Stop:
         item = self.found
         daemon = item.daemon
         # What may not be stopped is refused without a question.
-        try:
-            _check_permission(self._host, item)
-        except NoPermission:
-            return ()
-        if daemon.pid is None:
+        if daemon.pid is None or error_of(lambda: _check_permission(self._host, item)) is not None:
             return ()
         user = daemon.user or "unknown user"
         owner = item.uid if item.record is None else item.record.uid
@@ -209,9 +206,7 @@ class Stop:
     def command(self) -> str | None:
         """Return the equivalent plain command, or None where a dead daemon left only files."""
         daemon = self.found.daemon
-        if daemon.pid is None:
-            return None
-        return control_command(daemon.pipe_directory or "", "quit")
+        return None if daemon.pid is None else control_command(daemon.pipe_directory or "", "quit")
 
     @functools.cached_property
     def undo(self) -> str | None:
@@ -322,7 +317,7 @@ class Stop:
                 f"the MPS daemon {daemon.pid} still has {counted(len(clients), 'client')} after {waited:.1f} s: "
                 + first_few(clients),
                 f"wait longer and then force: {self.found.stop_command} --drain 60s; or force now: --force",
-                gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
+                gpu=daemon.gpu_index,
                 code="clients_left",
             )
         return clients
@@ -354,7 +349,7 @@ class Stop:
                 f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: "
                 f"{processes_text(self._host.processes, new)}; it was not stopped",
                 f"run it again, and it asks for these too: {item.stop_command} --force",
-                gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
+                gpu=item.daemon.gpu_index,
                 code="clients_left",
             )
 
@@ -528,6 +523,6 @@ def restore_mode(host: Host, record: DaemonRecord) -> None:
         raise OperationFailed(
             f"the MPS daemon is gone, but the compute mode could not be restored: {error.message}",
             f"restore it: sudo nvidia-smi -i {record.device_uuid} -c {mode.name}",
-            gpu=None if device is None else str(device.gpu.index),
+            gpu=None if device is None else device.gpu.index,
             code="not_restored",
         ) from error

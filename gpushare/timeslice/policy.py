@@ -56,11 +56,18 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     levels = host.policy.read()
     steps: list[Step] = []
     notes = [NO_MILLISECONDS]
-    for device in devices:
-        steps += _level_steps(host, device, level, levels, notes)
     selectors_by_undo: dict[str, list[str]] = {}
     for device in devices:
-        before = levels.get(device.gpu.index)
+        mode = host.nvml.compute_mode(device.gpu.index)
+        if mode not in {None, ComputeMode.DEFAULT}:
+            steps.append(_mode_step(host, device, ComputeMode.DEFAULT, restores=False))
+            becomes = "it becomes default, and `gpushare timeslice reset` restores it"
+            notes.append(f"{device.title} is in compute mode {mode.title}; {becomes}")
+        before = _supported_level(device, levels)
+        if before is not level:
+            steps.append(_policy_step(host, device, level, before))
+        else:
+            notes.append(f"{device.title} is already at time-slice {level.title}")
         # It also restores the compute mode.
         undo = "reset"
         if before not in {None, TimeSlice.DEFAULT} and _mode_before_set(host, device) is None:
@@ -147,25 +154,6 @@ def left_level(host: Host, gpu: Gpu) -> TimeSlice | None:
         if not any_lives(host, record) and record.level is host.policy.read().get(gpu.index):
             return record.before
     return None
-
-
-def _level_steps(
-    host: Host, device: Device, level: TimeSlice, levels: dict[int, TimeSlice | None], notes: list[str]
-) -> list[Step]:
-    """Return the steps that set a level on a GPU; what they change besides is added to ``notes``."""
-    steps = []
-    mode = host.nvml.compute_mode(device.gpu.index)
-    if mode is not None and mode is not ComputeMode.DEFAULT:
-        steps.append(_mode_step(host, device, ComputeMode.DEFAULT, restores=False))
-        notes.append(
-            f"{device.title} is in compute mode {mode.title}; it becomes default, and `gpushare timeslice reset` restores it"
-        )
-    before = _supported_level(device, levels)
-    if before is not level:
-        steps.append(_policy_step(host, device, level, before))
-    else:
-        notes.append(f"{device.title} is already at time-slice {level.title}")
-    return steps
 
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
