@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Sequence
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import quoted
 from gpushare.host.host import Host, UserDirectory, local_host
 
-_USERS_SECONDS = 1.0
-_users_seen: tuple[float, Sequence[UserDirectory]] | None = None
 
+@functools.lru_cache(maxsize=1)
+def _users_at(_second: int) -> Sequence[UserDirectory]:
+    """Return the run directories of users in a second of the clock: one command asks several times."""
+    from gpushare.host.users import user_directories
 
-def _users() -> Sequence[UserDirectory]:
-    """Return the run directories of users, as they were at most a second ago: one command asks several times."""
-    global _users_seen  # noqa: PLW0603
-    import time
-
-    now = time.monotonic()
-    if _users_seen is None or now - _users_seen[0] > _USERS_SECONDS:
-        from gpushare.host.users import user_directories
-
-        _users_seen = now, user_directories()
-    return _users_seen[1]
+    return user_directories()
 
 
 def connect(spec: str) -> Host:
     """Return the host that ``--host`` names, without reading it."""
     if spec == "local":
-        return local_host(_users)
+        return local_host(lambda: _users_at(int(time.monotonic())))
     if not spec.strip().lower().startswith("sim:"):
         raise BadUsage(
             f"{quoted(spec)} is not a host",

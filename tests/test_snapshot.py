@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import DriverNotLoaded
 from gpushare.base.model import Gpu, GpuProcess, Snapshot, TimeSlice
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
@@ -24,7 +23,7 @@ from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.sim import admin
 from gpushare.sim.processes import user_name
-from gpushare.snapshot import BLIND, HostState, LastWork, Observer
+from gpushare.snapshot import HostState, LastWork, Observer
 from tests.sim import mps
 
 
@@ -41,7 +40,7 @@ def test_a_quiet_host() -> None:
 
 
 def test_processes_have_owner_command_line_and_start() -> None:
-    pid = admin.add_process("sim:t4", name="train")
+    pid = admin.add_process("sim:t4", name="train", container="0123456789ab")
     (process,) = look("sim:t4").gpus[0].processes or ()
     assert (process.pid, process.name, process.user, process.command_line) == (
         pid,
@@ -50,7 +49,7 @@ def test_processes_have_owner_command_line_and_start() -> None:
         ("train",),
     )
     assert process.started_at is not None
-    assert process.container is None
+    assert process.container == "0123456789ab"
 
 
 def test_the_file_of_names_is_looked_for_where_it_is_written() -> None:
@@ -61,17 +60,6 @@ def test_the_file_of_names_is_looked_for_where_it_is_written() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     assert HostState(host)._has_names()
-
-
-def test_a_container_is_shown() -> None:
-    host = connect("sim:t4")
-    admin.add_process(host.spec)
-    from gpushare.sim.state import StateFile
-
-    with StateFile(host.spec).changed() as state:
-        state.processes[0].container = "0123456789ab"
-    (process,) = look(host.spec).gpus[0].processes or ()
-    assert process.container == "0123456789ab"
 
 
 def test_a_process_that_is_gone_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,14 +114,6 @@ def test_an_nvidia_smi_that_fails_or_prints_something_else_is_a_warning(
         assert [warning.startswith("the time-slice is unknown: ") for warning in shot.warnings] == [True]
 
 
-def test_a_blind_pid_namespace_is_said() -> None:
-    admin.add_process("sim:t4")
-    admin.set_fault("sim:t4", "blind")
-    shot = look("sim:t4")
-    assert BLIND in shot.warnings
-    assert shot.gpus[0].processes is None
-
-
 @pytest.mark.parametrize("told", [True, None])
 def test_a_namespace_that_is_the_hosts_or_cannot_be_told_is_no_warning(
     told: bool | None, monkeypatch: pytest.MonkeyPatch
@@ -141,19 +121,6 @@ def test_a_namespace_that_is_the_hosts_or_cannot_be_told_is_no_warning(
     host = connect("sim:t4")
     monkeypatch.setattr(type(host.processes), "namespace_is_host", lambda _: told)
     assert Observer(host).read().warnings == ()
-
-
-def test_a_lost_gpu_is_a_row_and_the_host_is_shown() -> None:
-    admin.set_fault("sim:2xt4", "lost", gpu="0")
-    shot = look("sim:2xt4")
-    assert [gpu.error is None for gpu in shot.gpus] == [False, True]
-
-
-def test_a_host_that_does_not_answer_is_an_error() -> None:
-    host = connect("sim:t4")
-    admin.set_fault(host.spec, "no-driver")
-    with pytest.raises(DriverNotLoaded):
-        Observer(host).read()
 
 
 def test_daemons_have_version_and_room(sim_dir: Path) -> None:

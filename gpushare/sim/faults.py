@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
@@ -35,59 +35,87 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
 }
-# Faults without a value: the field that each sets, and to what.
-_FLAGS: Final = {
-    "lost": ("lost", True),
-    "persistence-off": ("persistence", False),
-    "reset-required": ("reset_required", True),
-    "no-driver": ("driver_loaded", False),
-    "no-nvml": ("nvml_installed", False),
-    "no-permission": ("permission_denied", True),
-    "blind": ("pid_namespace_is_host", False),
-    "mismatch": ("library_mismatch", True),
-}
 
 
-class _Amount(NamedTuple):
-    """A fault that takes a number, or a size."""
+class _Fault(NamedTuple):
+    """A fault: the field of the host or of a GPU in which it is kept, and what reads the value that the user gives.
+
+    The reader gets the name of the fault and the value. Of a field that is a list, it returns a list to add.
+    """
 
     field: str
-    meaning: str
-    # A text for a size.
-    example: int | str
+    read: Callable[[str, str | None], Any]
+    of_gpu: bool = False
 
 
-_XID: Final = _Amount("xids", "its number", 79)
-_AMOUNTS: Final = {
-    "slowed": _Amount("slowed", "the sum of nvmlClocksEventReasons", 4),
-    "power-cap": _Amount("power_cap_watts", "the watts that it may draw", 300),
-    "unlisted-memory": _Amount("unlisted_bytes", "how much memory no process has", "3G"),
-    "collide": _Amount("collisions", "how many conversations", 3),
-    "fail-step": _Amount("fail_step", "which changing NVML call from now on", 3),
-    "crash-step": _Amount("crash_step", "which changing NVML call from now on", 3),
-    "descriptors": _Amount("descriptor_limit", "how many files a process may have open", 1024),
-    "mps-version": _Amount("mps_binary", "the binary version of the MPS programs", 13020),
-    "shm": _Amount("shared_memory_bytes", "how large /dev/shm is", "64M"),
-    "host-memory": _Amount("host_memory_bytes", "how much host memory is available", "8G"),
+def _flag(field: str, value: bool, *, of_gpu: bool = False) -> _Fault:  # noqa: FBT001 - the value of the field
+    """Return a fault that takes no value."""
+    return _Fault(field, lambda *_: value, of_gpu)
+
+
+def _amount(field: str, meaning: str, example: int | str, *, of_gpu: bool = False) -> _Fault:
+    """Return a fault that takes a number, or where the example is a text, a size."""
+
+    def read(kind: str, text: str | None) -> int:
+        is_number = isinstance(example, int)
+        if text is None or (is_number and not (text.isascii() and text.isdigit())):
+            wanted = "a number" if is_number else "a size"
+            raise _bad_fault_error(f"{kind} needs {wanted}", f"give {meaning}: {kind} {example}")
+        return int(text) if is_number else parse_memory_limit(text, kind)
+
+    return _Fault(field, read, of_gpu)
+
+
+def _entry_points(kind: str, text: str | None) -> Sequence[str]:
+    """Return the NVML entry points of a short name in `ENTRY_POINTS`, or the entry point that ``text`` itself names."""
+    if text is None or not (text in ENTRY_POINTS or text.startswith("nvml")):
+        names = ", ".join(ENTRY_POINTS)
+        raise _bad_fault_error(f"{kind} needs an NVML entry point", f"give nvml..., or one of: {names}")
+    return ENTRY_POINTS.get(text, (text,))
+
+
+def _program(kind: str, text: str | None) -> Sequence[str]:
+    if text not in {SMI, MPS_CONTROL, TOOLKIT}:
+        raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
+    return (text,)
+
+
+def _version(_kind: str, text: str | None) -> str:
+    if text is None or not text.split(".")[0].isdigit():
+        raise _bad_fault_error("driver needs a version", "give for example 535.261.03 or 580.159.04")
+    return text
+
+
+_FAULTS: Final = {
+    "lost": _flag("lost", True, of_gpu=True),
+    "persistence-off": _flag("persistence", False, of_gpu=True),
+    "reset-required": _flag("reset_required", True, of_gpu=True),
+    "not-supported": _Fault("not_supported", _entry_points, of_gpu=True),
+    "refused": _Fault("refused", _entry_points, of_gpu=True),
+    "xid": _amount("xids", "its number", 79, of_gpu=True),
+    "slowed": _amount("slowed", "the sum of nvmlClocksEventReasons", 4, of_gpu=True),
+    "power-cap": _amount("power_cap_watts", "the watts that it may draw", 300, of_gpu=True),
+    "unlisted-memory": _amount("unlisted_bytes", "how much memory no process has", "3G", of_gpu=True),
+    "no-driver": _flag("driver_loaded", False),
+    "no-nvml": _flag("nvml_installed", False),
+    "no-permission": _flag("permission_denied", True),
+    "blind": _flag("pid_namespace_is_host", False),
+    "mismatch": _flag("library_mismatch", True),
+    "hang": _Fault("hanging_programs", _program),
+    "missing": _Fault("missing_programs", _program),
+    "driver": _Fault("driver", _version),
+    "collide": _amount("collisions", "how many conversations", 3),
+    "fail-step": _amount("fail_step", "which changing NVML call from now on", 3),
+    "crash-step": _amount("crash_step", "which changing NVML call from now on", 3),
+    "descriptors": _amount("descriptor_limit", "how many files a process may have open", 1024),
+    "mps-version": _amount("mps_binary", "the binary version of the MPS programs", 13020),
+    "shm": _amount("shared_memory_bytes", "how large /dev/shm is", "64M"),
+    "host-memory": _amount("host_memory_bytes", "how much host memory is available", "8G"),
 }
-# Faults that take an NVML entry point, or a program: the field with the list to which it is added.
-_ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
-_PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
-_GPU_KINDS: Final = (
-    *("lost", "persistence-off", "reset-required"),
-    *_ENTRY_LISTS,
-    *("xid", "slowed", "power-cap", "unlisted-memory"),
-)
-_HOST_FLAGS, _HOST_AMOUNTS = ([kind for kind in table if kind not in _GPU_KINDS] for table in (_FLAGS, _AMOUNTS))
-KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_HOST_AMOUNTS, "busy")
+KINDS: Final = (*_FAULTS, "user", "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
     {"spec", "gpus", "processes", "daemons", "users", "next_pid", "created_at", "driver", "toolkit_installed"}
-)
-# What `clear` puts back on each GPU.
-_GPU_FIELDS: Final = (
-    *("lost", "persistence", "reset_required", "not_supported", "refused"),
-    *("xids", "slowed", "power_cap_watts", "unlisted_bytes"),
 )
 
 
@@ -101,31 +129,18 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
         if value is None:
             raise _bad_fault_error("user needs a user", "give a user id or name")
         state.fault_uid = uid_of(state, value)
-    elif kind == "driver":
-        if value is None or not value.split(".")[0].isdigit():
-            raise _bad_fault_error("driver needs a version", "give for example 535.261.03 or 580.159.04")
-        state.driver = value
-    elif kind in KINDS:
-        for owner in gpus if kind in _GPU_KINDS else [state]:
-            _set_field(owner, kind, value)
-    else:
+        return
+    fault = _FAULTS.get(kind)
+    if fault is None:
         raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
-
-
-def _set_field(owner: SimulatedGpu | SimulatedHostState, kind: str, value: str | None) -> None:
-    """Set the field in which a GPU or the host keeps a fault."""
-    if kind in _FLAGS:
-        setattr(owner, *_FLAGS[kind])
-    elif kind in _AMOUNTS:
-        setattr(owner, _AMOUNTS[kind].field, _parse_amount(kind, value, _AMOUNTS[kind]))
-    elif kind in _ENTRY_LISTS:
-        _add_new(getattr(owner, _ENTRY_LISTS[kind]), _parse_entry_points(kind, value))
-    elif kind in _PROGRAM_LISTS:
-        if value not in {SMI, MPS_CONTROL, TOOLKIT}:
-            raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
-        _add_new(getattr(owner, _PROGRAM_LISTS[kind]), [value])
-    elif isinstance(owner, SimulatedGpu):
-        owner.xids.append(_parse_amount(kind, value, _XID))
+    for owner in gpus if fault.of_gpu else [state]:
+        read, before = fault.read(kind, value), getattr(owner, fault.field)
+        if kind == "xid":
+            before.append(read)
+        elif isinstance(before, list):
+            before += [name for name in read if name not in before]
+        else:
+            setattr(owner, fault.field, read)
 
 
 def clear(state: SimulatedHostState) -> None:
@@ -133,31 +148,12 @@ def clear(state: SimulatedHostState) -> None:
     vars(state).update({name: value for name, value in vars(SimulatedHostState(spec="")).items() if name not in _KEPT})
     for gpu in state.gpus:
         faultless = SimulatedGpu(model=gpu.model, uuid=gpu.uuid, pci_bus_id=gpu.pci_bus_id)
-        vars(gpu).update({name: getattr(faultless, name) for name in _GPU_FIELDS})
-
-
-def _add_new(names: list[str], added: Iterable[str]) -> None:
-    names += [name for name in added if name not in names]
+        for field in (fault.field for fault in _FAULTS.values() if fault.of_gpu):
+            setattr(gpu, field, getattr(faultless, field))
 
 
 def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
-
-
-def _parse_amount(kind: str, value: str | None, amount: _Amount) -> int:
-    is_number = isinstance(amount.example, int)
-    if value is None or (is_number and not (value.isascii() and value.isdigit())):
-        wanted = "a number" if is_number else "a size"
-        raise _bad_fault_error(f"{kind} needs {wanted}", f"give {amount.meaning}: {kind} {amount.example}")
-    return int(value) if is_number else parse_memory_limit(value, kind)
-
-
-def _parse_entry_points(kind: str, value: str | None) -> Sequence[str]:
-    """Return the NVML entry points of a short name in `ENTRY_POINTS`, or the entry point that ``value`` itself names."""
-    if value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
-        names = ", ".join(ENTRY_POINTS)
-        raise _bad_fault_error(f"{kind} needs an NVML entry point", f"give nvml..., or one of: {names}")
-    return ENTRY_POINTS.get(value, (value,))
 
 
 # Above what useradd, systemd and containers take.

@@ -52,9 +52,8 @@ def main(
     state = current(state_file)
     if options == ["-d"] or (options == ["-d", "-M"] and state.branch >= 580):
         with changing(state_file) as (state, lines):
-            started = _start(state, env, multiuser="-M" in options)
-            lines += started.lines
-        return Completed(tuple(argv), started.exit_code, started.printed, "")
+            exit_code, printed = _start(state, env, lines, multiuser="-M" in options)
+        return Completed(tuple(argv), exit_code, printed, "")
     # The older programs take any other argument for the UI, and read commands from stdin alone.
     if options and state.branch >= 580:
         if options == ["-v"]:
@@ -116,7 +115,11 @@ class _Session:
         if clients.daemon_of(state, self._env) is None:
             return Completed(self._argv, 1, "", NO_DAEMON)
         if state.collisions:
-            return self._collide()
+            with changing(self._state_file) as (state, _):
+                state.collisions -= 1
+                silent = state.collisions % 2 == 0
+            # The dropped one of two conversations prints nothing, with exit 0, or an error, in turn.
+            return Completed(self._argv, int(not silent), "", "" if silent else CANNOT_SEND)
         output = ""
         for command in stdin.removesuffix("\n").split("\n") if stdin else ():
             reply = self._answer(command.strip())
@@ -130,13 +133,6 @@ class _Session:
             if daemon is not None and self._opened:
                 lines.append(control_line(daemon, "UI closed"))
         return Completed(self._argv, 0, output, "")
-
-    def _collide(self) -> Completed:
-        """Return what the dropped one of two conversations prints: nothing, with exit 0, or an error, in turn."""
-        with changing(self._state_file) as (state, _):
-            state.collisions -= 1
-            silent = state.collisions % 2 == 0
-        return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", CANNOT_SEND)
 
     def _answer(self, command: str) -> str | None:
         """Return the daemon's reply; None: the daemon is gone. Raises TimedOut.
@@ -324,34 +320,29 @@ _CUDA_ERROR_NO_DEVICE = 100
 _NO_LIBCUDA = 244
 
 
-class _Started(NamedTuple):
-    """What ``nvidia-cuda-mps-control -d`` returned, printed on stdout and wrote to its log."""
-
-    exit_code: int
-    printed: str = ""
-    lines: Sequence[LogLine] = ()
-
-
-def _start(state: SimulatedHostState, env: Mapping[str, str], *, multiuser: bool) -> _Started:
-    """Start a daemon as ``nvidia-cuda-mps-control -d`` does."""
+def _start(
+    state: SimulatedHostState, env: Mapping[str, str], lines: list[LogLine], *, multiuser: bool
+) -> tuple[int, str]:
+    """Start a daemon as ``nvidia-cuda-mps-control -d`` does: return its exit code and stdout, and add its log lines."""
     if state.branch >= 580 and not state.nvml_installed:
-        return _Started(_NO_LIBCUDA)
+        return _NO_LIBCUDA, ""
     if state.branch >= 580 and not state.driver_loaded:
-        return _Started(_CUDA_ERROR_NO_DEVICE)
+        return _CUDA_ERROR_NO_DEVICE, ""
     if multiuser and not state.root:
-        return _Started(1, "Only root user may enable -multiuser-server!\n")
+        return 1, "Only root user may enable -multiuser-server!\n"
     daemon = _new_daemon(state, env, multiuser=multiuser)
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
     error = _open_pipe(state, daemon.pipe_directory)
     if error is not None:
         # An error goes to the logs too; missing logs are reported again.
-        return _Started(1, warning + error + (warning if error else ""))
+        return 1, warning + error + (warning if error else "")
     if state.branch >= 580 and not daemon_devices(state, daemon):
-        return _Started(_CUDA_ERROR_NO_DEVICE)
+        return _CUDA_ERROR_NO_DEVICE, ""
     state.daemons.append(daemon)
     if state.branch >= 550 and not of_real_mps(daemon.pipe_directory):
         _write_file(os.path.join(daemon.pipe_directory, PID_FILE), str(daemon.pid), 0o666)
-    return _Started(0, warning, () if warning else _first_log_lines(state, daemon))
+    lines += [] if warning else _first_log_lines(state, daemon)
+    return 0, warning
 
 
 def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:

@@ -160,7 +160,7 @@ def test_unknown_output_after_a_known_one_is_said_in_json(cli: Cli) -> None:
     assert answer.json["errors"][0]["code"] == "bad_output"
 
 
-@pytest.mark.parametrize("spec", ["sim:nonsense", "nohost", "sim:", "sim:0xh200", "sim:65xh200", ""])
+@pytest.mark.parametrize("spec", ["sim:nonsense", "nohost", ""])
 def test_unknown_host(cli: Cli, spec: str) -> None:
     answer = cli("status", "--host", spec, output="json", host=None)
     if spec == "":

@@ -138,11 +138,6 @@ def test_a_value_is_shown_as_text(value: Any, text: str) -> None:
     assert plain_value(value) == text
 
 
-def test_quiet_drops_notes_and_keeps_errors(shown):
-    result = Result(command="x", errors=(BROKEN,), notes=("n",))
-    assert shown(result, OutputFormat.JSON, quiet=True)[1].startswith("error:")
-
-
 @pytest.mark.parametrize("output", ["json", "csv"])
 def test_machine_formats_import_no_heavy_module(output):
     """A script that polls must not pay for tables it never sees."""

@@ -356,7 +356,7 @@ _gpushare_node() {
     'sim fault')
       options='-g --gpu --clear --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu --host -o --output'
-      positional='lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step descriptors mps-version shm host-memory busy'
+      positional='lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing driver collide fail-step crash-step descriptors mps-version shm host-memory user busy'
       ;;
     'sim cdi')
       options='--host -o --output -q --quiet -v --verbose --debug -h --help'

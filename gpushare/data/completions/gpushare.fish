@@ -1145,7 +1145,7 @@ complete -c gpushare -n '__gpushare_at sim fault' -s q -l quiet -d 'Print no not
 complete -c gpushare -n '__gpushare_at sim fault' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at sim fault' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at sim fault' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing user driver collide fail-step crash-step descriptors mps-version shm host-memory busy'
+complete -c gpushare -n '__gpushare_at sim fault' -a 'lost persistence-off reset-required not-supported refused xid slowed power-cap unlisted-memory no-driver no-nvml no-permission blind mismatch hang missing driver collide fail-step crash-step descriptors mps-version shm host-memory user busy'
 complete -c gpushare -n '__gpushare_at sim cdi' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at sim cdi' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'

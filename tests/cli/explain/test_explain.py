@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pynvml
 import pytest
@@ -235,15 +233,6 @@ def test_the_command(cli: Cli) -> None:
     assert found["next"]
 
 
-def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Stdin:
-        buffer = io.BytesIO(FAULT_LOG.encode())
-
-    monkeypatch.setattr("sys.stdin", Stdin())
-    data: list[dict[str, Any]] = cli("explain", "-", host=None, output="json").data["explanations"]
-    assert [one["lines"] for one in data] == [1, 2, 1, 1]
-
-
 NORMAL = "[2026-11-21 07:58:10.752 Control   510] NEW SERVER 512: Ready\n"
 
 
@@ -287,9 +276,14 @@ def test_a_log_may_be_large_and_not_text(cli: Cli, tmp_path: Path) -> None:
     assert "CUDA_ERROR_OUT_OF_MEMORY" in cli("explain", str(log), host=None).ok().out
 
 
-def test_a_log_comes_through_a_pipe() -> None:
+@pytest.mark.parametrize("words", [(), ("-",)])
+def test_a_log_comes_through_a_pipe(words: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "gpushare", "explain"], input=FAULT_LOG, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "gpushare", "explain", *words],
+        input=FAULT_LOG,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("verdict: ")

@@ -9,11 +9,9 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 
 from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
-from gpushare.host.smi import ComputePolicy
 from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
 from gpushare.run import look
@@ -21,19 +19,6 @@ from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, World, until
 
 MIXED = "sim:2xt4,a30"
-
-
-def test_yaml_is_the_same_document(cli: Cli) -> None:
-    answers = [cli("status", host=MIXED, output=form).ok() for form in ("json", "yaml")]
-    data = answers[0].data
-    assert (data["host"], [(gpu["index"], gpu["error"]) for gpu in data["gpus"]]) == (
-        MIXED,
-        [(0, None), (1, None), (2, None)],
-    )
-    documents = [json.loads(answers[0].out), yaml.safe_load(answers[1].out)]
-    for document in documents:
-        document["data"].pop("taken_at")
-    assert documents[0] == documents[1]
 
 
 def test_plain_off_a_terminal_and_table_when_asked(cli: Cli) -> None:
@@ -76,20 +61,6 @@ def test_one_lost_gpu_hides_no_other(cli: Cli) -> None:
 def test_a_host_that_does_not_answer(refused: Refused, world: World, fault: str, code: str, exit_code: int) -> None:
     world.fault(fault)
     refused("status", code=code, exit_code=exit_code)
-
-
-@pytest.mark.parametrize(
-    ("fault", "note"), [("hang", "time-slice is unknown"), ("missing", "nvidia-smi is not installed")]
-)
-def test_without_an_answer_of_smi_only_the_time_slice_is_unknown(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, fault: str, note: str
-) -> None:
-    world.fault(fault, "nvidia-smi")
-    monkeypatch.setattr(ComputePolicy.start, "__defaults__", (0.1,))
-    answer = cli("status", output="json").ok()
-    assert answer.data["gpus"][0]["time_slice"] is None
-    assert answer.data["gpus"][0]["name"] == "NVIDIA H200"
-    assert note in answer.lines("note")[0]
 
 
 def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:
