@@ -335,14 +335,6 @@ def test_a_rule_is_silent(rule: str) -> None:
     assert spoken(verdict(example, way), rule) == []
 
 
-def test_rules_have_ids_of_their_own() -> None:
-    """One id means one thing: a veto is not a preference elsewhere."""
-    kinds: dict[str, set[str]] = {}
-    for rule in RULES:
-        kinds.setdefault(rule.id, set()).add((rule.kind or Kind.VETO).value)
-    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
-
-
 @pytest.mark.parametrize(
     ("rule", "way"),
     [

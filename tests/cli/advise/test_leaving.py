@@ -113,7 +113,6 @@ def test_other_words_for_them() -> None:
         (("fault", "driver", "565.57.01"), (), "leaving-driver"),
         (("fault", "host-memory", "20G"), (), "leaving-host-memory"),
         ((), ("--needs", "nccl"), "leaving-peers"),
-        ((), ("--needs", "managed-memory"), "leaving-managed"),
         ((), ("--latency", "50ms"), "leaving-latency"),
     ],
 )
@@ -133,12 +132,6 @@ def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> N
     cli("sim", "add", "-g", "0", "--memory", "16G", "--user", "1001", host=A30).ok()
     data = asked(cli, "--processes", "1", "--memory", "16G", "--command", "true")
     assert commands(data) == ["gpushare run -g 0 --slice 2ms --wait --memory 16884M -- true"]
-
-
-def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
-    answer = cli("advise", "-y", *TWO, "--memory", "16G", "--needs", "progress", "--apply", host=A30).ok()
-    assert "nothing to set up; the answer is: turns" in answer.out + answer.err
-    assert "--swap turns" in answer.out + answer.err
 
 
 # -- what is printed, run ------------------------------------------------------------------------------
