@@ -36,10 +36,6 @@ class Part:
             return self.way is not None
         return self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
 
-    @property
-    def is_opportunistic(self) -> bool:
-        return all(work.role is Role.OPPORTUNISTIC for work in self.situation.case.workloads)
-
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     """Return the GPU that a case is judged on first: one with an answer that need not wait, if possible idle."""
@@ -285,12 +281,16 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
 
     Next to production on GPUs of its own, opportunistic jobs may wait for each other.
     """
-    has_production = any(work.role is Role.PRODUCTION for work in situation.case.workloads)
+    has_production = Role.PRODUCTION in situation.case.roles
     used = sum(len(part.situation.spread) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
+
+    def may_wait(part: Part) -> bool:
+        return has_production and all(work.role is Role.OPPORTUNISTIC for work in part.situation.case.workloads)
+
     return (
         all(part.best is not None for part in parts),
-        all(part.at_once or (has_production and part.is_opportunistic) for part in parts),
+        all(part.at_once or may_wait(part) for part in parts),
         -used if situation.consolidate else used,
         min(scores, default=0),
     )
@@ -354,7 +354,11 @@ def _split(
     if len(works) > 1:
         return _split_list(works, gpus, capacities)
     (work,) = works
-    counts = _units_per_gpu(work.groups or work.processes or 1, capacities)
+    # Groups, or without them processes: one for each GPU first, then by capacity.
+    counts = [0] * len(capacities)
+    for _ in range(work.groups or work.processes or 1):
+        emptiest = min(range(len(counts)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / capacities[n], n))
+        counts[emptiest] += 1
     ends = itertools.accumulate(counts)
     return [(_portion(work, end - count, end),) if count else () for count, end in zip(counts, ends, strict=True)]
 
@@ -435,12 +439,3 @@ def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
         # All that are on the GPU: its parts.
         return (replace(merged[0], shares=percentages(merged[0].shares)),)
     return tuple(merged)
-
-
-def _units_per_gpu(units: int, capacities: Sequence[int]) -> list[int]:
-    """Return how many of N units each GPU gets: one each first, then by capacity."""
-    counts = [0] * len(capacities)
-    for _ in range(units):
-        number = min(range(len(capacities)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / capacities[n], n))
-        counts[number] += 1
-    return counts

@@ -322,17 +322,10 @@ def _judge_all(situation: Situation) -> tuple[WayVerdict, ...]:
 def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
     """Return the best of sorted verdicts; None if every way of sharing or queueing is refused."""
     usable = [verdict for verdict in judged if not verdict.refused]
-    return usable[0] if any(map(_may_win_alone, usable)) else None
-
-
-def _may_win_alone(verdict: WayVerdict) -> bool:
-    """Return whether a way is an answer even if all others are refused.
-
-    Measuring is not, and a change of the program or a vGPU only if a rule speaks for it.
-    """
-    if verdict.way in {Way.FIX, Way.VGPU}:
-        return bool(verdict.of(Kind.FOR))
-    return verdict.way is not Way.MEASURE
+    # Measuring alone is no answer, and a change of the program or a vGPU only if a rule speaks for it.
+    answers = (each for each in usable if each.way not in {Way.MEASURE, Way.FIX, Way.VGPU})
+    spoken_for = (each for each in usable if each.way in {Way.FIX, Way.VGPU} and each.of(Kind.FOR))
+    return usable[0] if any(answers) or any(spoken_for) else None
 
 
 def _judge_way(way: Way, reasons: list[Reason]) -> WayVerdict:

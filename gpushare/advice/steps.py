@@ -258,10 +258,16 @@ class Steps:
         self.job_names += others
 
     def made(self) -> Recipe:
-        """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""
+        """Return the recipe: with nothing else to undo, the undo is the end of the jobs that have names."""
         undo = list(self.undo)
-        if not any(line.command for line in undo):
-            undo[:0] = self._end_of_jobs()
+        # The host is asked for the running jobs only where there are names.
+        if self.job_names and not any(line.command for line in undo):
+            running = {job.name for job in self.s.host.jobs}
+            started = [name for name in self.job_names if name not in running]
+            # Where all of them run already, so that it starts none, those.
+            ended = started or [name for name in self.job_names if name in self.s.jobs]
+            if ended:
+                undo.insert(0, self.command_line("end the jobs: what they set ends with them", "stop", *ended))
         return Recipe(
             lines=_merge_lines(self.lines),
             undo=_merge_lines(undo),
@@ -269,28 +275,15 @@ class Steps:
             several_shells=self.several_shells,
         )
 
-    def _end_of_jobs(self) -> list[AdviceStep]:
-        """Return the line that ends the jobs that the recipe starts; none if no job has a name.
-
-        Where all of them run already, so that it starts none, the line ends those.
-        """
-        # The host is asked for the running jobs only where there are names.
-        if not self.job_names:
-            return []
-        running = {job.name for job in self.s.host.jobs}
-        started = [name for name in self.job_names if name not in running]
-        ended = started or [name for name in self.job_names if name in self.s.jobs]
-        return [self.command_line("end the jobs: what they set ends with them", "stop", *ended)] if ended else []
-
 
 def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     """Return the lines that undo a change of a GPU, from what is there before it."""
     verb, gpu = change.verb, s.gpu
     if verb is Verb.MPS_START:
         return [steps.change_line("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
-    if verb is Verb.MPS_SET and gpu.mps is None:
-        return [AdviceStep("restore the limits with the line that `gpushare mps set` printed")]
-    if verb is Verb.MPS_SET and gpu.mps is not None:
+    if verb is Verb.MPS_SET:
+        if gpu.mps is None:
+            return [AdviceStep("restore the limits with the line that `gpushare mps set` printed")]
         return [steps.change_line("restore the limits", s, verb, limits=limits_to_set(gpu.mps))]
     if verb is Verb.MPS_STOP:
         return [steps.change_line("start MPS again with its current limits", s, Verb.MPS_START, limits=gpu.mps)]

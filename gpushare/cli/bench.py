@@ -270,7 +270,8 @@ def _with_files(
             write_bench(to_file, result.data)
         except GpushareError as error:
             failed.append(error)
-    failed += write_picture(picture, result.data, draw)
+    if picture is not None:
+        failed += write_picture(picture, result.data, draw)
     errors = list(result.errors)
     if interrupted_after is not None:
         errors.append(_interrupted_error(interrupted_after, None if failed else to_file))
@@ -285,16 +286,13 @@ def _interrupted_error(runs: int, file: Path | None) -> Interrupted:
     return Interrupted(f"interrupted after {counted(runs, 'run')}; {where}", hint)
 
 
-def write_picture(path: Path | None, answer: Answer, draw: Callable[[Answer, str], bytes]) -> list[GpushareError]:
-    """Draw an answer to a new file, if a path is given, and return what went wrong; ``draw`` takes png or svg."""
-    if path is None:
-        return []
+def write_picture(path: Path, answer: Answer, draw: Callable[[Answer, str], bytes]) -> list[GpushareError]:
+    """Draw an answer to a new file, and return what went wrong; ``draw`` takes png or svg."""
     try:
         create_file(path, draw(answer, path.suffix.lower().removeprefix(".")))
     except OSError as error:
-        return [
-            OperationFailed(f"cannot write {path}: {error.strerror}", "give another --plot FILE", code="not_written")
-        ]
+        message = f"cannot write {path}: {error.strerror}"
+        return [OperationFailed(message, "give another --plot FILE", code="not_written")]
     return []
 
 

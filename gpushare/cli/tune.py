@@ -36,7 +36,7 @@ from gpushare.measure.tune import tune as measured
 from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.run.jobs import check_job_name
-from gpushare.run.results import Tuned, keep_tuned
+from gpushare.run.results import keep_tuned
 from gpushare.show.text import put
 from gpushare.show.tune import factor_text, frontier_picture, share_text, tune_result
 
@@ -208,7 +208,8 @@ def keep_result(
             data = replace(data, file=str(keep_tuned(host, tuned)), commands=tuple(commands(tuned, device, options)))
         except GpushareError as error:
             errors.append(error)
-    errors += write_picture(picture, data, frontier_picture)
+    if picture is not None:
+        errors += write_picture(picture, data, frontier_picture)
     notes = _doubt_notes(options, result)
     if result.warning is not None:
         notes.insert(0, result.warning)
@@ -217,7 +218,9 @@ def keep_result(
     if tuned is None:
         notes.append(_no_setting_note(device, options, unsure=data.best is not None))
     elif data.file is not None:
-        notes += _start_notes(tuned, data.commands)
+        production, *others = data.commands
+        outside = ", outside MPS" if tuned.way is Way.SLICES else ""
+        notes += [f"start production{outside}: {production}", *(f"then the other: {other}" for other in others)]
     return tune_result(data, notes, errors)
 
 
@@ -243,13 +246,6 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
         if profile != Profile():
             with contextlib.suppress(GpushareError):
                 keep_profile(host, device, command, profile)
-
-
-def _start_notes(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
-    """Return the commands that use a result."""
-    outside = ", outside MPS" if tuned.way is Way.SLICES else ""
-    first, *others = commands
-    return [f"start production{outside}: {first}", *(f"then the other: {command}" for command in others)]
 
 
 # The standard deviation of production's windows alone, relative to their mean, above which a note tells it.

@@ -129,11 +129,6 @@ def _points_of_exporter(text: str) -> Iterator[_Point]:
         yield _Point(metric=match["metric"], labels=labels, at=at, value=value, timed=match["ms"] is not None)
 
 
-def _host_of(point: _Point) -> str:
-    names = (point.labels.get(label) for label in ("instance", "Hostname", "hostname"))
-    return next(filter(None, names), "unknown")
-
-
 def _values_by_gpu(points: Iterable[_Point]) -> dict[str, _Seen]:
     """Return the values of each whole GPU, by its UUID or index."""
     gpus: dict[str, _Seen] = {}
@@ -153,7 +148,8 @@ def _recording_of(path: Path, points: Iterable[_Point]) -> Recording:
     points = [point for point in points if math.isfinite(point.value) and 0 <= point.value < 1e12]
     timed = all(point.timed for point in points)
     parts = any(point.labels.get("GPU_I_ID") for point in points)
-    hosts = set(map(_host_of, points))
+    names = ("instance", "Hostname", "hostname")
+    hosts = {next((point.labels[name] for name in names if point.labels.get(name)), "unknown") for point in points}
     gpus = _values_by_gpu(points)
     if len(hosts) > 1:
         raise BadUsage(

@@ -182,8 +182,13 @@ class Sampler:
 
     def _sm_percents(self, gpu: Gpu) -> dict[int | None, float | None]:
         """Return the SM activity of a GPU (under None) and of each of its GPU instances since the look before."""
-        instances = {None, *(mig.gpu_instance_id for mig in gpu.mig_instances)}
-        return {instance: _rounded(self._meter(gpu.index, instance).since_last()) for instance in instances}
+        percents: dict[int | None, float | None] = {}
+        for instance in (None, *(mig.gpu_instance_id for mig in gpu.mig_instances)):
+            if (gpu.index, instance) not in self._meters:
+                self._meters[gpu.index, instance] = ActivityRecorder(self.host.nvml, gpu.index, instance)
+            if instance not in percents:
+                percents[instance] = _rounded(self._meters[gpu.index, instance].since_last())
+        return percents
 
     def _sample_gpu(self, gpu: Gpu, sm_percents: Mapping[int | None, float | None]) -> GpuSample:
         """Return the sample of a GPU and its MIG devices."""
@@ -218,14 +223,17 @@ class Sampler:
         # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
         processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((utilization_of or {}).keys() - listed)]
         records = [self._meet(gpu, process) for process in processes]
-        # The activity of a GPU or GPU instance is that of a process that is alone on it.
-        alone = _alone_on_instances(processes, records)
+        # The activity of a GPU or GPU instance is that of a process that is alone on it, MPS servers aside.
+        pids_on: dict[int | None, set[int]] = {}
+        for process, record in zip(processes, records, strict=True):
+            if record.name != MPS_SERVER:
+                pids_on.setdefault(process.gpu_instance_id, set()).add(process.pid)
         samples = []
         for process, record in zip(processes, records, strict=True):
             instance = process.gpu_instance_id
             # Without a sample it was idle; the work of an MPS client is booked on its server.
             utilization = None if utilization_of is None or process.mps else utilization_of.get(process.pid, 0.0)
-            is_alone = (instance, process.pid) in alone
+            is_alone = pids_on.get(instance) == {process.pid}
             if is_alone and instance is None and utilization is None:
                 # Alone under MPS: all work of the server is its work.
                 utilization = gpu.utilization_percent
@@ -248,12 +256,6 @@ class Sampler:
             self._next_id += 1
             self.first_seen.append(record)
         return self._instances[device]
-
-    def _meter(self, index: int, instance: int | None) -> ActivityRecorder:
-        """Return what counts the activity of a GPU, or of a GPU instance, since the look before."""
-        if (index, instance) not in self._meters:
-            self._meters[index, instance] = ActivityRecorder(self.host.nvml, index, instance)
-        return self._meters[index, instance]
 
     def _utilization(self, index: int, since: float) -> dict[int, float] | None:
         """Return the mean SM % by PID since then; None is unknown (MIG, old GPUs)."""
@@ -314,17 +316,6 @@ class Sampler:
         ended = [key for key in self._known if key not in self._present]
         for key in ended[: max(0, len(ended) - _REMEMBERED)]:
             del self._known[key]
-
-
-def _alone_on_instances(
-    processes: Sequence[GpuProcess], records: Sequence[RecordedProcess]
-) -> set[tuple[int | None, int]]:
-    """Return the GPU instance (None: the whole GPU) and the PID of each process that is alone there; MPS servers aside."""
-    pids_on: dict[int | None, set[int]] = {}
-    for process, record in zip(processes, records, strict=True):
-        if record.name != MPS_SERVER:
-            pids_on.setdefault(process.gpu_instance_id, set()).add(process.pid)
-    return {(instance, next(iter(pids))) for instance, pids in pids_on.items() if len(pids) == 1}
 
 
 def _rounded(value: float | None) -> float | None:
