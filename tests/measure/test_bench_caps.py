@@ -184,13 +184,6 @@ def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gp
     assert find_benched(host, device, ["a"], 4) is None
 
 
-def test_a_cap_of_one_model_is_not_that_of_another_on_the_same_host(host: Host, device: Device) -> None:
-    other = replace(device, gpu=replace(device.gpu, name="NVIDIA L4"))
-    keep_benched(host, device, ["a"], [FOUR])
-    assert find_benched(host, device, ["a"], 4) == FOUR
-    assert find_benched(host, other, ["a"], 4) is None
-
-
 def test_a_command_line_that_is_kept_is_its_owners_alone(host: Host, device: Device) -> None:
     """It may hold a token."""
     keep_benched(host, device, ["train", "--token=secret"], [replace(FOUR, copies=2)])

@@ -244,20 +244,6 @@ def test_more_than_one_gpu_holds_is_placed_on_several(
     assert cli("capture", host=spec).ok().out == before
 
 
-def test_a_named_gpu_is_the_only_one(cli: Any) -> None:
-    data = advised(cli, "sim:2xa30", "-g", "1", "--processes", "4", "--memory", "10G", *APART)
-    assert data["gpus"] == [1]
-    assert data["winner"] == "whole-gpu"
-
-
-def test_programs_that_fill_a_gpu_get_one_each(cli: Any) -> None:
-    data = advised(cli, "sim:4xl4", "--processes", "5", "--memory", "15G", "--users", "same", "--saturating")
-    assert data["winner"] == "whole-gpu"
-    # One line for all five: four of them find a GPU each, and the fifth waits for the first that is free.
-    (line,) = commands(data)
-    assert line.startswith("gpushare run -g 0-3 --slice 2ms --wait ")
-
-
 def test_the_lists_of_several_gpus_are_placed_too(cli: Any, write: Any) -> None:
     file = write(
         "\n".join(f"- {{name: {n}, user: {n}, processes: 1, memory: 10G, isolation: fault}}" for n in ("a", "b", "c"))

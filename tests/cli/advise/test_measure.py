@@ -71,13 +71,6 @@ def test_the_rules_are_wrong_about_a_job_that_mps_slows_down(cli: Cli) -> None:
     assert "mps start" not in answer.out
 
 
-def test_a_job_that_fills_the_gpu_makes_no_difference(cli: Cli) -> None:
-    data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(100))
-    assert data["measured"]["effect"] == "confirmed"
-    assert (data["winner"], data["rules"]["winner"]) == ("mps", "mps")
-    assert "the rules' answer stands" in data["measured"]["sentence"]
-
-
 def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
     """Two that want 80 percent each and disturb each other: with 50 percent each they do not."""
     data = measured(cli, *SURE, "--repeat", "2", *WINDOW, *job(80, "--contention", "20"))
@@ -117,17 +110,6 @@ def test_two_processes_are_assumed_where_their_number_is_unknown(cli: Cli) -> No
     data = measured(cli, *words, *WINDOW, *job(20))
     assert data["case"]["workloads"][0]["processes"] == 2
     assert {cell["copies"] for cell in data["measurement"]["cells"]} == {2}
-
-
-def test_finished_runs_are_counted_without_a_metric(cli: Cli) -> None:
-    """Which way wins is another test's: how long such a short run takes is the machine's affair."""
-    data = measured(cli, *FARM, "--repeat", "1", *job(40, "--work", "10"))
-    assert data["measurement"]["metric"]["unit"] == "runs_per_second"
-    runs = {run["way"]: run for run in data["measurement"]["runs"] if run["copies"] == 2}
-    assert set(runs) >= {"timeslice", "mps"}
-    for run in runs.values():
-        assert [result["exit_code"] for result in run["result"]["copies"]] == [0, 0]
-        assert run["throughput"] == pytest.approx(2 / run["result"]["seconds"], rel=0.01)
 
 
 def test_one_way_alone_is_not_measured(cli: Cli) -> None:

@@ -87,12 +87,6 @@ def test_before_volta_no_limit_is_to_be_tried(cli: Any) -> None:
     assert not any("--threads" in text for text in (*commands(data), *data["measure"]))
 
 
-def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
-    new = {"driver": "595.45.04"}
-    assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48
-    assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13010}).mps_clients == 60
-
-
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
     data = advice(cli, "--processes", "2", "--needs", "containment", host="sim:t4")
     (verdict,) = (verdict for verdict in data["verdicts"] if verdict["way"] == "mps-static")
