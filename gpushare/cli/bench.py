@@ -187,7 +187,6 @@ def _measure_sizes(
         return plan_result(Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
     runs = 0
-    interrupted = False
     end = _AS_PLANNED
     for prepared in prepared_sizes:
         try:
@@ -199,7 +198,6 @@ def _measure_sizes(
             end = (error,), None
             break
         runs += len(measurement.runs)
-        interrupted = measurement.interrupted
         end = _end_of(measurement, signal_number, runs)
         if measurement.runs:
             benchmarks.append(data)
@@ -207,7 +205,7 @@ def _measure_sizes(
             break
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
     result = sizes_result(sizes_answer(benchmarks), notes, errors=end[0], exit_code=end[1])
-    return _with_files(result, to_file, picture, sizes_picture, interrupted_after=runs if interrupted else None)
+    return _with_files(result, runs, to_file, picture, sizes_picture)
 
 
 def _result_of_runs(
@@ -231,8 +229,7 @@ def _result_of_runs(
         data = replace(data, comparison=compare_cells(data, earlier))
         notes += what_else_differs(data, earlier)
     result = bench_result(data, notes, errors=errors, exit_code=exit_code, all_failed=all_failed)
-    interrupted_after = runs if measurement.interrupted else None
-    return _with_files(result, to_file, picture, throughput_picture, interrupted_after=interrupted_after)
+    return _with_files(result, runs, to_file, picture, throughput_picture)
 
 
 # How a benchmark ended: by errors, by a signal (then it has its exit code), or as planned.
@@ -253,17 +250,9 @@ def _end_of(measurement: Measurement, signal_number: int | None, runs: int) -> _
 
 
 def _with_files(
-    result: Result,
-    to_file: Path | None,
-    picture: Path | None,
-    draw: Callable[[Any, str], bytes],
-    *,
-    interrupted_after: int | None,
+    result: Result, runs: int, to_file: Path | None, picture: Path | None, draw: Callable[[Any, str], bytes]
 ) -> Result:
-    """Write the files that were asked for, and return the result with what went wrong.
-
-    ``interrupted_after``: a signal ended the benchmark after so many runs; None: none did.
-    """
+    """Write the files that were asked for, and return the result with what went wrong; ``runs`` were measured."""
     failed: list[GpushareError] = []
     if to_file is not None:
         try:
@@ -273,8 +262,9 @@ def _with_files(
     if picture is not None:
         failed += write_picture(picture, result.data, draw)
     errors = list(result.errors)
-    if interrupted_after is not None:
-        errors.append(_interrupted_error(interrupted_after, None if failed else to_file))
+    if result.exit_code is not None:
+        # Only a signal gives it one.
+        errors.append(_interrupted_error(runs, None if failed else to_file))
     # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*errors, *failed))
 

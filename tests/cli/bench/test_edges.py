@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
 
 def test_a_file_that_cannot_be_written_is_not_named_as_having_the_runs(tmp_path: Path) -> None:
     def end_after_three_runs(kept: Path) -> list[str]:
-        result = _with_files(Result(command="bench", data={}), kept, None, lambda *_: b"", interrupted_after=3)
+        result = _with_files(Result(command="bench", data={}, exit_code=130), 3, kept, None, lambda *_: b"")
         return [error.message for error in result.errors]
 
     written, gone = tmp_path / "x.json", tmp_path / "gone" / "x.json"
