@@ -89,13 +89,8 @@ class Table:
 
     def cell(self, way: Way, row_key: str, driver: str | None = None) -> Cell:
         """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table."""
-        key = way, row_key, driver
-        if key not in self._cells:
-            self._cells[key] = self._cell(*key)
-        return self._cells[key]
-
-    def _cell(self, way: Way, row_key: str, driver: str | None) -> Cell:
-        """Return a cell as it is on a driver, from its entry for all drivers."""
+        if (way, row_key, driver) in self._cells:
+            return self._cells[way, row_key, driver]
         row = self.row(row_key)
         entry = self.entries[way, row_key]
         branch = driver_branch(driver)
@@ -103,7 +98,7 @@ class Table:
         level_since, level = _newest_on(dated_values(entry["level"], "level"), branch)
         limit_since, limit = _newest_on(dated_values(entry.get("limit"), "limit"), branch)
         branches = [since for since in (text_since, level_since, limit_since) if since is not None]
-        return Cell(
+        cell = self._cells[way, row_key, driver] = Cell(
             way=way,
             row=row.key,
             published=entry["published"],
@@ -116,6 +111,7 @@ class Table:
             contradiction=entry.get("contradiction"),
             note=entry.get("note"),
         )
+        return cell
 
     def level(self, way: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
         """Return the level of a cell, or of its option where the driver has that."""

@@ -804,7 +804,7 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
         if settings.dry_run:
             return bench_plan(host, device, prepared)
 
-        data, measurement, signal_number = measure_with_progress(host, device, prepared)
+        data, measurement = measure_with_progress(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
         advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
@@ -816,7 +816,7 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
         notes,
         apply=apply and early is None,
         error=early,
-        exit_code=None if signal_number is None else 128 + signal_number,
+        exit_code=None if measurement.signal is None else 128 + measurement.signal,
     )
 
 

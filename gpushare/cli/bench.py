@@ -152,10 +152,10 @@ def bench(
     prepared = prepare(host, device, programs[0])
     if settings.dry_run:
         return bench_plan(host, device, prepared)
-    data, measurement, signal_number = measure_with_progress(host, device, prepared)
+    data, measurement = measure_with_progress(host, device, prepared)
     if command and data.reason == "finished":
         keep_caps(host, device, command, data)
-    return _result_of_runs(data, measurement, signal_number, earlier, to_file, picture)
+    return _result_of_runs(data, measurement, earlier, to_file, picture)
 
 
 def check_window(window: str | None, metric: str | None) -> None:
@@ -190,7 +190,7 @@ def _measure_sizes(
     end = _AS_PLANNED
     for prepared in prepared_sizes:
         try:
-            data, measurement, signal_number = measure_with_progress(host, device, prepared)
+            data, measurement = measure_with_progress(host, device, prepared)
         except GpushareError as error:
             if not benchmarks:
                 raise
@@ -198,7 +198,7 @@ def _measure_sizes(
             end = (error,), None
             break
         runs += len(measurement.runs)
-        end = _end_of(measurement, signal_number, runs)
+        end = _end_of(measurement, runs)
         if measurement.runs:
             benchmarks.append(data)
         if end != _AS_PLANNED:
@@ -211,14 +211,13 @@ def _measure_sizes(
 def _result_of_runs(
     data: BenchAnswer,
     measurement: Measurement,
-    signal_number: int | None,
     earlier: Benchmark | None,
     to_file: Path | None,
     picture: Path | None,
 ) -> Any:
     """Return what was measured as the command's result, compared with an ``earlier`` benchmark, and write the files."""
     runs = len(measurement.runs)
-    errors, exit_code = end = _end_of(measurement, signal_number, runs)
+    errors, exit_code = end = _end_of(measurement, runs)
     all_failed = end == _AS_PLANNED and bool(data.cells) and all(cell.throughput is None for cell in data.cells)
     if all_failed:
         failure = next(text for cell in data.cells for text in cell.failures)
@@ -237,13 +236,13 @@ _End = tuple[tuple[GpushareError, ...], "int | None"]
 _AS_PLANNED: Final[_End] = ((), None)
 
 
-def _end_of(measurement: Measurement, signal_number: int | None, runs: int) -> _End:
+def _end_of(measurement: Measurement, runs: int) -> _End:
     """Return how a benchmark ended. Raises Ended if a signal ended it and there are no ``runs`` to show."""
     if measurement.error is not None:
         return (measurement.error,), None
     if not measurement.interrupted:
         return _AS_PLANNED
-    number = signal_number or signal.SIGINT
+    number = measurement.signal or signal.SIGINT
     if not runs:
         raise Ended(number)
     return (), 128 + number
@@ -286,16 +285,11 @@ def write_picture(path: Path, answer: Answer, draw: Callable[[Answer, str], byte
     return []
 
 
-def measure_with_progress(
-    host: Host, device: Device, prepared: Prepared
-) -> tuple[BenchAnswer, Measurement, int | None]:
-    """Measure with progress on stderr; return the answer, the measurement, and the signal that ended it early.
-
-    What a command needed is kept for `gpushare run --wait`.
-    """
+def measure_with_progress(host: Host, device: Device, prepared: Prepared) -> tuple[BenchAnswer, Measurement]:
+    """Measure with progress on stderr; what a command needed is kept for `gpushare run --wait`."""
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
-        measurement, signal_number = measure(host, device, prepared, progress)
+        measurement = measure(host, device, prepared, progress)
     if prepared.settings.workload is None:
         _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
@@ -307,7 +301,7 @@ def measure_with_progress(
         started_at=started,
         notes=(*blind, *prepared.notes),
     )
-    return answer, measurement, signal_number
+    return answer, measurement
 
 
 def keep_caps(host: Host, device: Device, command: Sequence[str], data: Benchmark) -> None:

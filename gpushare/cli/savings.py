@@ -60,8 +60,9 @@ def savings(
         recording, uses = _chosen_uses(read, gpu)
         work = [_recorded_work(use) for use in uses]
         notes += _recording_notes(recording, uses)
-        if capacity is None:
-            capacity = _smallest_memory(uses)
+        sizes = [use.gpu.memory_total_bytes for use in uses if use.gpu.memory_total_bytes is not None]
+        if capacity is None and len(sizes) == len(uses):
+            capacity = min(sizes, default=None)
     saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing and peaks are not included: measure before you give machines back")
     answer = SavingsAnswer(
@@ -148,12 +149,6 @@ def _recorded_work(use: GpuUse) -> Work:
     )
 
 
-def _smallest_memory(uses: list[GpuUse]) -> int | None:
-    """Return the memory of the smallest of these GPUs in bytes; None: it is unknown of one."""
-    sizes = [use.gpu.memory_total_bytes for use in uses if use.gpu.memory_total_bytes is not None]
-    return min(sizes, default=None) if len(sizes) == len(uses) else None
-
-
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
     """Return what makes loads from this recording uncertain."""
     notes = [
@@ -186,7 +181,12 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     lines = [_line_of_today(data), *(_option_line(option, data) for option in data.options)]
     lines += _headroom_lines(data)
     lines += [f"warning: {warning}" for warning in data.warnings]
-    lines.append(_price_line(data.price))
+    price = data.price
+    lines.append(
+        "price: none given, so no amounts; give the price of one GPU per hour: --price 2"
+        if price is None
+        else f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: given with --price"
+    )
     columns = (
         Column("gpus", "GPUs", right=True),
         Column("cost", "cost", right=True, format=money),
@@ -249,11 +249,3 @@ def _headroom_lines(data: SavingsAnswer) -> list[str]:
     cost = "" if chosen.cost is None or fewest.cost is None else f", {money(chosen.cost - fewest.cost)}"
     loads = f"{plain_value(chosen.max_load_percent)} % full instead of {plain_value(fewest.max_load_percent)} %"
     return [f"headroom costs {more} GPU{'s' * (more > 1)} more{cost}: {loads}"]
-
-
-def _price_line(price: Price | None) -> str:
-    """Return the line on the price: what was given, or how to give one."""
-    if price is None:
-        return "price: none given, so no amounts; give the price of one GPU per hour: --price 2"
-    per_hour, hours = plain_value(price.per_hour), plain_value(price.hours)
-    return f"price: ${per_hour} per GPU per hour, {hours} hours; source: given with --price"

@@ -293,7 +293,9 @@ class Measurement:
     left_out: list[LeftOut] = field(default_factory=list)
     rounds_done: int = 0
     interrupted: bool = False
-    # What ended it early.
+    # The signal that has interrupted it.
+    signal: int | None = None
+    # What else ended it early.
     error: GpushareError | None = None
     seconds: float = 0.0
 
@@ -627,8 +629,8 @@ def measure(
     device: Device,
     prepared: Prepared,
     progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
-) -> tuple[Measurement, int | None]:
-    """Measure, and return what was measured and the signal that ended it early, if one did."""
+) -> Measurement:
+    """Measure, and return what was measured, also if a signal ends it early."""
     settings = prepared.settings
     cells = (settings.alone_cell, *settings.cells)
     instances_needed = max((copies for way, copies in cells if way.kind is Way.MIG), default=0)
@@ -652,4 +654,5 @@ def measure(
             bench.measurement.left_out += [*prepared.left_out, *left_out]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
-    return measurement, signals.first if measurement.interrupted else None
+    measurement.signal = signals.first if measurement.interrupted else None
+    return measurement

@@ -174,7 +174,9 @@ class Reasons:
 
 def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reasons:
     """Find out what this host and user can run on a device, without changing anything."""
-    served = _is_served(host, device)
+    # Whether an MPS daemon that answers serves the GPU of the device.
+    daemons = [row.daemon for row in or_none(lambda: find_daemons(host, [device.gpu], deep=False)) or ()]
+    served = any(device.gpu.index in daemon.gpu_indexes and daemon.error is None for daemon in daemons)
     capability = host.nvml.compute_capability(device.gpu.index)
     timeslice = None
     mode = device.gpu.compute_mode
@@ -210,12 +212,6 @@ def _why_not_level(host: Host, device: Device) -> str | None:
     except GpushareError as error:
         return _sentence(error)
     return None
-
-
-def _is_served(host: Host, device: Device) -> bool:
-    """Return whether an MPS daemon that answers serves the GPU of a device."""
-    daemons = or_none(lambda: find_daemons(host, [device.gpu], deep=False)) or ()
-    return any(device.gpu.index in row.daemon.gpu_indexes and row.daemon.error is None for row in daemons)
 
 
 def _why_not_in_mode(device: Device, mode: ComputeMode, effect: str = "") -> str:
