@@ -109,7 +109,7 @@ def run(
         slice_us = slice_of_weight_text(weight)
     # In the gpushare of a detached job, which has this name. The program must not inherit the variable.
     detached_name = os.environ.pop(DETACHED, None)
-    job_name = name if detached_name is None or production else detached_name
+    job_name = production or detached_name or name
     options = RunOptions(limits=limits, strict=strict, name=None if job_name is None else check_job_name(job_name))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
@@ -118,15 +118,16 @@ def run(
     host = settings.connect()
     if metric is not None:
         check_pattern("--metric", metric)
+        # Opportunistic jobs find the speed of production in the output that is kept of it.
+        rate = PrintedRate(str(output_path(host, production or "")), metric, not lower)
+        options = replace(options, rate=rate)
     role = Role(
-        production=None if production is None else check_job_name(production),
+        production=production,
         opportunistic=opportunistic,
         target=target,
         yields=yields,
         slice_us=slice_us,
         keep=None if keep is None else _share_to_keep(keep),
-        # Opportunistic jobs find the speed of production in the output that is kept of it.
-        rate=None if metric is None else PrintedRate(str(output_path(host, production or "")), metric, not lower),
     )
     budget = None if memory is None else parse_budget(memory, over)
     leaves_for_production = yields == "swap"
@@ -141,7 +142,7 @@ def run(
     )
 
     if detach and detached_name is None and not settings.dry_run:
-        return _start_detached(host, command[0], role.production or options.name)
+        return _start_detached(host, command[0], options.name)
     if container is not None:
         options = replace(options, container=_checked_engine(host, container, role))
     job_start = JobStart(

@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -29,7 +29,7 @@ from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
-from gpushare.run.jobs import PrintedRate, living_productions, slices_of_group
+from gpushare.run.jobs import living_productions, slices_of_group
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
@@ -248,13 +248,11 @@ class GroupSlice(Part):
 class AdaptedSlice(Part):
     """Lets the slice of an opportunistic job follow production's speed, of which it keeps a part; see `Controller`.
 
-    ``source`` returns where production prints now: it is asked again when production has been started again. For a
-    baseline the program is stopped (SIGSTOP), and the group has the least slice.
+    For a baseline the program is stopped (SIGSTOP), and the group has the least slice.
     """
 
     group: GroupSlice
     production: ProductionJob
-    source: Callable[[], PrintedRate | None]
     keep: float
     pauser: Pauser | None = None
     _watch: Watch = field(init=False)
@@ -327,7 +325,7 @@ class AdaptedSlice(Part):
     def _follow_production(self) -> None:
         """Read the log of production as it runs now, with a new controller; without a log the slice is the least."""
         self._forget_progress()
-        rate = self.source()
+        rate = self.production.rate()
         self._pid = self.production.pid
         if rate is None:
             # No number will come that would let a stopped program continue.

@@ -12,7 +12,7 @@ from gpushare.base.selection import Device
 from gpushare.host.activity import samples_since
 from gpushare.host.host import Host
 from gpushare.host.process import cpu_time
-from gpushare.run.jobs import find_record, is_running
+from gpushare.run.jobs import PrintedRate, find_record, is_running, records
 
 _FAMILY_SECONDS: Final = 1.0
 _ALIVE_SECONDS: Final = 1.0
@@ -176,3 +176,11 @@ class ProductionJob:
             return False
         self._set_process(record.pid, record.started)
         return True
+
+    def rate(self) -> PrintedRate | None:
+        """Return where it prints its speed now, also after it was started again; None: that is not known."""
+        if self.name is not None:
+            record = find_record(self._host, self.name)
+        else:
+            record = next((each for each in records(self._host) if each.pid == self.pid), None)
+        return None if record is None else record.rate

@@ -315,21 +315,14 @@ class Run:
     typed: Sequence[str]
     options: RunOptions
     reporter: RunReport
-    # 128 + N when signal N ended the program.
-    exit_code: int = 0
     # What runs it.
     container: Container | None = None
     # The last try has failed after its MPS server had died.
     mps_fault: bool = False
-    _peak: int | None = None
 
     def steps(self) -> tuple[Step, ...]:
         """Return the steps on the host as it is now: the start of an MPS daemon where one is needed, then the program."""
         self._check()
-        return (*self.options.before, *self.share.steps(), self._step(), *self.options.meanwhile)
-
-    def _step(self) -> Step:
-        """Return the step that runs the program, with its command line for the plan."""
         log = self.options.log
         what = self.command[0]
         if self.options.container is not None:
@@ -338,7 +331,8 @@ class Run:
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
-        return step_of_run(f"run {what} {where}", line)
+        program = step_of_run(f"run {what} {where}", line)
+        return (*self.options.before, *self.share.steps(), program, *self.options.meanwhile)
 
     def _check(self) -> None:
         """Raise unless the program can run with its parts in its share."""
@@ -347,7 +341,7 @@ class Run:
         self.share.check(self.command[0])
 
     def carry_out(self) -> int:
-        """Do the steps, and give the share back; return the program's exit code.
+        """Do the steps, and give the share back; return the program's exit code: 128 + N when signal N ended it.
 
         Raises:
             GpushareError: the share could not be set up (nothing was run), or the program not be started or ended.
@@ -360,28 +354,22 @@ class Run:
         except BaseException:
             _give_back(self.share, self.parts)
             raise
-        self._run_program()
-        for part in self.parts:
-            part.raise_end()
-        if self._peak is not None and not self.options.parts and self.exit_code in {0, *ENDED_BY_USER}:
-            # What a later `run --wait` of this command reserves. A job of the ledger (it has parts) keeps its own peak.
-            with contextlib.suppress(GpushareError):
-                keep_profile(self.host, self.share.device, self.typed, Profile(memory_bytes=self._peak))
-        return self.exit_code
-
-    def _run_program(self) -> None:
-        """Run the program once, and give back what it had."""
         session = Session(self)
         try:
-            own_variables = {} if self.options.log is None else _UNBUFFERED
-            environment = self.share.environment({**os.environ, **own_variables})
+            environment = self.share.environment({**os.environ, **({} if self.options.log is None else _UNBUFFERED)})
             for part in self.parts:
                 environment |= part.variables
-            self.exit_code = session.run(self.command, environment)
-            self._peak = session.peak_bytes
+            exit_code = session.run(self.command, environment)
             self.mps_fault = session.mps_fault
         finally:
             session.close()
+        for part in self.parts:
+            part.raise_end()
+        if session.peak_bytes is not None and not self.options.parts and exit_code in {0, *ENDED_BY_USER}:
+            # What a later `run --wait` of this command reserves. A job of the ledger (it has parts) keeps its own peak.
+            with contextlib.suppress(GpushareError):
+                keep_profile(self.host, self.share.device, self.typed, Profile(memory_bytes=session.peak_bytes))
+        return exit_code
 
 
 def _give_back(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
@@ -519,8 +507,7 @@ class Session:
     def _poll_parts(self, child: Child, wakeups: Wakeups) -> None:
         """Poll the watch and the parts that are due; end the program if one of them wants that."""
         if self._watch.seconds_to_poll <= 0:
-            has_begun = bool(self._running)
-            if self._container is not None and not has_begun:
+            if self._container is not None and not self._running:
                 self._begin_in_container(self._container, child.pid)
             self._watch.poll()
         device = self._watch.device

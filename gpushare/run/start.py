@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import (
@@ -55,15 +54,11 @@ from gpushare.run.jobs import (
     MOST_GRACE_SECONDS,
     OPPORTUNISTIC,
     PRODUCTION,
-    PrintedRate,
     RecordedJob,
-    check_job_name,
     check_not_waiting,
-    find_record,
     keep_past,
     living_productions,
     new_record,
-    records,
     slices_of_group,
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
@@ -87,10 +82,7 @@ from gpushare.show.run import InstanceReport, RunReport
 from gpushare.timeslice.slices import check_settable
 
 if TYPE_CHECKING:
-    from gpushare.host.claims import HeldClaim
-    from gpushare.mig.places import InstancePlace
     from gpushare.run.created import Creator
-    from gpushare.run.mig import InstanceWish
 
 
 # In the environment of the gpushare that runs a job in the background: the name of that job.
@@ -115,8 +107,6 @@ class Role:
     slice_us: int | None = None
     # Which part of its speed production keeps; None: the slice is fixed.
     keep: float | None = None
-    # Where production prints its speed.
-    rate: PrintedRate | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,9 +139,9 @@ class JobStart:
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
-        check_not_waiting(self.host, options.name or self.role.production)
-        if self.role.rate is not None and not self.dry_run:
-            begin_log(Path(self.role.rate.log))
+        check_not_waiting(self.host, options.name)
+        if options.log is not None and not self.dry_run:
+            begin_log(options.log)
         if mig is not None:
             # Without -g the instance may be on any GPU.
             return self._run_in_instance(mig, None if is_any(gpu) else gpu, options)
@@ -275,7 +265,7 @@ class JobStart:
         # Raises if none of them may be used; they were chosen by name.
         self._without_leased(self._without_granted_to_others(devices))
         if self.role.production is not None:
-            return self._run_production(devices, replace(options, rate=self.role.rate), self.role.production)
+            return self._run_production(devices, options, self.role.production)
         if self.role.opportunistic:
             return self._run_opportunistic(devices, options)
         if self.role.slice_us is not None:
@@ -321,7 +311,7 @@ class JobStart:
             keys=(),
             client=self.count == 1 and not queue.swappable and not self._is_outside_mps(options),
             count=self.count,
-            name=self.role.production or options.name,
+            name=options.name,
             production=self.role.production is not None,
             opportunistic=self.role.opportunistic,
             leaves=queue.for_production,
@@ -329,7 +319,7 @@ class JobStart:
             run_seconds=queue.run_seconds,
         )
         start = self._run_swappable if queue.swappable else self._run_on
-        return self._run_in_ledger(devices, request, replace(options, rate=self.role.rate), queue, start)
+        return self._run_in_ledger(devices, request, options, queue, start)
 
     def _run_swappable(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program that may be swapped: outside MPS, as a checkpoint copies no client of MPS."""
@@ -342,22 +332,18 @@ class JobStart:
         # A job of several GPUs that names none may have any.
         if gpu is None and self.count > 1:
             gpu = "any"
-        devices = self._without_granted_to_others(self._candidates(gpu, whole=needs_whole_gpus))
+        devices: Sequence[Device] = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
+        if is_any(gpu):
+            devices = devices_for_any(devices, instances=not needs_whole_gpus)
+        if self.role.target is not None and self.count == 1 and not self.queue.for_production:
+            # A job yields to the one of ``--for`` only where that one runs.
+            devices = devices_beside(self.host, devices, self.role.target)
+        devices = self._without_granted_to_others(devices)
         if not self.queue.wait:
             # A job that waits may have those when the lease is over.
             devices = self._without_leased(devices)
         check_not_mig(devices, whole=needs_whole_gpus)
         check_enough(devices, self.count)
-        return devices
-
-    def _candidates(self, gpu: str | None, *, whole: bool) -> Sequence[Device]:
-        """Return the devices of ``-g``. With ``whole`` those of ``-g any`` are GPUs only."""
-        devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
-        if is_any(gpu):
-            devices = devices_for_any(devices, instances=not whole)
-        # A job yields to the one of ``--for`` only where that one runs.
-        if self.role.target is not None and self.count == 1 and not self.queue.for_production:
-            return devices_beside(self.host, devices, self.role.target)
         return devices
 
     def _run_in_ledger(
@@ -442,9 +428,16 @@ class JobStart:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
         wish = InstanceWish(host=self.host, text=text, gpu=gpu, check=check, creator=creator)
-        place, claim = self._place_for(wish, options)
-        if self.dry_run and self.queue.wait:
-            options = replace(options, before=(step_of_run(waiting_text(text, self.queue.seconds)),))
+        queue = self.queue
+        claim = None
+        if self.dry_run:
+            place = wish.planned(waits=queue.wait)
+            if queue.wait:
+                options = replace(options, before=(step_of_run(waiting_text(text, queue.seconds)),))
+        elif queue.wait:
+            place, claim = wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet)
+        else:
+            place, claim = wish.take()
         share: MpsShare | PlainShare
         if mps:
             share = MpsShare(self.host, place.device, options.limits, claim)
@@ -485,21 +478,11 @@ class JobStart:
         if dropped:
             self.say(f"ignored without MPS: {', '.join(dropped)}")
 
-    def _place_for(self, wish: InstanceWish, options: RunOptions) -> tuple[InstancePlace, HeldClaim | None]:
-        """Return the instance of a program and its claim; in a dry run, which one it may be."""
-        queue = self.queue
-        if self.dry_run:
-            return wish.planned(waits=queue.wait), None
-        if queue.wait:
-            return wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet)
-        return wish.take()
-
     def _run_production(self, devices: Sequence[Device], options: RunOptions, name: str) -> Any:
         """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""
-        check_job_name(name)
         device = devices[0]
         slice_us = self.role.slice_us
-        options = replace(options, name=name, role=PRODUCTION)
+        options = replace(options, role=PRODUCTION)
         # `tune` finds the setting on one GPU.
         tuned = find_tuned(self.host, name) if len(devices) == 1 else None
         is_tuned_for_mps = slice_us is None and tuned is not None and tuned.way is Way.CAPS
@@ -600,12 +583,7 @@ class JobStart:
         if self.role.keep is not None and process is None:
             raise _not_one_production_error(self.host, [device])
 
-    def _run_in_group(
-        self,
-        device: Device,
-        options: RunOptions,
-        process: ProductionJob | None,
-    ) -> Any:
+    def _run_in_group(self, device: Device, options: RunOptions, process: ProductionJob | None) -> Any:
         """Run an opportunistic job in the one MPS daemon of a device, next to production, which runs outside MPS.
 
         All opportunistic jobs are clients of that daemon's server, so its time-slice is the one slice of them all. A short
@@ -614,26 +592,20 @@ class JobStart:
         spared = limits_beside(self.host, device, options.limits, self.role.target, way=Way.SLICES)
         tuned_slice_us = None if spared.tuned is None else spared.tuned.other_slice_us
         slice_us = self.role.slice_us or tuned_slice_us or DEFAULT_US
-        production_title = "production" if process is None else process.title
-        parts = self._group_parts(device, process, slice_us, production_title)
+        title = "production" if process is None else process.title
+        group = GroupSlice(self.host, device, slice_us, title, self.role.keep)
+        parts: list[Part] = [group]
+        if process is not None:
+            # If the slice cannot be set, the job is paused while production works.
+            group.instead = PauseForProduction(self.host, process)
+            if self.role.keep is not None:
+                _check_rate_known(process)
+                parts.append(AdaptedSlice(group, process, self.role.keep))
         for text in spared.notes:
             self.say(text)
         self._say_group(device, spared.limits, slice_us, process)
         share = MpsShare(self.host, device, spared.limits)
         return self._carry_out(share, replace(options, limits=spared.limits), *parts, slice_us=slice_us)
-
-    def _group_parts(
-        self, device: Device, process: ProductionJob | None, slice_us: int, production_title: str
-    ) -> tuple[Part, ...]:
-        """Return the part that sets the time-slice of the MPS server and, with --keep, the one that adapts it."""
-        group = GroupSlice(self.host, device, slice_us, production_title, self.role.keep)
-        if process is None:
-            return (group,)
-        # If the slice cannot be set, the job is paused while production works.
-        group.instead = PauseForProduction(self.host, process)
-        if self.role.keep is None:
-            return (group,)
-        return group, AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep)
 
     def _say_group(self, device: Device, limits: Limits, slice_us: int, process: ProductionJob | None) -> None:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
@@ -737,29 +709,15 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
             )
 
 
-def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
-    """Return a function that finds out where production prints its speed, also after production was started again.
-
-    Raises:
-        NotFound: it is not known.
-    """
-
-    def find_rate() -> PrintedRate | None:
-        """Return where production prints its speed now."""
-        if process.name is not None:
-            record = find_record(host, process.name)
-        else:
-            record = next((each for each in records(host) if each.pid == process.pid), None)
-        return None if record is None else record.rate
-
-    if find_rate() is None:
+def _check_rate_known(process: ProductionJob) -> None:
+    """Raise NotFound unless it is known where production prints its speed."""
+    if process.rate() is None:
         name = process.name or "NAME"
         raise NotFound(
             f"the speed of {process.title} is not known, which --keep needs",
             f"start it with --metric: gpushare run --production {name} --metric 'rate=([0-9.]+)' -- CMD",
             code="no_progress",
         )
-    return find_rate
 
 
 def _not_one_production_error(host: Host, devices: Sequence[Device]) -> BadUsage | NotFound:

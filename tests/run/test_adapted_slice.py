@@ -43,13 +43,13 @@ class Watched:
         self.at, self.log, self.group, self.paused = 100.0, log, Group(), False
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at))
         self.alive = True
-        self.production: Any = SimpleNamespace(pid=1, title="'web'", lives=lambda: self.alive)
+        self.production: Any = SimpleNamespace(pid=1, title="'web'", lives=lambda: self.alive, rate=lambda: self.rate)
         self.rate: PrintedRate | None = PrintedRate(str(log), "rate=([0-9.]+)")
         pauser: Any = SimpleNamespace(
             pause=lambda: setattr(self, "paused", True), resume=lambda: setattr(self, "paused", False), tell=None
         )
         group: Any = self.group
-        self.part = AdaptedSlice(group, self.production, lambda: self.rate, 0.97, pauser)
+        self.part = AdaptedSlice(group, self.production, 0.97, pauser)
         self.part.started(group)
 
     def run(self, seconds: float, rate: float | None) -> None:
