@@ -33,14 +33,13 @@ from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
 from gpushare.measure.bench_data import best_caps, read_bench
 from gpushare.memory.limit import parse_budget
-from gpushare.mps.limits import Limits, client_memory
+from gpushare.mps.limits import Limits
 from gpushare.plan import Plan
 from gpushare.run.farm import (
     MOST_COPIES,
     MOST_LINE_BYTES,
     Farm,
     FarmOptions,
-    FarmResult,
     file_title,
     parse_lines,
     share_of_threads,
@@ -50,6 +49,7 @@ from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
 from gpushare.show.render import exit_code_of
+from gpushare.show.result import Result
 from gpushare.show.run import Copy, CopyLines, FarmAnswer, farm_result
 
 _REFUSED: Final = (
@@ -164,7 +164,7 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
         return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     try:
         with farm_job(host, devices[0], options.name, command, mps=options.gpus == 1) as note_end:
-            result = _result_of_farm(farm.run(), options, devices)
+            result = _result_of_farm(farm.run())
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
             note_end(exit_code_of(result), max(peaks, default=None))
     finally:
@@ -219,52 +219,38 @@ def _cap_finder(
     return find_cap
 
 
-def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
+def _result_of_farm(answer: FarmAnswer) -> Result:
     """Return the result of a farm that has ended, with its errors and notes."""
-    errors = _failure_errors(result)
-    if result.unrecorded is not None:
-        errors.append(result.unrecorded)
+    errors = _failure_errors(answer.failed)
+    if answer.unrecorded is not None:
+        errors.append(answer.unrecorded)
     notes = []
-    unproved = [copy.copy for copy in result.copies if copy.attached is False]
+    unproved = [copy.copy for copy in answer.copies if copy.attached is False]
     if unproved:
         notes.append(f"never seen attached to MPS, so their limits are not proved: copy {ranges(unproved)}")
-    skipped = [copy.copy for copy in result.copies if copy.state == "skipped"]
+    skipped = [copy.copy for copy in answer.copies if copy.state == "skipped"]
     if skipped:
         notes.append(f"not started: copy {ranges(skipped)}")
-    budget = options.budget
-    given_bytes = None if budget is None else budget.on(devices)
-    limit_bytes = None
-    # MPS enforces a limit only where the job is to end above it; on several GPUs it runs outside MPS.
-    if budget is not None and given_bytes is not None and budget.action == "end" and options.gpus == 1:
-        limit_bytes = client_memory(given_bytes)
-    answer = FarmAnswer(
-        seconds=round(result.seconds, 2),
-        memory_bytes=result.memory_bytes,
-        memory_source=result.source,
-        memory_limit_bytes=limit_bytes,
-        job_memory_bytes=given_bytes,
-        copies=result.copies,
-    )
-    exit_code = 1 if result.failed or result.unrecorded else 0
-    if result.ended_by is not None:
-        exit_code = 128 + result.ended_by
+    exit_code = 1 if errors else 0
+    if answer.ended_by is not None:
+        exit_code = 128 + answer.ended_by
     return farm_result(answer, errors, notes, exit_code)
 
 
-def _failure_errors(result: FarmResult) -> list[GpushareError]:
-    """Return one error for all copies that failed in the same way, with the text of the first."""
+def _failure_errors(failed: Sequence[Copy]) -> list[GpushareError]:
+    """Return an error for each way in which copies failed, with the text of the first copy."""
     groups: dict[tuple[str, str | None], list[Copy]] = {}
-    for copy in result.failed:
+    for copy in failed:
         # By the reason, not the text: each that was ended for its memory held another sum.
         groups.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
     errors: list[GpushareError] = []
-    for (_, hint), copies in groups.items():
-        first, *others = copies
+    for (_, hint), alike in groups.items():
+        first, *others = alike
         like_first = f" (copy {first.copy}; the others likewise)" if first.reason is not None and others else ""
-        logs = ", ".join(copy.log for copy in copies[:3] if copy.log)
+        logs = ", ".join(copy.log for copy in alike[:3] if copy.log)
         errors.append(
             OperationFailed(
-                f"{'copies' if others else 'copy'} {ranges(copy.copy for copy in copies)}: {first.failure}{like_first}",
+                f"{'copies' if others else 'copy'} {ranges(copy.copy for copy in alike)}: {first.failure}{like_first}",
                 hint or (f"see the output: {logs}" if logs else "keep the output: --logs DIR"),
                 code=first.reason or "copy_failed",
             )

@@ -49,7 +49,7 @@ from gpushare.run.plain import PlainShare
 from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Group, Log, Program, directory_of_logs
 from gpushare.run.share import MpsShare, Share, check_program
-from gpushare.show.run import Copy, CopyLines
+from gpushare.show.run import Copy, CopyLines, FarmAnswer
 from gpushare.signals import Wakeups
 
 MOST_COPIES: Final = 10_000
@@ -90,27 +90,6 @@ class FarmOptions:
     user_limits: UserLimits = field(default_factory=UserLimits)
     name: str | None = None
     gpus: int = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class FarmResult:
-    """How all copies ended, and the signal by which the user ended them (None: it did not).
-
-    ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` how that was known: given, known (from
-    an earlier run), measured (from the first copy). ``unrecorded``: why the end of a copy is missing in
-    ``farm.jsonl`` (None: none is).
-    """
-
-    copies: tuple[Copy, ...]
-    seconds: float
-    ended_by: int | None = None
-    memory_bytes: int | None = None
-    source: str | None = None
-    unrecorded: OperationFailed | None = None
-
-    @property
-    def failed(self) -> tuple[Copy, ...]:
-        return tuple(copy for copy in self.copies if copy.failure is not None)
 
 
 NextStep = Literal["start", "alone", "wait", "end"]
@@ -758,7 +737,7 @@ class Farm:
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self) -> FarmResult:
+    def run(self) -> FarmAnswer:
         """Run the copies until all have ended; if a copy fails, the others go on.
 
         Raises:
@@ -776,12 +755,14 @@ class Farm:
             self._leave_line()
             for running in self._running.values():
                 running.leave()
-        return FarmResult(
-            copies=tuple(self._copies),
-            seconds=time.monotonic() - self._started,
-            ended_by=self._signals.first,
+        return FarmAnswer(
+            seconds=round(time.monotonic() - self._started, 2),
             memory_bytes=self._size,
-            source=self._size_from,
+            memory_source=self._size_from,
+            memory_limit_bytes=self._client_limit,
+            job_memory_bytes=self._copy_limit,
+            copies=tuple(self._copies),
+            ended_by=self._signals.first,
             unrecorded=self._unrecorded,
         )
 
@@ -1020,12 +1001,19 @@ class Farm:
     def _limits_on(self, uuid: str) -> Limits:
         """Return the limits of MPS for a copy on a device."""
         given = self._options.limits
-        memory = None
-        # MPS refuses memory above a limit, so it gets none where gpushare is only to warn of that, or to stop the copy.
-        if self._copy_limit is not None and self._action == "end":
-            memory = client_memory(self._copy_limit)
         threads_percent = self._caps.get(uuid, given.threads_percent)
-        return Limits(threads_percent=threads_percent, memory_limit_bytes=memory, priority=given.priority)
+        return Limits(threads_percent=threads_percent, memory_limit_bytes=self._client_limit, priority=given.priority)
+
+    @property
+    def _client_limit(self) -> int | None:
+        """Return the memory limit of each process of a copy, which MPS enforces; None: there is none.
+
+        MPS refuses memory above a limit, so there is none where gpushare is only to warn of that, or to stop the copy.
+        """
+        limit = self._copy_limit
+        if limit is None or self._action != "end" or self._options.gpus > 1:
+            return None
+        return client_memory(limit)
 
     def _variables(self, copy: Copy) -> dict[str, str]:
         """Return what a copy has in its environment: its number, how many there are, its line, the mark of the farm."""

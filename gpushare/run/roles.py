@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -210,17 +210,15 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     # A cap that the user gave, and slices, need no tuning.
     takes_default_cap = tuned is None and given.threads_percent is None and way is not Way.SLICES
     notes = _tuning_notes(host, device, tuned) if tuned is not None or takes_default_cap else []
-    # Other production jobs on the device need their memory too.
-    neighbours = living
-    if production is not None:
-        # Compare processes: the peak in a record may just have grown.
-        program = (production.pid, production.started)
-        neighbours = [production, *(job for job in living if (job.pid, job.started) != program)]
-    memory, memory_notes = _memory_limit(device, given.memory_limit_bytes, neighbours, tuned_any_way)
-    notes += memory_notes
+    memory = given.memory_limit_bytes
+    if memory is None:
+        # Other production jobs on the device need their memory too. By process: the peak in a record may just have grown.
+        neighbours = {(job.pid, job.started): job for job in (*living, *([] if production is None else [production]))}
+        memory = _memory_beside(device, neighbours.values(), tuned_any_way)
+        if memory is None:
+            notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
     if way is Way.SLICES:
-        limits = replace(given, memory_limit_bytes=memory)
-        return Spared(limits=limits, tuned=tuned, notes=notes)
+        return Spared(limits=replace(given, memory_limit_bytes=memory), tuned=tuned, notes=notes)
     threads = given.threads_percent
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
@@ -229,21 +227,6 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
     return Spared(limits=limits, tuned=tuned, notes=notes)
-
-
-def _memory_limit(
-    device: Device, given_bytes: int | None, production_jobs: Sequence[JobRecord], tuned: Tuned | None
-) -> tuple[int | None, list[str]]:
-    """Return the memory limit of an opportunistic job, and notes: the given limit, else what production leaves (None: unknown).
-
-    Raises:
-        InUse: production leaves nothing, and no limit was given.
-    """
-    if given_bytes is not None:
-        return given_bytes, []
-    available = _memory_beside(device, production_jobs, tuned)
-    note = "no memory limit: the memory that production needs is unknown; set one with --memory"
-    return available, [note] if available is None else []
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
@@ -256,7 +239,7 @@ def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
     return [] if (tuned.gpu_name, tuned.driver) == here else ["tuned on another GPU or driver: tune it again here"]
 
 
-def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: Tuned | None) -> int | None:
+def _memory_beside(device: Device, production_jobs: Iterable[JobRecord], tuned: Tuned | None) -> int | None:
     """Return the bytes that the production jobs leave for another job (None: unknown).
 
     What they take is the larger of two estimates: their known peaks together, and what `tune` saw.

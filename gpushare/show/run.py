@@ -313,6 +313,14 @@ class FarmAnswer:
     # The limit of each copy on each of its GPUs.
     job_memory_bytes: int | None
     copies: tuple[Copy, ...]
+    # The signal by which the user ended it (None: it did not).
+    ended_by: int | None = field(default=None, metadata=NOT_STORED)
+    # Why the end of a copy is missing in ``farm.jsonl`` (None: none is).
+    unrecorded: GpushareError | None = field(default=None, metadata=NOT_STORED)
+
+    @property
+    def failed(self) -> tuple[Copy, ...]:
+        return tuple(copy for copy in self.copies if copy.failure is not None)
 
 
 def farm_result(

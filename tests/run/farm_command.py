@@ -14,9 +14,9 @@ from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.memory.limit import MemoryBudget
 from gpushare.plan import Step
-from gpushare.run.farm import Copy, Farm, FarmOptions, FarmResult
+from gpushare.run.farm import Copy, Farm, FarmOptions
 from gpushare.show.result import OutputFormat
-from gpushare.show.run import CopyLines
+from gpushare.show.run import CopyLines, FarmAnswer
 from tests.cli.drive import until
 
 
@@ -32,7 +32,7 @@ def sized(device: Device, *, size: int = 4 * GIB, **options: Any) -> FarmOptions
 
 def farm(
     host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
-) -> FarmResult:
+) -> FarmAnswer:
     """Check and run a farm, as the command does."""
     copies = Farm(host, devices, command, options, reporter)
     copies.check()
