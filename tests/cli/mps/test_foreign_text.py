@@ -83,10 +83,10 @@ def test_a_pipe_directory_is_one_word_in_every_hint(cli: Cli, world: World, sim_
         ("mps", "stop"),
         ("mps", "stop", "--pipe-directory", pipe),
         ("mps", "stop", "--pipe-directory", pipe, "--dry-run", "--yes"),
-        ("mps", "kill", str(world.state.daemons[0].pid)),
+        ("stop", str(world.state.daemons[0].pid)),
         ("run", "--", "true"),
         ("doctor",),
-        ("mps", "kill", str(client), "--dry-run"),
+        ("stop", str(client), "--dry-run"),
     ):
         answer = cli("-o", "json", *words, asks=True)
         met += check(answer.json, pipe)

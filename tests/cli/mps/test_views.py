@@ -213,12 +213,3 @@ def test_env_of_a_dead_daemon(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     refused("mps", "env", code="dead_daemon", exit_code=6)
-
-
-def test_env_of_a_path_with_blanks(cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / "a b'c"))
-    cli("mps", "start", "--memory", "1G").ok()
-    text = cli("mps", "env").ok().out
-    script = f'eval {shlex.quote(text)}; echo "$CUDA_MPS_PIPE_DIRECTORY"'
-    done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
-    assert done.stdout.strip() == World().state.daemons[0].pipe_directory

@@ -238,15 +238,6 @@ def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Re
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
 
-def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Real) -> None:
-    pid = train()
-    keeper = keep()
-    until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    keeper.end(signal.SIGKILL)
-    cli("timeslice", "reset", str(pid)).ok()
-    assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
-
-
 def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep: Real, rules: Path) -> None:
     def check() -> tuple[str, str]:
         checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
@@ -263,6 +254,7 @@ def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep
     keeper.end(signal.SIGKILL)
     assert check() == ("warn", "gpushare timeslice keep was killed, and 1 process may still have its slices")
     cli("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
     verdict, text = check()
     assert verdict == "warn"
     assert "1 rule for time-slices, but gpushare timeslice keep is not running" in text
