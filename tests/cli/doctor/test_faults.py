@@ -700,9 +700,9 @@ def test_a_run_is_no_holder(cli: Cli, world: World, monkeypatch: pytest.MonkeyPa
     opened = OpenFiles(by_pid={os.getppid(): ("/dev/nvidia0",), os.getpid(): ("/dev/nvidia0",)}, complete=True)
     monkeypatch.setattr(SimulatedProcesses, "open_files", lambda *_: opened)
     # The parent of this test is a stranger; the holder of the lease is not.
-    assert f"pid {os.getppid()}" in findings(cli)["mig.holders"]["seen"]
+    assert f"{os.getppid()} (" in findings(cli)["mig.holders"]["seen"]
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert f"pid {lease.path.name.partition('.')[0]}," not in findings(cli)["mig.holders"]["seen"]
+    assert f"{lease.path.name.partition('.')[0]} (" not in findings(cli)["mig.holders"]["seen"]
     lease.release()
 
 
