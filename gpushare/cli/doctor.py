@@ -79,13 +79,9 @@ def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
         lines += [Text(line, style=colour) for line in wrapped(row["seen"], width, head, margin)]
         if row["verdict"] in {"warn", "fail"}:
             lines += [Text(line) for line in wrapped(row["why"] or "", width, margin, margin)]
-            lines += [Text(line) for line in _remedy_lines(row["remedy"] or "", width, margin)]
+            lead, remedy = f"{margin}remedy: ", row["remedy"] or ""
+            # Further to the left where it fits one line only there.
+            if len(lead) + len(remedy) > width:
+                lead = " " * _INDENT + "remedy: "
+            lines += [Text(line) for line in wrapped(remedy, width, lead, " " * len(lead))]
     return lines
-
-
-def _remedy_lines(remedy: str, width: int, margin: str) -> list[str]:
-    """Return a remedy below the text of its check, or further to the left where it fits one line only there."""
-    lead = f"{margin}remedy: "
-    if len(lead) + len(remedy) > width:
-        lead = " " * _INDENT + "remedy: "
-    return wrapped(remedy, width, lead, " " * len(lead))

@@ -181,12 +181,10 @@ def compose(
     gpu: str | None = ONE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     image: str | None = option("--image", "IMAGE", "The image of the service."),
-    service: str = option("--service", "NAME", "The name of the service.", default="gpu"),
     to: str | None = TO,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    export = compose_export(_container_device(gpu, file), image=image, service=service)
-    return export_result("compose", export, to)
+    return export_result("compose", compose_export(_container_device(gpu, file), image=image), to)
 
 
 def ecs(

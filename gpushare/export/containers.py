@@ -26,8 +26,6 @@ from gpushare.mig.parted import PLACEMENTS, VERSION, parse_parted
 # The vendor and class of our own CDI devices: they carry an MPS daemon, not a GPU.
 CDI_KIND: Final = "gpushare.local/mps"
 COMPOSE_FILE: Final = "compose.yaml"
-# compose-spec.json: the keys of `services`.
-_SERVICE: Final = re.compile(r"[a-zA-Z0-9._-]{1,255}", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +169,8 @@ def cdi_export(share: ExportedDevice) -> Export:
     return _container_export(share, documents, commands, traits={"cdi"})
 
 
-def compose_export(share: ExportedDevice, *, image: str | None = None, service: str = "gpu") -> Export:
+def compose_export(share: ExportedDevice, *, image: str | None = None) -> Export:
     """Return a compose file with one service on the device."""
-    if _SERVICE.fullmatch(service) is None:
-        raise BadUsage(
-            f"'{service[:70]}' is not the name of a service", "for example: --service train", code="bad_name"
-        )
     reserved = {"driver": "nvidia", "device_ids": [share.uuid], "capabilities": ["gpu"]}
     body: dict[str, Any] = {"image": image_or_default(image)}
     if share.mps is not None:
@@ -187,7 +181,7 @@ def compose_export(share: ExportedDevice, *, image: str | None = None, service: 
         # By default compose makes a missing source, and the container would run without MPS.
         body["volumes"] = [{**mount, "bind": {"create_host_path": False}}]
     body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
-    document = yaml_document(COMPOSE_FILE, {"services": {service: body}})
+    document = yaml_document(COMPOSE_FILE, {"services": {"gpu": body}})
     return _container_export(
         share,
         [document],

@@ -96,8 +96,12 @@ def plan_gpu(
     work.check_daemons()
     stops = work.stop_steps()
     before_mig = work.steps_before_mig()
-    after_mig = work.steps_after_mig()
-    daemons = work.instance_daemon_steps() if work.wants_mig else work.gpu_daemon_steps()
+    if work.wants_mig:
+        after_mig = grant_steps(host, live, work.names, work.made)
+        daemons = work.instance_daemon_steps()
+    else:
+        after_mig = [*work.mode_steps(), *work.time_slice_steps()]
+        daemons = work.gpu_daemon_steps()
     check = check_step(lambda: _read_live_anew(host, index), entry, index)
     mig_changes = [work.change] if work.change is not None and work.change.changes else []
     change = plan_change(
@@ -227,12 +231,13 @@ class _GpuWork:
         return tuple(named for named in self.names if named.binding not in present)
 
     @property
-    def _made(self) -> set[tuple[str, int]]:
+    def made(self) -> set[tuple[str, int]]:
+        """Return the places of the instances that the change creates."""
         return {new.instance.place for new in (self.plan.created if self.plan else ())}
 
     @property
     def names_to_come(self) -> list[NamedInstance]:
-        return [named for named in self.new_names if named.place in self._made]
+        return [named for named in self.new_names if named.place in self.made]
 
     def stop_steps(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
@@ -305,18 +310,12 @@ class _GpuWork:
             # The mode exclusive-process has room for one.
             refuse_programs(f"GPU {gpu.index}", gpu, outside_mps, allowed=1)
 
-    def steps_after_mig(self) -> list[Step]:
-        """Return what follows the MIG change: grants, or compute mode and time-slice of a whole GPU."""
-        if self.wants_mig:
-            return grant_steps(self.host, self.live, self.names, self._made)
-        return [*self._mode_steps(), *self._time_slice_steps()]
-
     def _mode_step(self, mode: ComputeMode) -> Step:
         # Unlike `timeslice set`, do not note the earlier mode: the file decides.
         gpu = self.live.gpu
         return compute_mode_step(self.host, Device(gpu=gpu), mode, before=gpu.compute_mode)
 
-    def _mode_steps(self) -> list[Step]:
+    def mode_steps(self) -> list[Step]:
         """Return the step that sets the compute mode, or none."""
         mps = self.entry.mps
         mode = ComputeMode.DEFAULT
@@ -325,7 +324,7 @@ class _GpuWork:
             mode = ComputeMode.EXCLUSIVE_PROCESS
         return [] if self._mode_after_stops() is mode else [self._mode_step(mode)]
 
-    def _time_slice_steps(self) -> list[Step]:
+    def time_slice_steps(self) -> list[Step]:
         """Return the step that sets the level of the time-slice, or none. Raises NotSupported if the GPU has none to set."""
         level, live = self.entry.time_slice, self.live
         if level is None or not live.lacks_level(level):

@@ -276,7 +276,11 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
     records = [record for pid, started in processes if (record := slice_record(host, pid, started)) is not None]
     for record in records:
         try:
-            _renew_slice(host, record)
+            with host.open_channels() as control:
+                channels = probed_channels(host, control, record.pid, record.started)
+                # On the channels that the process has now; the record keeps what they had before it was set.
+                with slices_locked(host):
+                    _with_present(control, channels, partial(control.set_slice, microseconds=record.slice_us))
         except GpushareError as error:
             if error.code in PASSING:
                 continue
@@ -284,14 +288,6 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
             say(f"process {record.pid} lost its time-slice on the way: {error.message}; set it again: {again}")
             if isinstance(error, TimedOut):
                 return
-
-
-def _renew_slice(host: Host, record: SliceRecord) -> None:
-    """Set the slice of a record on the channels that its process has now; the record keeps what they had before it was set."""
-    with host.open_channels() as control:
-        channels = probed_channels(host, control, record.pid, record.started)
-        with slices_locked(host):
-            _with_present(control, channels, lambda present: control.set_slice(present, record.slice_us))
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

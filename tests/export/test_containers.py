@@ -146,10 +146,10 @@ def test_cdi_names_and_file() -> None:
 
 @pytest.mark.parametrize("share", [ExportedDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 def test_compose(share: ExportedDevice) -> None:
-    export = compose_export(share, service="train", image="registry:5000/train:1")
+    export = compose_export(share, image="registry:5000/train:1")
     document = loaded(export, COMPOSE_FILE)
     check(document, COMPOSE)
-    service = document["services"]["train"]
+    service = document["services"]["gpu"]
     assert service["image"] == "registry:5000/train:1"
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]

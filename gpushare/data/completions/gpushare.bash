@@ -329,8 +329,8 @@ _gpushare_node() {
       valued='-g --gpu -f --file --to --host -o --output'
       ;;
     'export compose')
-      options='-g --gpu -f --file --image --service --to --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-g --gpu -f --file --image --service --to --host -o --output'
+      options='-g --gpu -f --file --image --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='-g --gpu -f --file --image --to --host -o --output'
       ;;
     'export ecs')
       options='-g --gpu -f --file --image --name --to --host -o --output -q --quiet -v --verbose --debug -h --help'

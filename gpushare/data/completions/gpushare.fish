@@ -252,8 +252,6 @@ function __gpushare_valued
             return 0
         case --image
             return 0
-        case --service
-            return 0
         case --program
             return 0
         case --at-boot
@@ -1070,7 +1068,6 @@ complete -c gpushare -n '__gpushare_at export docker' -s h -l help -d 'Show the 
 complete -c gpushare -n '__gpushare_at export compose' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'One GPU or MIG device: index, UUID or PCI bus id.'
 complete -c gpushare -n '__gpushare_at export compose' -s f -l file -r -F -d 'Take the sharing from this gpushare.yaml. [default: this host]'
 complete -c gpushare -n '__gpushare_at export compose' -l image -x -d 'The image of the service.'
-complete -c gpushare -n '__gpushare_at export compose' -l service -x -d 'The name of the service.'
 complete -c gpushare -n '__gpushare_at export compose' -l to -r -F -d 'Write the files there instead of printing them.'
 complete -c gpushare -n '__gpushare_at export compose' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at export compose' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'

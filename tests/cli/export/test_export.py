@@ -259,7 +259,6 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
         (["compose", "-g", "all"], "one_gpu", 2),
         (["compose", "-g", "0", "--image", "a b"], "bad_name", 2),
         (["compose", "-g", "0", "--image", ""], "bad_name", 2),
-        (["compose", "-g", "0", "--service", "a b"], "bad_name", 2),
         (["ecs", "-g", "0", "--image", "nvcr.io/NVIDIA/cuda"], "bad_name", 2),
         (["cdi", "-g", "9"], "unknown_gpu", 6),
     ],
