@@ -109,7 +109,7 @@ def apply(
         return _apply_result(rows, matched, None, limits, dry_run=False, undo=undo, notes=notes)
     if keeping.steps and not changes_gpus:
         undo = _prepare_undo(host, rows)
-    notes_if_kept = (*_dropped_gpus_notes(host, matched), *_other_commands_notes(host, wanted))
+    notes_if_kept = _notes_if_kept(host, wanted, matched)
     try:
         carry_out(keeping, say_step if settings.verbose else None)
     except GpushareError as error:
@@ -289,20 +289,15 @@ def _apply_row(host: Host, ledger: MigLedger, row: _GpuRow, matched: Matched, ag
     return replace(row, plan=plan, done=True)
 
 
-def _dropped_gpus_notes(host: Host, matched: Matched) -> list[str]:
-    """Return a note on GPUs that the file kept so far covers and this one does not."""
+def _notes_if_kept(host: Host, wanted: HostFile, matched: Matched) -> list[str]:
+    """Return notes on GPUs that only the file kept so far covers, and on what of a file `apply` does not do itself."""
+    notes = []
     entries, _ = kept_entries(host, gpus_of(host))
     dropped = [str(index) for index in entries if index not in matched.entries]
-    if not dropped:
-        return []
-    which = f"it has no entry for GPU {', '.join(dropped)}, which the previous file had"
-    fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
-    return [f"only this file is applied at boot, and {which}; {fix}"]
-
-
-def _other_commands_notes(host: Host, wanted: HostFile) -> list[str]:
-    """Return notes on what of a file `apply` itself does not do, or not for this user."""
-    notes = []
+    if dropped:
+        which = f"it has no entry for GPU {', '.join(dropped)}, which the previous file had"
+        fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
+        notes.append(f"only this file is applied at boot, and {which}; {fix}")
     if wanted.rules:
         notes.append(
             "the rules for time-slices are followed by gpushare timeslice keep, which reads the file at its start and at "

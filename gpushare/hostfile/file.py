@@ -277,7 +277,7 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
 
     # The most exact entries come first, and keep their GPUs.
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
-        matched_gpus = _gpus_of(entry, gpus, is_model)
+        matched_gpus = [gpu for gpu in gpus if _is_for(entry.match, gpu, is_model)]
         for gpu in matched_gpus:
             before = chosen.setdefault(gpu.index, entry)
             if before is not entry and before.match.by is entry.match.by:
@@ -299,17 +299,12 @@ def _words_of(model: str) -> set[str]:
     return set(re.findall(r"[a-z0-9]+", model.lower()))
 
 
-def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:
-    """Return the GPUs that an entry names; ``is_model`` tells whether a written model means a GPU."""
-    by, values = entry.match.by, entry.match.values
-    if by is Exactness.ALL:
-        return list(gpus)
-    if by is Exactness.INDEX:
-        return [gpu for gpu in gpus if str(gpu.index) in values]
-    if by is Exactness.UUID:
-        wanted = {value.lower() for value in values}
-        return [gpu for gpu in gpus if gpu.uuid is not None and gpu.uuid.lower() in wanted]
-    return [gpu for gpu in gpus if gpu.name and any(is_model(value, gpu) for value in values)]
+def _is_for(match: Match, gpu: Gpu, is_model: Callable[[str, Gpu], bool]) -> bool:
+    """Return whether a match names a GPU; ``is_model`` tells whether a written model means it."""
+    if match.by is Exactness.MODEL:
+        return bool(gpu.name) and any(is_model(value, gpu) for value in match.values)
+    name = str(gpu.index) if match.by is Exactness.INDEX else (gpu.uuid or "").lower()
+    return match.by is Exactness.ALL or name in map(str.lower, match.values)
 
 
 def _missing_gpu_errors(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:

@@ -78,7 +78,7 @@ NOT_ASKED: Final = (
 
 
 def with_answers(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
-    """Ask daemons, all at once, and return them with their answers; daemons of other users only with ``strangers``."""
+    """Ask daemons, all at once, and return each with its answer or error; daemons of other users only with ``strangers``."""
     # By number: several processes may name one directory.
     pipes = {
         number: item.daemon.pipe_directory
@@ -86,20 +86,17 @@ def with_answers(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool)
         if (item.trusted or strangers) and item.daemon.error is None and item.daemon.pipe_directory is not None
     }
     answers = dict(zip(pipes, overviews(host.programs, [*pipes.values()]), strict=True))
-    return [_with_answer(host, item, answers.get(number), asked=strangers) for number, item in enumerate(daemons)]
-
-
-def _with_answer(
-    host: Host, found: FoundDaemon, answer: Overview | GpushareError | None, *, asked: bool
-) -> FoundDaemon:
-    """Return a daemon with its answer, with its error, or with a note why it was not asked (``answer`` is None)."""
-    if answer is None:
-        if found.trusted or asked or found.daemon.error is not None:
-            return found
-        return replace(found, daemon=replace(found.daemon, note=NOT_ASKED))
-    if isinstance(answer, GpushareError):
-        return replace(found, daemon=replace(found.daemon, error=answer.message))
-    return replace(found, daemon=_Answer(host, found, answer).daemon())
+    completed = []
+    for number, item in enumerate(daemons):
+        answer, daemon = answers.get(number), item.daemon
+        if isinstance(answer, Overview):
+            daemon = _Answer(host, item, answer).daemon()
+        elif answer is not None:
+            daemon = replace(daemon, error=answer.message)
+        elif not item.trusted and not strangers and daemon.error is None:
+            daemon = replace(daemon, note=NOT_ASKED)
+        completed.append(replace(item, daemon=daemon))
+    return completed
 
 
 class _Answer:

@@ -147,22 +147,12 @@ def _values(reading: Reading) -> Iterator[Value]:
             yield "gpushare_gpu_exclusive_wanted", _gpu_labels(gpu), 1
         if gpu.index in reading.layouts:
             yield from _mig_values(gpu, reading.layouts[gpu.index], reading)
-    yield from _line_values(snapshot)
-    yield from _job_values(snapshot, reading.jobs)
-    for daemon in snapshot.daemons:
-        yield from _daemon_values(daemon, snapshot, reading)
-
-
-def _line_values(snapshot: Snapshot) -> Iterator[Value]:
-    """Yield the values about memory that is reserved, and jobs that wait or are swapped out."""
-    for gpu in snapshot.gpus:
-        if gpu.error is None:
-            yield "gpushare_gpu_memory_jobs_reserved_bytes", _gpu_labels(gpu), gpu.jobs_reserved_bytes
-            waiting = sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
-            yield "gpushare_gpu_jobs_waiting", _gpu_labels(gpu), waiting
     for state in sorted({job.state for job in snapshot.swapped_jobs}):
         seconds = max(job.since_seconds or 0.0 for job in snapshot.swapped_jobs if job.state == state)
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, (snapshot.taken_at or 0.0) - seconds
+    yield from _job_values(snapshot, reading.jobs)
+    for daemon in snapshot.daemons:
+        yield from _daemon_values(daemon, snapshot, reading)
 
 
 def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
@@ -201,7 +191,7 @@ def _labels(**labels: str | None) -> dict[str, str]:
 
 
 def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
-    """Yield the values about one GPU: identity, way of sharing, modes, power, processes."""
+    """Yield the values about one GPU: identity, way of sharing, modes, power, processes, and who waits for its memory."""
     labels = _gpu_labels(gpu)
     yield "gpushare_gpu_info", {**labels, **_labels(model=gpu.name, pci_bus_id=gpu.pci_bus_id)}, 1
     yield "gpushare_gpu_up", labels, gpu.error is None
@@ -213,6 +203,8 @@ def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
     yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice
     yield "gpushare_gpu_power_watts", labels, gpu.power_watts
     yield "gpushare_gpu_power_limit_watts", labels, gpu.power_limit_watts
+    yield "gpushare_gpu_memory_jobs_reserved_bytes", labels, gpu.jobs_reserved_bytes
+    yield "gpushare_gpu_jobs_waiting", labels, sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
     if gpu.processes is not None:
         yield "gpushare_gpu_memory_unlisted_bytes", labels, gpu.unlisted_bytes
         if way is Way.MPS:
