@@ -50,7 +50,7 @@ from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.ledger import owners_of, reservations
 from gpushare.memory.peaks import PROFILES
-from gpushare.memory.swapped import BACK, LEAVING, LOST, RETURNING, SWAPS, Swap, swaps
+from gpushare.memory.swapped import BACK, LEAVING, LOST, RETURNING, SWAPS, swaps
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MADE, NAMES, names_of
 from gpushare.mig.places import places_on
@@ -546,27 +546,24 @@ _ON_ITS_WAY_SECONDS: Final = 600.0
 def _swaps(seen: Examination) -> Iterator[Check]:
     """Check that no swapped job is lost, or half out."""
     jobs = [job for job in swaps(seen.host) if job.state != BACK]
-    wrong = [check for job in jobs if (check := _swap_finding(job)) is not None]
-    yield from wrong
+    wrong = False
+    for job in jobs:
+        if job.state == LOST:
+            wrong = True
+            kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
+            yield finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
+        elif job.state in {LEAVING, RETURNING}:
+            seconds_in_state = uptime() - job.since
+            with contextlib.suppress(OSError):
+                # The record is written when the state changes.
+                seconds_in_state = time.time() - job.path.stat().st_mtime
+            if seconds_in_state > _ON_ITS_WAY_SECONDS:
+                wrong = True
+                age = counted(int(seconds_in_state // 60), "minute")
+                remedy = _command_for(job.keeper_uid, job.path, f"swap in {job.pid}")
+                yield finding("swap.interrupted", job=job, age=age, remedy=remedy)
     if jobs and not wrong:
         yield Check.passed("swap.lost", seen=f"{counted(len(jobs), 'job')} swapped out, none lost")
-
-
-def _swap_finding(job: Swap) -> Check | None:
-    """Return what is wrong with a swapped job: lost, or halfway for minutes; None: nothing."""
-    if job.state == LOST:
-        kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
-        return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
-    if job.state in {LEAVING, RETURNING}:
-        seconds_in_state = uptime() - job.since
-        with contextlib.suppress(OSError):
-            # The record is written when the state changes.
-            seconds_in_state = time.time() - job.path.stat().st_mtime
-        if seconds_in_state > _ON_ITS_WAY_SECONDS:
-            age = counted(int(seconds_in_state // 60), "minute")
-            remedy = _command_for(job.keeper_uid, job.path, f"swap in {job.pid}")
-            return finding("swap.interrupted", job=job, age=age, remedy=remedy)
-    return None
 
 
 # They have every GPU open on many hosts, and no memory there. The kernel keeps 15 characters of a name.

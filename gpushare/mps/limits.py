@@ -263,12 +263,10 @@ def _parse_by_gpu(option: str, text: str | None, parse: Callable[[str], object])
     values: dict[str | None, Any] = {}
     for entry in text.split(","):
         gpu, equals, value = entry.partition("=")
-        if not equals or not gpu.strip() or gpu.strip() in values:
-            problem = (
-                f"{option} names GPU {gpu.strip()} twice"
-                if equals and gpu.strip()
-                else f"{quoted(entry)} in {option} names no GPU"
-            )
+        problem = f"{option} names GPU {gpu.strip()} twice" if gpu.strip() in values else None
+        if not equals or not gpu.strip():
+            problem = f"{quoted(entry)} in {option} names no GPU"
+        if problem is not None:
             raise BadUsage(problem, f"give one for all, or {option} 0=...,1=...", code="bad_limit")
         values[gpu.strip()] = parse(value)
     return values
