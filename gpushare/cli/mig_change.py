@@ -59,7 +59,7 @@ from gpushare.mig.on_demand import left_instances, remove_left
 from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
-from gpushare.mig.profile import GpuInstance, Layout
+from gpushare.mig.profile import Layout
 from gpushare.mig.recover import (
     accept,
     as_commands,
@@ -759,7 +759,14 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     check_name(name)
     host = settings.connect()
     _, layouts = current_layouts(host, gpu, named=True)
-    layout, gpu_instance = _instance_to_name(instance, layouts)
+    targets = find_targets(instance, layouts)
+    if len(targets) != 1:
+        raise BadUsage(
+            f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
+        )
+    # Of a compute instance, the GPU instance that it is in.
+    layout = next(each for each in layouts if each.gpu == targets[0].gpu)
+    gpu_instance = next(each for each in layout.instances if each.id == targets[0].instance)
     named = NamedInstance(
         name=name, gpu_uuid=layout.uuid or "", profile=gpu_instance.profile.name, start=gpu_instance.start
     )
@@ -778,22 +785,6 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
         steps=() if gpu_instance.name == name else (step,),
         undo=f"gpushare mig name --forget {name}",
     )
-
-
-def _instance_to_name(instance: str, layouts: Sequence[Layout]) -> tuple[Layout, GpuInstance]:
-    """Return the GPU instance that a word means, or in which its compute instance is, after the layout of its GPU.
-
-    Raises BadUsage if it means several.
-    """
-    targets = find_targets(instance, layouts)
-    if len(targets) != 1:
-        raise BadUsage(
-            f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
-        )
-    (target,) = targets
-    layout = next(each for each in layouts if each.gpu == target.gpu)
-    gpu_instance = next(each for each in layout.instances if each.id == target.instance)
-    return layout, gpu_instance
 
 
 def _plan_forget(name: str) -> Plan:

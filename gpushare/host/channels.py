@@ -120,9 +120,12 @@ INVALID_CLIENT: Final = 0x23
 INVALID_COMMAND: Final = 0x24
 NOT_SUPPORTED: Final = 0x56
 OBJECT_NOT_FOUND: Final = 0x57
-# 0x31 is INVALID_OBJECT, 0x33 INVALID_OBJECT_HANDLE.
-_GONE: Final = frozenset({INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND})
-_REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED})
+# The code of the refusal for a status; 0x31 is INVALID_OBJECT, 0x33 INVALID_OBJECT_HANDLE.
+_REFUSALS: Final[Mapping[int, str]] = {
+    GPU_IS_LOST: "lost",
+    **dict.fromkeys((INVALID_CLIENT, 0x31, 0x33, OBJECT_NOT_FOUND), "stale"),
+    **dict.fromkeys((INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPPORTED), "refuses"),
+}
 
 _SYS_PIDFD_GETFD: Final = 438
 _SYS_KCMP: Final[Mapping[str, int]] = {"x86_64": 312, "aarch64": 272}
@@ -499,15 +502,7 @@ def _ioctl_refusal(error: OSError) -> Refused:
 
 def _status_refusal(name: str, status: int) -> Refused:
     """Return the refusal for a status of RM other than OK, which the call ``name`` answered."""
-    if status == GPU_IS_LOST:
-        code = "lost"
-    elif status in _GONE:
-        code = "stale"
-    elif status in _REFUSES:
-        code = "refuses"
-    else:
-        code = "failed"
-    return Refused(code, name, status)
+    return Refused(_REFUSALS.get(status, "failed"), name, status)
 
 
 @contextlib.contextmanager
@@ -521,30 +516,32 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
 
 
 def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Scan all clients of a process for its compute groups, and probe them unless the request says no."""
+    """Return the compute groups of a process: scan all its clients and probe the groups, unless the request says no.
+
+    If the request names groups, only their clients are read again, without a probe.
+    """
     deadline = time.monotonic() + SCAN_SECONDS
-    newest = _newest_client(files)
+    known = request.get("groups")
+    newest = _newest_client(files) if known is None else None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened = _open_own_files(files, process, stack)
-        groups = _own_groups(files, process, opened, _scan(opened, newest, deadline))
-        if request.get("probe", True):
+        groups = _scan(opened, newest, deadline) if known is None else _groups_again(opened, known)
+        groups = _own_groups(files, process, opened, groups)
+        if request.get("probe", known is None):
             for group in groups:
                 _probe(opened[group.descriptor], group)
         return {"started": process.identity.started, "groups": [asdict(group) for group in groups]}
 
 
-def _find_groups_again(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the channel groups of those clients again whose groups the request names."""
-    with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
-        opened = _open_own_files(files, process, stack)
-        groups: list[Group] = []
-        for number, client in sorted({(group["descriptor"], group["client"]) for group in request["groups"]}):
-            if number in opened:
-                groups += _groups_of_client(opened[number], number, client)
-        if not groups:
-            raise Refused("no_context")
-        own_groups = _own_groups(files, process, opened, groups)
-        return {"started": process.identity.started, "groups": [asdict(group) for group in own_groups]}
+def _groups_again(opened: Mapping[int, _File], known: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Return the groups that the clients of known groups have now. Raises Refused: there is none."""
+    groups: list[Group] = []
+    for number, client in sorted({(group["descriptor"], group["client"]) for group in known}):
+        if number in opened:
+            groups += _groups_of_client(opened[number], number, client)
+    if not groups:
+        raise Refused("no_context")
+    return groups
 
 
 def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
@@ -954,7 +951,6 @@ def _batches(groups: Sequence[tuple[_File, Group]]) -> list[_Batch]:
 _REQUESTS: Final[Mapping[str, Callable[[KernelFiles, Mapping[str, Any]], dict[str, Any]]]] = {
     "check": _check_kernel,
     "find": _find_groups,
-    "find again": _find_groups_again,
     "read": _read_slices,
     "set": _set_slices,
     "off": _disable_channels,
@@ -1215,7 +1211,7 @@ class ChannelControl:
 
         Raises as `find`.
         """
-        return self._find_channels(_request("find again", channels))
+        return self._find_channels(_request("find", channels))
 
     def _find_channels(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
         """Send a request that finds channels, and return those that the answer names. Raises as `find`."""

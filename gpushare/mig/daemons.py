@@ -53,7 +53,8 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
         except GpushareError:
             # It does not answer, so it may be in use.
             continue
-        if not overview.clients and not own.home.live_leases() and _may_stop(host, own):
+        # None: unknown.
+        if not overview.clients and own.home.live_leases() == [] and _may_stop(host, own):
             pids |= {own.found.daemon.pid or 0, *(server.pid for server in overview.servers)}
     return frozenset(pids)
 
@@ -111,21 +112,14 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
             gpu=gpu,
             code="daemon_silent",
         ) from error
-    if clients:
-        raise InUse(
-            f"the MPS daemon {pid} on {title} has clients: {first_few(clients)}",
-            f"wait for them: {ending} --drain 60s; or force it: {ending} --force",
-            gpu=gpu,
-            code="daemon_clients",
-        )
     leases = own.home.live_leases()
-    if leases:
-        raise InUse(
-            f"the MPS daemon {pid} on {title} is used by gpushare run: {first_few(leases)}",
-            f"wait until it ends: gpushare jobs; or force it: {ending} --force",
-            gpu=gpu,
-            code="daemon_clients",
-        )
+    if clients or leases != []:
+        users, way = f"has clients: {first_few(clients)}", f"wait for them: {ending} --drain 60s"
+        if not clients:
+            pids = "by which process is unknown" if leases is None else first_few(leases)
+            users, way = f"is used by gpushare run: {pids}", "wait until it ends: gpushare jobs"
+        hint = f"{way}; or force it: {ending} --force"
+        raise InUse(f"the MPS daemon {pid} on {title} {users}", hint, gpu=gpu, code="daemon_clients")
 
 
 def refuse_foreign(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> None:

@@ -305,16 +305,9 @@ def _count_devices(wish: Wish) -> dict[tuple[str, int], int]:
 
 
 def _is_pci_id_of(text: str, ids: PciIds) -> bool:
-    """Return whether a written PCI id is that of a GPU, as far as it is written."""
-    numbers = _parse_pci_ids(text)
-    if numbers is None or ids.device is None or numbers[0] != ids.device:
-        return False
-    return len(numbers) == 1 or numbers[1] == ids.subsystem
-
-
-def _parse_pci_ids(text: str) -> list[int] | None:
-    """Return ``0xDDDDVVVV`` or ``0xDDDDVVVV:0xSSSSVVVV`` as numbers, or None (pkg/types/device.go)."""
+    """Return whether ``0xDDDDVVVV`` or ``0xDDDDVVVV:0xSSSSVVVV`` is that of a GPU, as far as it is written (pkg/types/device.go)."""
     parts = text.split(":")
     if len(parts) > 2 or not all(re.fullmatch(r"0[xX][0-9a-fA-F]{1,8}|\d{1,10}", part, re.ASCII) for part in parts):
-        return None
-    return [int(part, 16) if part[:2] in {"0x", "0X"} else int(part) for part in parts]
+        return False
+    numbers = [int(part, 16) if part[:2] in {"0x", "0X"} else int(part) for part in parts]
+    return numbers == list(ids[: len(numbers)])

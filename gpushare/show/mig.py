@@ -148,12 +148,6 @@ PROFILE_COLUMNS: Final = (
 )
 
 
-def _name_and_users(instance: GpuInstance) -> str:
-    """Return the name of an instance and who may use it, as the end of its line."""
-    name = "" if instance.name is None else f"  '{instance.name}'"
-    return name + (f" for {', '.join(instance.granted)} only" if instance.granted else "")
-
-
 def layout_text(layout: Layout, *, uuids: bool = True) -> str:
     """Return one GPU: its slices, its instances as a tree, what is lost and what still fits."""
     if not layout.profiles:
@@ -162,9 +156,11 @@ def layout_text(layout: Layout, *, uuids: bool = True) -> str:
     if layout.placed:
         lines += [f"  {ruler(layout)}", f"  {picture_now(layout)}"]
     for instance in sorted(layout.instances, key=lambda each: each.start):
+        name = "" if instance.name is None else f"  '{instance.name}'"
+        users = f" for {', '.join(instance.granted)} only" if instance.granted else ""
         lines.append(
             f"  GI {instance.id:<3} {instance.profile.name:<13} at {instance.placement}   "
-            f"{format_bytes(instance.profile.memory_bytes)}, {plain_value(instance.profile.multiprocessors)} SMs{_name_and_users(instance)}"
+            f"{format_bytes(instance.profile.memory_bytes)}, {plain_value(instance.profile.multiprocessors)} SMs{name}{users}"
         )
         for compute in instance.compute:
             uuid = f"{compute.uuid or '-'}  " if uuids else ""

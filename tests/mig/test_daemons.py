@@ -217,6 +217,14 @@ def test_a_run_is_named(world: World, first: str, home: DaemonHome) -> None:
     assert "--drain" not in error.hint
 
 
+def test_leases_that_cannot_be_read_may_be_those_of_a_run(
+    world: World, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DaemonHome, "live_leases", lambda _: None)
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
+    assert refused(world, [first]).code == "daemon_clients"
+
+
 def test_a_daemon_that_does_not_answer(world: World, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MpsControl, "overview", _silent)
     error = refused(world, [first])
