@@ -138,17 +138,18 @@ def broken() -> Iterator[tuple[str, bytes]]:
     for key in sorted(good.keys() - {"space"}):
         yield f"without {key}", json.dumps({name: value for name, value in good.items() if name != key}).encode()
     yield "a newer one", json.dumps({**good, "schema": 2, "more": 1}).encode()
+    gpu = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": []}
+    for what, change in {
+        "after without the GPU": {"before": [gpu]},
+        "before without the GPU": {"after": [gpu]},
+        "another GPU after": {"before": [gpu], "after": [{**gpu, "uuid": "other"}]},
+        "a title that is a number": {"title": 7},
+        "a step that is a list": {"step": [1]},
+        "a pid that is text": {"pid": "1"},
+        "a proof without anything": {"proof": {}},
+    }.items():
+        yield what, json.dumps({**good, **change}).encode()
     yield "a shape that is none", json.dumps({**good, "before": ["GPU-1"]}).encode()
-    yield (
-        "an instance that is none",
-        json.dumps({**good, "before": [{"uuid": "u", "index": 0, "mig_enabled": True, "instances": [3]}]}).encode(),
-    )
-    yield (
-        "a shape with more",
-        json.dumps(
-            {**good, "after": [{"uuid": "u", "index": 0, "mig_enabled": True, "more": 1, "instances": []}]}
-        ).encode(),
-    )
 
 
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])

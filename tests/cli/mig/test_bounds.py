@@ -95,14 +95,8 @@ def test_so_do_names_of_instances_and_gpus(text: str, parse: Callable[[str], obj
 @pytest.mark.parametrize(
     "words",
     [
-        ("mig", "fits", "{}"),
-        ("mig", "fits", "1g:{}"),
         ("mig", "fits", "--sm", "{}"),
         ("mig", "fits", "--memory", "{}G"),
-        ("mig", "create", "1g*{}", "-n"),
-        ("mig", "status", "-g", "{}"),
-        ("mig", "destroy", "{}", "-n"),
-        ("mig", "destroy", "0/{}", "-n"),
         ("mig", "name", "{}", "1g:0"),
         ("run", "--mig", "{}", "--", "true"),
     ],

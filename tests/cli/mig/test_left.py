@@ -189,14 +189,6 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
 
 
-def test_the_change_that_is_complete_after_all_is_no_loss(cli: Cli) -> None:
-    host = World.new(A100)
-    pid, _ = lost(host)
-    admin.end_process(host.spec, pid)
-    cli("mig", "apply", "1g.10gb*3", host=A100).ok()
-    assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
-
-
 def test_an_earlier_loss_is_named_beside_what_is_undone_now(cli: Cli) -> None:
     host = World.new(TWO)
     lost(host)
@@ -461,8 +453,10 @@ def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: C
     assert entry is not None
     assert missing(connect(A100), entry)
     admin.end_process(host.spec, pid)
+    # The change is complete after all.
     cli("mig", "apply", "1g.10gb*3", host=A100).ok()
     assert missing(connect(A100), entry) == ()
+    assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
     cli("mig", "create", "2g.20gb", host=A100).ok()
     assert missing(connect(A100), entry) == ()
     place = next(f"{name}:{start}" for name, start, _ in host.look()[0].instances if name == "1g.10gb")

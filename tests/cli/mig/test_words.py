@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 
 import pytest
 
@@ -64,12 +63,6 @@ def test_a_gpu_of_the_file_that_is_not_here_is_said(cli: Cli, parted: str, confi
     assert said in checked.err
     # Of those that are here and were not chosen nothing is said.
     assert "GPU 1" not in checked.err
-
-
-def test_a_file_whose_gpus_are_all_here_says_nothing(cli: Cli, parted: str) -> None:
-    Path(parted).write_text(PARTED.replace("[0, 9]", "[0, 1]"))
-    assert "not here" not in cli("mig", "apply", "-f", parted, "-c", "some", host=TWO).ok().err
-    assert "not here" not in cli("mig", "check", "-f", parted, "-c", "some", "-g", "0", host=TWO).ok().err
 
 
 def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: str) -> None:
