@@ -41,21 +41,9 @@ from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 _RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
 
 
-def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, ending: Collection[int]) -> list[str]:
-    """Return notes on what a mode change brings with it; ``ending`` are PIDs that the change ends first.
-
-    Raises:
-        NotSupported: the GPU has no MIG.
-        InUse: the GPU must be reset, and a program holds it.
-    """
-    if not gpu.mig_capable:
-        raise no_mig_error([gpu])
-    if enable == bool(gpu.mig_enabled):
-        # Only a pending mode is canceled, which needs no reset.
-        return []
+def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool) -> list[str]:
+    """Return notes on what a change of the MIG mode brings with it."""
     resetless = MigChanges(host.nvml).resetless(gpu.index)
-    if not resetless:
-        _check_not_held(host, gpu, ending)
     notes = []
     if enable and resetless:
         notes.append("MIG and its instances are lost at a reboot or when the driver is reloaded")
@@ -66,13 +54,20 @@ def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool, ending: Collection
     return [f"GPU {gpu.index}: {note}" for note in notes]
 
 
-def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
-    """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first.
+def _check_switchable(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
+    """Raise unless the MIG mode of GPUs can change, each given with the PIDs that the change ends first.
 
     From Hopper on, the driver switches the mode of a busy GPU, and only the first instance fails.
+
+    Raises:
+        NotSupported: a GPU has no MIG.
+        InUse: a process is on a GPU, or a program without a CUDA context holds one that must be reset.
     """
-    blocking_processes: list[tuple[Gpu, GpuProcess]] = []
+    processes: list[tuple[Gpu, GpuProcess]] = []
+    holders: list[tuple[Gpu, Holder]] = []
     for gpu, ending in switched:
+        if not gpu.mig_capable:
+            raise no_mig_error([gpu])
         blind = host.processes.namespace_is_host() is False and not gpu.processes
         if gpu.processes is None or blind:
             raise InUse(
@@ -82,36 +77,36 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
                 code="unknown_holders",
             )
         idle = idle_daemon_pids(host, gpu).union(ending)
-        blocking_processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
-    if not blocking_processes:
-        return
-    gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
-    pids = sorted({process.pid for _, process in blocking_processes})
-    # An MPS server ends after its clients.
-    named = {process.pid: with_name(host, process).name for _, process in blocking_processes}
-    ended = [pid for pid in pids if named[pid] != MPS_SERVER]
-    numbers = ",".join(map(str, gpus))
-    command = f"stop {' '.join(map(str, ended))}" if ended else f"mps stop -g {numbers}"
-    raise InUse(
-        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: these must end before the MIG mode can "
-        f"change: {processes_text(host.processes, pids)}",
-        f"see all: gpushare status -g {numbers}; end them, or ask their users to end them: gpushare {command}",
-        gpu=gpus[0] if len(gpus) == 1 else None,
-    )
-
-
-def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
-    """Raise if a program without a CUDA context holds a GPU that must be reset."""
-    idle = idle_daemon_pids(host, gpu).union(ending)
-    holders = [
-        holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _RELEASES_FOR_RESET
-    ]
+        processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
+        if not MigChanges(host.nvml).resetless(gpu.index):
+            others = (holder for holder in gpu_holders(host, gpu) if holder.name not in _RELEASES_FOR_RESET)
+            holders += [(gpu, holder) for holder in others if holder.pid not in idle]
+    if processes:
+        raise _processes_error(host, processes)
     if holders:
+        gpu = holders[0][0]
+        of_gpu = [holder for each, holder in holders if each is gpu]
         raise InUse(
-            f"GPU {gpu.index} must be reset, and this holds it: {processes_text(host.processes, [each.pid for each in holders])}",
-            remedy(holders) or f"{ending_hint(host, holders[0].pid)}; then run this again",
+            f"GPU {gpu.index} must be reset, and this holds it: {processes_text(host.processes, [each.pid for each in of_gpu])}",
+            remedy(of_gpu) or f"{ending_hint(host, of_gpu[0].pid)}; then run this again",
             gpu=gpu.index,
         )
+
+
+def _processes_error(host: Host, processes: Sequence[tuple[Gpu, GpuProcess]]) -> InUse:
+    """Return the error about processes on GPUs whose MIG mode is to change."""
+    gpus = list({gpu.index: gpu for gpu, _ in processes}.values())
+    names = {process.pid: with_name(host, process).name for _, process in processes}
+    # An MPS server ends after its clients.
+    ended = [pid for pid in sorted(names) if names[pid] != MPS_SERVER]
+    numbers = ",".join(str(gpu.index) for gpu in gpus)
+    command = f"stop {' '.join(map(str, ended))}" if ended else f"mps stop -g {numbers}"
+    return InUse(
+        f"{titles([Device(gpu=gpu) for gpu in gpus])}: these must end before the MIG mode can change: "
+        f"{processes_text(host.processes, names)}",
+        f"see all: gpushare status -g {numbers}; end them, or ask their users to end them: gpushare {command}",
+        gpu=gpus[0].index if len(gpus) == 1 else None,
+    )
 
 
 def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
@@ -312,6 +307,11 @@ class GpuChange:
         return self.plan.changes or self.enable is not None
 
     @property
+    def switches(self) -> bool:
+        """Return whether the MIG mode changes, and not only a pending one is canceled, which needs no idle GPU."""
+        return self.enable is not None and self.enable != bool(self.gpu.mig_enabled)
+
+    @property
     def before(self) -> GpuShape:
         return shape_of(self.layout, mig_enabled=self.gpu.mig_enabled)
 
@@ -380,8 +380,12 @@ def plan_change(
         ]
         for change in changes
     }
-    switched = [(change.gpu, _pids_in(evicted_on[change.gpu.index])) for change in changes if _switches(change)]
-    _check_no_processes(host, switched)
+    switched = [
+        (change.gpu, [pid for removed in evicted_on[change.gpu.index] for pid in holders_of(removed)])
+        for change in changes
+        if change.switches
+    ]
+    _check_switchable(host, switched)
     changing = [change for change in changes if change.changes]
     parts = [_plan_gpu(host, change, ledger, evicted_on[change.gpu.index]) for change in changing]
     steps = [step for part in parts for step in part.plan.steps]
@@ -400,18 +404,14 @@ def plan_change(
     )
 
 
-def _pids_in(evicted: Sequence[InstanceChange]) -> list[int]:
-    return [pid for removed in evicted for pid in holders_of(removed)]
-
-
 def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequence[InstanceChange]) -> MigChange:
     """Return the part of a transaction on one GPU; ``evicted`` are its instances whose processes are ended."""
     gpu = change.gpu
     notes = []
     if change.after.mig_enabled and not change.after.instances:
         notes.append(f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it")
-    if change.enable is not None:
-        notes += _mode_change_notes(host, gpu, enable=change.enable, ending=_pids_in(evicted))
+    if change.enable is not None and change.switches:
+        notes += _mode_change_notes(host, gpu, enable=change.enable)
     losses = (*_losses(host, change), *daemons_of_others(host, gpu, change.lost_uuids))
     for removed in evicted:
         _refuse_claimed(host, gpu, removed)
@@ -432,11 +432,6 @@ def _plan_gpu(host: Host, change: GpuChange, ledger: MigLedger, evicted: Sequenc
         instances=(instances,),
         evictions=tuple(evictions),
     )
-
-
-def _switches(change: GpuChange) -> bool:
-    """Return whether the MIG mode changes, and not only a pending one is canceled, which needs no idle GPU."""
-    return change.enable is not None and bool(change.gpu.mig_capable) and change.enable != bool(change.gpu.mig_enabled)
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:

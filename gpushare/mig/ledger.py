@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
 from gpushare.base.typed import Count, Pid
@@ -338,24 +338,23 @@ class MigLedger:
 
     def note(self, step: str, begun: Creation | None = None) -> None:
         """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""
-        if self._change is not None:
-            self._change = replace(self._change, step=step, proof=replace(self.proof, begun=begun))
-            self._write(self._change)
+        self._update(step=step, proof=replace(self.proof, begun=begun))
 
     def created(self, creation: Creation) -> None:
         """Write what the driver has created, before anything else is done."""
-        if self._change is not None:
-            # Kept in memory even if it cannot be written: a rollback asks for it.
-            self._change = replace(self._change, proof=Proof(made=(*self.proof.made, creation), begun=None))
-            self._write(self._change)
+        self._update(proof=Proof(made=(*self.proof.made, creation), begun=None))
 
     def refused(self) -> None:
         """Write that nothing was created: an instance that appears there is another program's."""
+        # The rollback that follows knows it from memory.
+        with contextlib.suppress(GpushareError):
+            self._update(proof=replace(self.proof, begun=None))
+
+    def _update(self, **fields: Any) -> None:
+        """Write the current change with other fields, if there is one; it has them even if it cannot be written."""
         if self._change is not None:
-            self._change = replace(self._change, proof=replace(self.proof, begun=None))
-            # The rollback that follows knows it from memory.
-            with contextlib.suppress(GpushareError):
-                self._write(self._change)
+            self._change = replace(self._change, **fields)
+            self._write(self._change)
 
     def complete(self, change: ChangeRecord | None = None) -> None:
         """Note what a change has made and destroyed, and end it. Without ``change`` it is the one that this ledger began.

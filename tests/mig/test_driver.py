@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -28,7 +27,6 @@ from gpushare.mig.profile import Placement
 from gpushare.sim import admin, library_mig
 from gpushare.sim.nvml_abi import Code, Refused
 
-PROJECT = Path(__file__).resolve().parents[2]
 A100, H100 = "sim:a100-80gb", "sim:h100-80gb"
 G1, G3, G7 = 19, 9, 0
 
