@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage, ExitCode, GpuLost, GpushareError, NotSupported
+from gpushare.base.errors import ExitCode, GpuLost, GpushareError, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig_error
 from gpushare.base.values import dataclass
@@ -44,7 +44,7 @@ from gpushare.mig.plan import Cost, MigPlan, Why, shown_steps
 from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.recover import leftovers
-from gpushare.mig.target import is_profile, need_name
+from gpushare.mig.target import need_name
 from gpushare.plan import Plan
 from gpushare.show.mig import (
     MigGpu,
@@ -86,12 +86,6 @@ def env(
     The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
     the instance at the same time: `gpushare run --mig` keeps other runs out.
     """
-    if is_profile(name):
-        raise BadUsage(
-            f"'{name[:60]}' is a profile, and only a name tells which instance",
-            f"give the name of an instance; or let gpushare choose one: gpushare run --mig {name[:60]} -- CMD",
-            code="not_a_name",
-        )
     places = named_places(settings.connect(), need_name(name, 'eval "$(gpushare mig env NAME)"'))
     place = places[0]
     environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}

@@ -209,12 +209,7 @@ def describe(staleness: Staleness) -> str:
     """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
     if staleness.gone:
-        parts.append(f"names devices that are gone ({_first_names_text(staleness.gone)})")
+        parts.append(f"names devices that are gone ({first_few(staleness.gone, 3)})")
     if staleness.missing:
-        parts.append(f"lacks {_first_names_text(staleness.missing)}")
+        parts.append(f"lacks {first_few(staleness.missing, 3)}")
     return " and ".join(parts)
-
-
-def _first_names_text(names: Sequence[str]) -> str:
-    """Return three names; of more the first two, and how many more there are."""
-    return first_few(names, 3 if len(names) <= 3 else 2)

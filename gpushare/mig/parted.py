@@ -9,7 +9,6 @@ accepts the file.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,11 +103,9 @@ def choose_config(configs: Mapping[str, Config], name: str | None) -> Config:
         raise BadUsage(
             f"the file has {len(configs)} configurations", f"name one with -c; {listing}", code="config_not_named"
         )
-    if name in configs:
-        return configs[name]
-    close = difflib.get_close_matches(name, configs, n=1)
-    hint = f"did you mean {close[0]}? {listing}" if close else listing
-    raise NotFound(f"the file has no config '{name[:60]}'", hint, code="unknown_config")
+    if name not in configs:
+        raise NotFound(f"the file has no config '{name[:60]}'", listing, code="unknown_config")
+    return configs[name]
 
 
 def demands_in(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | None = None) -> dict[int, Demand]:

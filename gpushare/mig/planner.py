@@ -462,36 +462,14 @@ _LISTED: Final = 4
 
 
 def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
-    """Return that the wish does not fit on these GPUs even if they are empty, and how many of one kind do."""
+    """Return that the wish does not fit on these GPUs even if they are empty."""
     where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
-    words = " ".join(str(request) for request in wish)
-    for request in wish:
-        number = most_of(layouts, request)
-        if number < request.count:
-            most_there = f"at most {number} of {request.one}" if number else f"not even one {request.one}"
-            return NoPlan(
-                why=Why.NEVER,
-                message=f"{words} does not fit on {where}, even empty: {most_there}",
-                hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
-            )
+    fits = "does not fit" if len(wish) == 1 else "do not fit together"
     return NoPlan(
         why=Why.NEVER,
-        message=f"{words} do not fit together on {where}, even empty",
-        hint="ask for fewer or smaller instances; see what fits together: gpushare mig profiles",
+        message=f"{' '.join(map(str, wish))} {fits} on {where}, even empty",
+        hint="ask for fewer or smaller instances; see how many of each fit: gpushare mig profiles",
     )
-
-
-def most_of(layouts: Sequence[Layout], request: Request) -> int:
-    """Return how many of one request fit on these GPUs if they are empty."""
-    total = 0
-    for layout in layouts:
-        try:
-            kind = _kind_of(request, layout)
-        except GpushareError:
-            continue
-        ways = board_of(layout).arrangements((kind,), (request.count,))
-        total += max(arrangement.counts[0] for arrangement in ways)
-    return total
 
 
 def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:

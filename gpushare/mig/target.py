@@ -72,12 +72,6 @@ def need_name(word: str, then: str) -> str:
     )
 
 
-def is_profile(word: str) -> bool:
-    """Return whether a word is a profile or its id, and not an instance: ``3g.40gb``, ``19``."""
-    text = word.strip()
-    return text[:1].isdigit() and "/" not in text and ":" not in text
-
-
 def _instances_of(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
     return ((layout, instance) for layout in layouts for instance in layout.instances)
 

@@ -16,7 +16,6 @@ The rules:
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -187,17 +186,10 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
         raise BadUsage(
             f"{profile.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement"
         )
-    for slices, count in Counter(request.compute).items():
-        part = profile.compute_of(slices)
-        if part is None or (part.instances is not None and count > part.instances):
-            offered = ", ".join(f"{part.name}*{part.instances or '?'}" for part in profile.compute)
-            parts = f"{count} x {slices}c" if count > 1 else f"{slices}c"
-            raise NotSupported(
-                f"{profile.name} cannot contain {parts}", f"it holds: {offered}", code="mig_profile_unknown"
-            )
     if new_compute(profile, request.compute) is None:
+        offered = ", ".join(f"{part.name}*{part.instances or '?'}" for part in profile.compute)
         raise NotSupported(
-            f"{request.one} do not fit together in one {profile.name}", "ask for fewer", code="mig_profile_unknown"
+            f"{request.one} is more than one {profile.name} holds", f"it holds: {offered}", code="mig_profile_unknown"
         )
     return profile
 
@@ -231,7 +223,7 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
 
     Raises:
         BadUsage: several profiles have this size; the hint lists them.
-        NotSupported: this GPU has no such profile; the hint lists similar ones, or all.
+        NotSupported: this GPU has no such profile; the hint lists all.
     """
     wanted = text.strip().lower().removeprefix("mig").strip(" -")
     if _ID.fullmatch(wanted):
@@ -252,9 +244,9 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
             "switch it on first: gpushare mig enable; or plan for a model: --model h100-80gb",
             code="no_profiles",
         )
-    close = difflib.get_close_matches(wanted[:60], names, n=3, cutoff=0.7)
-    hint = f"did you mean {', '.join(close)}?" if close else f"its profiles: {', '.join(names)}"
-    raise NotSupported(f"this GPU has no MIG profile {quoted(text)}", hint, code="mig_profile_unknown")
+    raise NotSupported(
+        f"this GPU has no MIG profile {quoted(text)}", f"its profiles: {', '.join(names)}", code="mig_profile_unknown"
+    )
 
 
 def _profiles_of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:

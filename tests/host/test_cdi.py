@@ -238,5 +238,5 @@ def test_refresh_leaves_the_file_alone_while_there_is_no_device(host: Host) -> N
 
 def test_long_lists_are_cut() -> None:
     one = cdi.Staleness(path="p", missing=("a", "b", "c", "d"))
-    assert cdi.describe(one) == "lacks a, b and 2 more"
+    assert cdi.describe(one) == "lacks a, b, c and 1 more"
     assert cdi.describe(replace(one, missing=("a", "b", "c"))) == "lacks a, b, c"

@@ -111,7 +111,7 @@ def test_a_size_of_two_plain_profiles_is_ambiguous() -> None:
     assert "1g.10gb, 1g.20gb" in caught.value.hint
 
 
-def test_a_profile_of_another_model_is_never_here_and_the_hint_is_close() -> None:
+def test_a_profile_of_another_model_is_never_here_and_the_hint_has_all() -> None:
     with pytest.raises(NotSupported) as caught:
         find_profile("3g.47gb", H100)
     assert "3g.40gb" in caught.value.hint
