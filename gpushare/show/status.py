@@ -553,7 +553,10 @@ CSV_PROCESS: Final = (
 
 def status_result(snapshot: Snapshot) -> Result:
     """Return the result of ``gpushare status``. If a GPU has an error, the exit code is 1, and the others are shown."""
-    errors = tuple(_status_errors(snapshot))
+    errors = gpu_errors(snapshot.gpus)
+    if not snapshot.gpus:
+        hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
+        errors = (OperationFailed(f"no GPU is visible on {snapshot.host}", hint, code="no_gpu"),)
     answer = StatusAnswer(
         host=snapshot.host,
         driver_version=snapshot.driver_version,
@@ -672,13 +675,6 @@ def _paused_note(snapshot: Snapshot) -> Iterable[str]:
     )
     if paused:
         yield f"paused: process {', '.join(map(str, paused))}; see by whom, and until when: gpushare pause list"
-
-
-def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:
-    yield from gpu_errors(snapshot.gpus)
-    if not snapshot.gpus:
-        hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
-        yield OperationFailed(f"no GPU is visible on {snapshot.host}", hint, code="no_gpu")
 
 
 def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:

@@ -118,18 +118,13 @@ def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
     state.daemons = [other for other in state.daemons if other.pid != daemon.pid]
 
 
-def drop_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
-    """Remove a server that was shut down; clients that are left lose their contexts, waiting ones come in."""
-    return _remove_server(state, daemon, server) + _recover_and_admit(state)
-
-
 def _lose_context(process: SimulatedProcess, error: str) -> None:
     _refuse(process, error)
     process.broken = True
     process.mps_daemon = process.mps_server = None
 
 
-def _remove_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+def remove_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     """Remove a server, whose clients lose their contexts; return the log lines."""
     for process in clients_of(state, server.pid):
         _lose_context(process, "CUDA_ERROR_MPS_RPC_FAILURE")
@@ -161,7 +156,7 @@ def _attach_client(state: SimulatedHostState, process: SimulatedProcess, daemon:
     lines = [accepting, pending]
     # Those of other users, which have no clients: a daemon has one server at a time.
     for other in list(daemon.servers):
-        lines += _remove_server(state, daemon, other)
+        lines += remove_server(state, daemon, other)
     server, started = mps_servers.start_server(state, daemon, uid)
     return [*lines, *started, *_connect(state, process, daemon, server, devices)]
 

@@ -34,7 +34,6 @@ from gpushare.sim.nvml_abi import (
     unversioned,
 )
 from gpushare.sim.state import (
-    SimulatedGpu,
     SimulatedGpuInstance,
     SimulatedHostState,
     StateFile,
@@ -467,7 +466,10 @@ class SimulatedLibrary:
             # A MIG device where only a whole GPU will do.
             raise Refused(Code.NOT_SUPPORTED if handle.kind is HandleKind.MIG_DEVICE else Code.INVALID_ARGUMENT)
         whole = self.gpu(handle.index)
-        _check_faults(whole.gpu, entry.name)
+        # The faults ``not-supported`` and ``refused`` name entry points, in any version.
+        for names, code in ((whole.gpu.not_supported, Code.NOT_SUPPORTED), (whole.gpu.refused, Code.NO_PERMISSION)):
+            if names and unversioned(entry.name) in map(unversioned, names):
+                raise Refused(code)
         if handle.kind is HandleKind.GPU:
             return whole
         if handle.kind is HandleKind.GPU_INSTANCE:
@@ -485,13 +487,6 @@ class SimulatedLibrary:
         except FileNotFoundError:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
-
-
-def _check_faults(gpu: SimulatedGpu, name: str) -> None:
-    """Refuse an entry point that the faults ``not-supported`` and ``refused`` name, in any version."""
-    for names, code in ((gpu.not_supported, Code.NOT_SUPPORTED), (gpu.refused, Code.NO_PERMISSION)):
-        if names and unversioned(name) in map(unversioned, names):
-            raise Refused(code)
 
 
 def _count_down(state: SimulatedHostState, field: str) -> bool:

@@ -182,7 +182,7 @@ class SimulatedProcesses(Processes):
                 if daemon.pid == pid:
                     lines += _signal_daemon(state, daemon, signal)
                 elif server is not None and _kills(signal):
-                    lines += clients.drop_server(state, daemon, server)
+                    lines += [*clients.remove_server(state, daemon, server), *clients.settle(state)]
         if continues:
             to_real(signal)
 

@@ -401,7 +401,10 @@ class StateFile:
         """Hold the host's lock (flock: the kernel releases it when the process ends); NoPermission: it cannot be opened."""
         try:
             self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-            _check_owner(self.directory.parent)
+            # Its default is in /tmp, where anybody may have made it; GPUSHARE_SIM_DIR is the user's own choice.
+            owner = os.lstat(self.directory.parent).st_uid
+            if "GPUSHARE_SIM_DIR" not in os.environ and owner not in {os.geteuid(), 0}:
+                raise PermissionError(errno.EPERM, f"{self.directory.parent} belongs to user {owner}")
             safe = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             # For its owner alone: whoever may open it can hold it, and block every command on this host.
             descriptor = os.open(self.directory / "lock", os.O_RDWR | os.O_CREAT | safe, 0o600)
@@ -414,16 +417,6 @@ class StateFile:
             yield
         finally:
             os.close(descriptor)
-
-
-def _check_owner(directory: Path) -> None:
-    """Raise PermissionError where the directory of all simulated hosts belongs to another user than this one or root.
-
-    Its default is in /tmp, where anybody may have made it. A directory in GPUSHARE_SIM_DIR is the user's own choice.
-    """
-    owner = os.lstat(directory).st_uid
-    if "GPUSHARE_SIM_DIR" not in os.environ and owner not in {os.geteuid(), 0}:
-        raise PermissionError(errno.EPERM, f"{directory} belongs to user {owner}")
 
 
 def now() -> float:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Gpu, ListedJob
     from gpushare.top.frame import Frame
-    from gpushare.top.verbs import Document
     from gpushare.top.watch import Watch
 
 
@@ -574,8 +573,12 @@ class Cockpit(App[None]):
         if self.opened is not None:
             self._open_gpu(None)
         else:
-            self.view = replace(self.view, text="", user=None, gpu=None)
-            self.redraw()
+            self._filter_by(text="", user=None, gpu=None)
+
+    def _filter_by(self, **filters: Any) -> None:
+        """Show the jobs that these filters of the `jobs.View` let through, with those that are there already."""
+        self.view = replace(self.view, **filters)
+        self.redraw()
 
     def action_reverse(self) -> None:
         self._sort_by(self.view.sort)
@@ -706,13 +709,9 @@ class Cockpit(App[None]):
             self._finding_pages.replace(lines)
 
     def action_filter(self) -> None:
-        def typed(text: object) -> None:
-            if text is not None:
-                self.view.text = str(text)
-                self.redraw()
-
         hint = "part of a name, user, command, state or PID; empty shows all"
-        self.push_screen(Prompt("Filter", hint, self.colours, value=self.view.text), typed)
+        prompt = Prompt("Filter", hint, self.colours, value=self.view.text)
+        self.push_screen(prompt, lambda text: None if text is None else self._filter_by(text=str(text)))
 
     def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], **options: Any) -> None:
         """Let the user choose one of the texts; ``chosen`` gets its number. ``options`` are those of `Choice`."""
@@ -725,21 +724,13 @@ class Cockpit(App[None]):
 
     def action_only_user(self) -> None:
         users = sorted({job.user for job in self.frame.jobs if job.user} if self.frame else ())
-
-        def show_user(number: int) -> None:
-            self.view.user = [None, *users][number]
-            self.redraw()
-
-        self._choose("Jobs of", ["all users", *users], show_user)
+        chosen = [None, *users]
+        self._choose("Jobs of", ["all users", *users], lambda number: self._filter_by(user=chosen[number]))
 
     def action_only_gpu(self) -> None:
         indexes = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
-
-        def show_gpu(number: int) -> None:
-            self.view.gpu = [None, *indexes][number]
-            self.redraw()
-
-        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in indexes)], show_gpu)
+        chosen, texts = [None, *indexes], ["all GPUs", *(f"GPU {index}" for index in indexes)]
+        self._choose("Jobs on", texts, lambda number: self._filter_by(gpu=chosen[number]))
 
     def action_sort(self) -> None:
         keys = [column.key for column in jobs.COLUMNS]
@@ -834,7 +825,13 @@ class Cockpit(App[None]):
                 text = f"process {job.pid} has ended meanwhile; nothing was changed"
                 await self._show_dialog(command, [(text, "warn")])
                 return
-            result = await self._run_command(words, plan)
+            self._doing = command
+            try:
+                self.say(f"{command} ...", seconds=3600)
+                # With what the plan takes, to which the user has agreed.
+                result = await self._answer([*words, "-y"] if (plan.get("data") or {}).get("consent") else words)
+            finally:
+                self._doing = None
             if not needs_consent(result):
                 break
             # The host has changed, and the verb would take more than was agreed to: this is a new plan.
@@ -847,16 +844,6 @@ class Cockpit(App[None]):
         undo = (result.get("data") or {}).get("undo")
         self.happened.all.append(Event(time.time(), f"done: {command}{f'; undo: {undo}' if undo else ''}", "good"))
         self._last.refresh()
-
-    async def _run_command(self, words: Sequence[str], plan: Document) -> Document:
-        """Run a command whose plan the user has agreed to, with what it takes; return its document."""
-        consent = bool((plan.get("data") or {}).get("consent"))
-        self._doing = command_of(words)
-        try:
-            self.say(f"{self._doing} ...", seconds=3600)
-            return await self._answer([*words, "-y"] if consent else words)
-        finally:
-            self._doing = None
 
     async def _command_words(self, action: Action, job: ListedJob) -> list[str] | None:
         """Return the command line of an action, after a question if it has one; None: it is not wanted, or cannot be."""
@@ -892,7 +879,7 @@ class Cockpit(App[None]):
                 *((f"  next: {command}", "text") for command in explanation.get("next") or ()),
                 ("", "text"),
             ]
-        await self.push_screen_wait(Dialog(f"Explain: {text}", lines, self.colours))
+        await self._show_dialog(f"Explain: {text}", lines)
 
     def action_logs(self) -> None:
         self._with_chosen_job(self._show_logs)
