@@ -31,20 +31,25 @@ _MOST: Final = 1e100
 
 def check_pattern(option: str, text: str) -> None:
     """Raise BadUsage unless a text, given with this option, is a regular expression with one pair of brackets."""
-    hint = f"mark the number with one pair of brackets: {option} 'rate=([0-9.]+)'"
+    reason = None
     if len(text) > _LONGEST_PATTERN:
-        raise BadUsage(f"{option} {quoted(text)} is longer than {_LONGEST_PATTERN} characters", hint, code="bad_metric")
-    try:
-        with warnings.catch_warnings():
-            # A FutureWarning about syntax whose meaning may change.
-            warnings.simplefilter("ignore")
-            groups = re.compile(text).groups
-    except (re.error, RecursionError, OverflowError) as error:
+        reason = f"is longer than {_LONGEST_PATTERN} characters"
+    else:
+        try:
+            with warnings.catch_warnings():
+                # A FutureWarning about syntax whose meaning may change.
+                warnings.simplefilter("ignore")
+                groups = re.compile(text).groups
+            if groups != 1:
+                reason = f"has {groups} pairs of brackets, not one"
+        except (re.error, RecursionError, OverflowError) as error:
+            reason = f"is not a regular expression: {error}"
+    if reason is not None:
         raise BadUsage(
-            f"{option} {quoted(text)} is not a regular expression: {error}", hint, code="bad_metric"
-        ) from None
-    if groups != 1:
-        raise BadUsage(f"{option} {quoted(text)} has {groups} pairs of brackets, not one", hint, code="bad_metric")
+            f"{option} {quoted(text)} {reason}",
+            f"mark the number with one pair of brackets: {option} 'rate=([0-9.]+)'",
+            code="bad_metric",
+        )
 
 
 def number(text: str | None) -> float | None:
@@ -131,17 +136,27 @@ class Progress:
             NotFound, NoPermission, OperationFailed: it is not there, or cannot be read (code ``log_unreadable``).
             TimedOut: the pattern takes too long.
         """
-        if self._file is None:
-            self._open()
-        return self._new_speeds()
+        file = self._opened() if self._file is None else self._file
+        speeds: list[float] = []
+        lines = self._new_lines(file)
+        with bounded(self.pattern, _MATCH_SECONDS) if lines else contextlib.nullcontext():
+            for line in lines:
+                for match in re.finditer(self.pattern, line[:_LONGEST_LINE].decode(errors="replace")):
+                    value = amount(match.group(1))
+                    if value is not None and not self.higher_is_better:
+                        # A time per unit of work.
+                        value = 1 / value if value > 0 and math.isfinite(1 / value) else None
+                    if value is not None:
+                        speeds.append(value)
+        return speeds
 
     def close(self) -> None:
         if self._file is not None:
             os.close(self._file)
         self._file = None
 
-    def _open(self) -> None:
-        """Open the log at its end: what was in it before is not about now."""
+    def _opened(self) -> int:
+        """Open the log at its end, and return its descriptor: what was in it before is not about now."""
         hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --metric REGEX -- CMD"
         try:
             file = os.open(self.path, _SAFE)
@@ -163,13 +178,12 @@ class Progress:
             raise NoPermission(f"production's log {self.path} {reason}", hint, code="log_unreadable")
         self._file = file
         self._at = status.st_size
+        return file
 
-    def _new_lines(self) -> list[bytes]:
+    def _new_lines(self, file: int) -> list[bytes]:
         """Return the lines appended since the last call, without one that is not complete yet."""
-        if self._file is None:
-            return []
         try:
-            size = os.fstat(self._file).st_size
+            size = os.fstat(file).st_size
             if size < self._at:
                 # Truncated.
                 self._at = 0
@@ -178,26 +192,10 @@ class Progress:
                 # More than a look reads: only the newest counts.
                 self._at = size - _MOST_BYTES
                 self._rest = b""
-            text = os.pread(self._file, _MOST_BYTES, self._at)
+            text = os.pread(file, _MOST_BYTES, self._at)
         except OSError:
             return []
         self._at += len(text)
         *lines, rest = (self._rest + text).replace(b"\r", b"\n").split(b"\n")
         self._rest = rest[-_LONGEST_LINE:]
         return lines
-
-    def _new_speeds(self) -> list[float]:
-        """Return the speeds that the pattern finds in the lines since the last call; of a time per unit of work, 1 / time."""
-        speeds: list[float] = []
-        lines = self._new_lines()
-        with bounded(self.pattern, _MATCH_SECONDS) if lines else contextlib.nullcontext():
-            for line in lines:
-                for match in re.finditer(self.pattern, line[:_LONGEST_LINE].decode(errors="replace")):
-                    value = amount(match.group(1))
-                    if value is None:
-                        continue
-                    if self.higher_is_better:
-                        speeds.append(value)
-                    elif value > 0 and math.isfinite(1 / value):
-                        speeds.append(1 / value)
-        return speeds

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported
-from gpushare.base.model import ComputeMode, GpuProcess, device_key
+from gpushare.base.model import ComputeMode, device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.claims import HeldClaim
@@ -163,7 +163,10 @@ class PlainWatch(Watch):
         on_first_device = []
         if mig is not None:
             self.attached |= tree & {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
-        for gpu, process in self._all_processes():
+        of_all_gpus = (
+            (gpu, each) for gpu in range(self.host.nvml.count()) for each in processes_on(self.host, gpu) or ()
+        )
+        for gpu, process in of_all_gpus:
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
             # Without the ids of its instance, a process on the same GPU may be in ours.
@@ -179,11 +182,6 @@ class PlainWatch(Watch):
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= elsewhere & self._suspects
         self._suspects = elsewhere
-
-    def _all_processes(self) -> Iterator[tuple[int, GpuProcess]]:
-        """Yield the processes of all GPUs that answer, each with the index of its GPU."""
-        for gpu in range(self.host.nvml.count()):
-            yield from ((gpu, process) for process in processes_on(self.host, gpu) or ())
 
     def clients(self) -> set[int]:
         """Return none: outside MPS the end of one breaks no other."""

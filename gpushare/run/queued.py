@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -146,8 +146,8 @@ class Queued:
     start: Callable[[Sequence[Device], RunOptions], Any]
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
-    limits: UserLimits = field(default_factory=UserLimits)
-    quiet: bool = False
+    limits: UserLimits
+    quiet: bool
 
     @property
     def job_bytes(self) -> int | None:
@@ -235,17 +235,13 @@ class Queued:
             planned = [line for line in lines if line.device in devices]
             check_limit_now(planned, request, self._own_limit_bytes)
             self._say_short_of_room(planned, size)
-        return self.start(devices, self._shown_options(request, candidates)), room
-
-    def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
-        """Return the options with the steps that a dry run shows before the program and while it runs."""
-        steps_before = [step_of_run(text) for text in self._texts_before(request, candidates)]
-        return replace(
+        options = replace(
             self.options,
             limits=self._mps_limits(self.job_bytes),
-            before=(*self.options.before, *steps_before),
-            meanwhile=tuple(step_of_run(text) for text in self._texts_meanwhile(request.memory_bytes)),
+            before=(*self.options.before, *map(step_of_run, self._texts_before(request, candidates))),
+            meanwhile=tuple(map(step_of_run, self._texts_meanwhile(size))),
         )
+        return self.start(devices, options), room
 
     def _request(self, size: int | None, devices: Sequence[Device]) -> Request:
         """Return what the job asks the ledger for, on some of these devices."""

@@ -321,17 +321,15 @@ class Group:
         self._wait_reaped(programs)
         return drain
 
-    def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
+    def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> None:
         """End a program without asking it: under MPS stop and drain, kill."""
         trees = dict.fromkeys(pid for member in _members(program) for pid in self.host.processes.descendants(member))
         pids = [pid for pid in trees if self.host.processes.alive(pid)]
-        drain = None
         if self.meter is None:
             kill_all(self.host, pids)
         elif pids:
-            drain = end_clients(self.host, pids, self.meter, bound_seconds=bound_seconds)
+            end_clients(self.host, pids, self.meter, bound_seconds=bound_seconds)
         self._wait_reaped([program])
-        return drain
 
     def end_left_behind(self, stays: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False) -> None:
         """End the processes that `left_behind` has found: by SIGTERM, because a shell's background jobs ignore SIGINT.

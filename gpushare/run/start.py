@@ -559,8 +559,10 @@ class JobStart:
         if self.role.yields == "pause":
             return False
         asked = self.role.yields == "slices" or self.role.keep is not None
-        if asked:
-            self._check_slices_next_to(process, device)
+        if asked and process is not None and process.under_mps:
+            raise production_under_mps_error(process.title, process.name)
+        if self.role.keep is not None and process is None:
+            raise _not_one_production_error(self.host, [device])
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way is Way.SLICES
         if by_tune and not asked and process is not None and process.under_mps:
@@ -575,13 +577,6 @@ class JobStart:
         instead = "this job is paused while it works" if outside else "this job gets a cap"
         self.say(f"time-slices are not supported here: {reason.message}; {instead}")
         return False
-
-    def _check_slices_next_to(self, process: ProductionJob | None, device: Device) -> None:
-        """Raise if a time-slice cannot protect production: it runs under MPS, or with --keep there is none."""
-        if process is not None and process.under_mps:
-            raise production_under_mps_error(process.title, process.name)
-        if self.role.keep is not None and process is None:
-            raise _not_one_production_error(self.host, [device])
 
     def _run_in_group(self, device: Device, options: RunOptions, process: ProductionJob | None) -> Any:
         """Run an opportunistic job in the one MPS daemon of a device, next to production, which runs outside MPS.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -18,6 +17,7 @@ from gpushare.run.farm import (
     share_of_threads,
     size_of_others,
 )
+from tests.errors import fails
 
 counts = some.integers(0, 20)
 
@@ -89,15 +89,19 @@ def test_the_others_reserve_a_fifth_more_than_was_measured() -> None:
 
 def test_lines_are_read_without_the_empty_ones() -> None:
     assert parse_lines(b"a b\r\n\n  \n{}\n\xc3\xa4", "x") == ("a b", "{}", "\u00e4")
-    for text in (b"", b"\n \n"):
-        with pytest.raises(BadUsage):
-            parse_lines(text, "x")
 
 
 def test_a_line_and_a_file_of_lines_have_a_bound() -> None:
     longest, most = b"x" * MOST_LINE_BYTES, b"a\n" * MOST_COPIES
     assert parse_lines(longest, "x") == (longest.decode(),)
     assert len(parse_lines(most, "x")) == MOST_COPIES
-    for text in (longest + b"x", most + b"a"):
-        with pytest.raises(BadUsage):
+    wrong = (
+        (longest + b"x", "bytes"),
+        (most + b"a", "lines"),
+        (b"\xff", "not text"),
+        (b"a\0b", "not text"),
+        (b"\n \n", "no lines"),
+    )
+    for text, message in wrong:
+        with fails(BadUsage, "bad_lines", match=message):
             parse_lines(text, "x")

@@ -32,14 +32,6 @@ def test_the_hint_of_a_failure_names_no_option_that_was_given(cli: Cli, tmp_path
     assert hint.startswith("hint: see the output: ")
 
 
-def test_a_farm_that_is_refused_leaves_no_record(cli: Cli, refused: Refused, tmp_path: Path) -> None:
-    words = ("farm", "--copies", "2", "--memory", "4G", "--logs", str(tmp_path), "--name")
-    cli(*words, "first", "--", "true").ok()
-    for more in ((), ("--resume",)):
-        refused(*words, "second", *more, "--", "echo", code="logs_used", exit_code=2)
-    assert [job["name"] for job in cli("jobs", "-v", output="json").ok().data["jobs"]] == ["first"]
-
-
 def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
     answer = cli("-o", "json", "farm", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
     data = answer.ok().data
@@ -68,30 +60,19 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     assert missing.json["errors"][0]["code"] == "not_measured"
 
 
-def benched(world: World, *command: str, copies: int = 4, driver: str | None = None) -> None:
+@pytest.mark.parametrize("driver", ["580.159.04", "535.1"])
+def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World, driver: str) -> None:
     device = select_one(None, world.host.nvml.sweep())
-    version = driver or world.host.nvml.driver_version()
-    cap = BenchedCap(copies=copies, threads_percent=40.0, best=True, date="2026-11-20", driver=version)
-    keep_benched(world.host, device, command, [cap])
-
-
-def test_a_farm_takes_the_cap_that_bench_kept_for_its_command(cli: Cli, world: World) -> None:
-    benched(world, "true", "{}")
+    cap = BenchedCap(copies=4, threads_percent=40.0, best=True, date="2026-11-20", driver=driver)
+    keep_benched(world.host, device, ("true", "{}"), [cap])
     answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true", "{}").ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0") == 4
-    assert "gpushare bench found the cap on 2026-11-20 under driver 580" in answer.err
+    assert f"gpushare bench found the cap on 2026-11-20 under driver {driver}" in answer.err
     # Another number of copies, or another command, was not measured.
     for copies, *command in (("3", "true", "{}"), ("4", "true", "other")):
         answer = cli("farm", "--copies", copies, "--memory", "4G", "-n", "--", *command).ok()
         assert "=40.0" not in answer.out
         assert "bench" not in answer.err
-
-
-def test_a_cap_that_was_found_under_another_driver_is_taken(cli: Cli, world: World) -> None:
-    benched(world, "true", driver="535.1")
-    answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true").ok()
-    assert "under driver 535.1" in answer.err
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0" in answer.out
 
 
 def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None:
@@ -129,10 +110,7 @@ def test_bad_farms_are_refused(refused: Refused, words: tuple[str, ...], code: s
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b"a\n" + b"x" * 4097, "line 2 of '"),
-        (b"\xff\n", "is not text"),
-        (b"a\0b\n", "is not text"),
-        (b"a\n" * 10_001, "more than 10000 lines"),
+        (b"a\n\xff\n", "line 2 of '"),
         (b"x\n" * (1 << 24), "has more than"),
         (b"x" * (1 << 26), "is longer than"),
     ],
@@ -198,6 +176,6 @@ def test_a_farm_that_is_refused_is_no_job_and_leaves_the_earlier_one(cli: Cli, t
     cli(*words, "--", "true").ok()
     before = [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]]
     assert before == [("web", 0)]
-    assert cli(*words, "--", "true").code == 2
-    assert cli("farm", "--copies", "2", "--name", "web", "--gpus", "2", "--", "true").code != 0
+    for more in ((), ("--resume",), ("--name", "second"), ("--gpus", "2")):
+        assert cli(*words, *more, "--", "echo").code == 2
     assert [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]] == before
