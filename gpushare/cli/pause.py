@@ -48,11 +48,6 @@ def pause(
             replan=lambda: work.plan(begin=True),
             locked=lambda: changing(host),
         )
-        if work.already:
-            until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
-            text = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
-        else:
-            text = f"{work.job.title} is off the GPU: the driver call took {1000 * work.seconds:.1f} ms"
         result = with_answer(
             result,
             PauseAnswer,
@@ -62,9 +57,12 @@ def pause(
         )
         if work.already:
             # Nothing has changed, so there is nothing to undo.
+            until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
+            text = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
             return replace(result, tables=(), done=((text, None),))
         if settings.dry_run:
             return result
+        text = f"{work.job.title} is off the GPU: the driver call took {1000 * work.seconds:.1f} ms"
         return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))
 
 
@@ -112,20 +110,16 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
     return PausedRow(
         pid=job.pid,
         name=job.name,
-        user=_user(job.uid),
+        user=None if job.uid is None else user_name(job.uid),
         state=job.state,
         since=wall_time(job.since),
         until=None if job.until is None else wall_time(job.until),
-        by=_user(host.uid if job.keeper_uid is None else job.keeper_uid),
+        by=user_name(host.uid if job.keeper_uid is None else job.keeper_uid),
         by_run=job.by_run,
         guard=None if job.keeper is None else job.keeper.pid,
         guarded=job.kept(host),
         processes=tuple(process.pid for process in job.channels),
     )
-
-
-def _user(uid: int | None) -> str | None:
-    return None if uid is None else user_name(uid)
 
 
 def clock(at: float) -> str:

@@ -132,8 +132,7 @@ def retargeted(out: Swap, uuid: str) -> Swap:
     The driver restores a process to the GPU that its image is of, or by pairs to another one. In the record all images are of
     ``left_uuid`` (None: of ``gpu_uuid``), but those of ``arrived``, which a broken-off move had brought to ``gpu_uuid``.
 
-    Raises:
-        NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
+    Raises NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
     """
     if uuid == out.gpu_uuid:
         return out

@@ -253,8 +253,7 @@ def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
     Each writes its record before it reads that of the other, so at least one of them sees the other. Root gives the user
     time, but not longer than a copy takes: then the driver alone decides what can be done.
 
-    Raises:
-        InUse: root is swapping it (code ``swap_busy``); ``earlier_record`` is put back.
+    Raises InUse: root is swapping it (code ``swap_busy``); ``earlier_record`` is put back.
     """
     # A copy of a large job takes longer: about 2 GB a second (H200).
     until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9

@@ -6,11 +6,12 @@ A record is on the disk before the driver touches the first process (`swap.py`),
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Annotated, Final, NamedTuple
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.base.typed import Count, JobName, Most, Pid, Shown, Within
 from gpushare.base.units import MIB
 from gpushare.base.values import dataclass
@@ -240,6 +241,15 @@ def has_room(host: Host, swap: Swap, size: int) -> bool | None:
     return None
 
 
+def gpu_of(gpus: Iterable[Gpu], index_or_uuid: int | str, title: str) -> Gpu:
+    """Return the GPU that a job leaves, or comes back to. Raises NotFound: it is gone (code ``unknown_gpu``)."""
+    # Not by `select`: a record that a user has written may say "all".
+    gpu = next((gpu for gpu in gpus if gpu.uuid and index_or_uuid in {gpu.index, gpu.uuid}), None)
+    if gpu is None:
+        raise NotFound(f"the GPU of {title} is gone", "see: gpushare status", code="unknown_gpu")
+    return gpu
+
+
 def several_gpus_error(job: Named, gpus: Sequence[int]) -> NotSupported:
     """Return the error about a job on several GPUs, of these indexes."""
     return NotSupported(
@@ -266,8 +276,7 @@ def is_on_its_way(swap: Swap) -> bool:
 def own_record(host: Host, swap: Swap) -> Swap:
     """Return the record with which this user may bring in a swapped-out job: for another user's job, root's own copy of it.
 
-    Raises:
-        NoPermission: root has taken it out (code ``swapped_by_root``).
+    Raises NoPermission: root has taken it out (code ``swapped_by_root``).
     """
     if swap.keeper_uid is None:
         return swap

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut, error_of
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.host.capabilities import user_name
 from gpushare.host.channels import ChannelControl, Channels
@@ -318,20 +319,15 @@ def _refuse_mps(host: Host, job: PausedJob, processes: Iterable[JobProcess]) -> 
             )
 
 
-def enable(control: ChannelControl, channels: Channels) -> float:
-    """Put the channels of a process back on the GPU; return the seconds spent in the driver, 0.0 if it has ended.
-
-    Raises GpushareError: they may still be off.
-    """
-    try:
-        return control.enable(channels)
-    except NotFound as error:
-        has_other_channels_now = error.code == "stale_channels"
+def enable(control: ChannelControl, channels: Channels) -> None:
+    """Put the channels of a process back on the GPU, unless it has ended. Raises GpushareError: they may still be off."""
     with contextlib.suppress(NotFound):
-        if has_other_channels_now:
-            # As after an exec. Without a probe, `find` writes nothing: no slice changes here.
-            return control.enable(control.find(channels.pid, channels.started, probe=False))
-    return 0.0
+        try:
+            control.enable(channels)
+        except NotFound as error:
+            if error.code == "stale_channels":
+                # As after an exec. Without a probe, `find` writes nothing: no slice changes here.
+                control.enable(control.find(channels.pid, channels.started, probe=False))
 
 
 def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
@@ -339,8 +335,8 @@ def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
     return frozenset((group.client, group.handle, channel) for group in channels.groups for channel in group.channels)
 
 
-def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> float:
-    """Resume a job and remove its record; return the seconds spent in the driver. The caller holds the lock.
+def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> None:
+    """Resume a job and remove its record. The caller holds the lock.
 
     Raises GpushareError: some of it may still be paused; the record stays.
     """
@@ -350,42 +346,34 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> fl
     # What root has paused too stays off until root resumes it.
     kept_by_root = processes_paused_by_root(host) if job.ours else set()
     resumable = [process for process in job.living(host) if (process.pid, process.started) not in kept_by_root]
-    seconds, error = put_back(control, resumable)
+    error = _put_back(control, resumable)
     if error is not None:
         raise error.restated(hint=f"try again: gpushare resume {job.selector}; see: sudo dmesg | tail")
     PAUSES.forget(job.path)
-    return seconds
 
 
 def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
-    """Return the step that resumes a job. The caller holds the lock when it acts."""
+    """Return the step that resumes a job, unless that was done meanwhile. The caller holds the lock when it acts."""
+
+    def put_job_back() -> None:
+        current = PAUSES.read(job.path)
+        # A record that cannot be read exists, too.
+        if current is not None or job.path.exists():
+            resume_and_forget(host, control, current or job)
+
     count = sum(len(group.channels) for process in job.channels for group in process.groups)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
         command=None,
         undo=f"gpushare pause {job.selector}",
-        do=lambda: _put_job_back(host, control, job),
+        do=put_job_back,
     )
 
 
-def _put_job_back(host: Host, control: ChannelControl, job: PausedJob) -> None:
-    """Resume a job by its record as it is now, unless it was resumed meanwhile."""
-    current = PAUSES.read(job.path)
-    # A record that cannot be read exists, too.
-    if current is not None or job.path.exists():
-        resume_and_forget(host, control, current or job)
-
-
-def put_back(control: ChannelControl, channels: Iterable[Channels]) -> tuple[float, GpushareError | None]:
-    """Enable the channels of several processes, whichever of them fail; return the seconds spent, and the first error."""
-    seconds = 0.0
-    first_error = None
-    for process in channels:
-        try:
-            seconds += enable(control, process)
-        except GpushareError as error:
-            first_error = first_error or error
-    return seconds, first_error
+def _put_back(control: ChannelControl, channels: Iterable[Channels]) -> GpushareError | None:
+    """Enable the channels of several processes, whichever of them fail; return the first error."""
+    errors = [error_of(partial(enable, control, process)) for process in channels]
+    return next(filter(None, errors), None)
 
 
 def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
@@ -415,11 +403,11 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
                             resume_and_forget(host, control, current)
                 elif job.keeper_uid == 0:
                     # We may not remove root's record. It no longer counts once the job has ended.
-                    put_back(control, job.living(host))
+                    _put_back(control, job.living(host))
                 else:
                     # We are root, and do not believe what a user's record says of channels.
                     scanned = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
-                    put_back(control, scanned)
+                    _put_back(control, scanned)
 
 
 def find_paused(host: Host, text: str) -> PausedJob:

@@ -78,8 +78,7 @@ def end_programs(
     would break others. ``meter`` measures the drained queue of what must be killed; without one it is killed at once,
     which outside MPS harms no other process. ``hurry`` is polled during the grace and cuts it short (a second Ctrl-C).
 
-    Raises:
-        GpushareError: a process could not be ended.
+    Raises GpushareError: a process could not be ended.
     """
     programs = starts_of(host.processes, program_pids)
     pids = _living(host, programs)

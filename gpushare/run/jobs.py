@@ -551,8 +551,7 @@ def running_record(host: Host, text: str) -> JobRecord | None:
 
     This user's own goes before root's, and to root that before those of other users.
 
-    Raises:
-        BadUsage: it is neither a PID nor a possible name (``bad_name``), or several users have one (``ambiguous_job``).
+    Raises BadUsage: it is neither a PID nor a possible name (``bad_name``), or several users have one (``ambiguous_job``).
     """
     pid = pid_of(text)
     if pid is None:

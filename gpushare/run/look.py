@@ -51,19 +51,16 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         threads = job.threads_percent
         return replace(process, job=job.name, role=job.role, way=job.way, threads_percent=threads, slice_us=slice_us)
 
-    gpus = []
-    for gpu in snapshot.gpus:
-        # None: they are unknown.
-        processes = None if gpu.processes is None else tuple(map(with_job, gpu.processes))
-        gpus.append(replace(gpu, processes=processes))
+    # Unknown processes stay unknown.
+    gpus = (
+        gpu if gpu.processes is None else replace(gpu, processes=tuple(map(with_job, gpu.processes)))
+        for gpu in snapshot.gpus
+    )
     return replace(snapshot, gpus=tuple(gpus))
 
 
-# As `memory.ledger.PREFIX`, which most hosts need not load.
+# As `memory.ledger.PREFIX` and `memory.leases.PREFIX`, which most hosts need not load.
 LEDGER: Final = "gpushare-memory-"
-
-
-# As `memory.leases.PREFIX`.
 LEASES: Final = "gpushare-lease-"
 
 

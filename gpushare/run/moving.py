@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpushare.base.errors import GpuLost, GpushareError, InUse, NotFound, NotSupported, or_none
+from gpushare.base.errors import GpuLost, GpushareError, InUse, NotSupported, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_bytes
@@ -27,7 +27,7 @@ from gpushare.memory.swap import (
     leaving_record,
     swapped_out,
 )
-from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, locked, lost_error, own_record
+from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, gpu_of, locked, lost_error, own_record
 from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
 from gpushare.timeslice.slices import renew_slices
@@ -194,11 +194,10 @@ class Mover:
         if swap is not None:
             check_continues(self._host, swap)
             self._check_whole(job, swap)
-            return own_record(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
+            return own_record(self._host, swap), gpu_of(self._gpus, swap.gpu_uuid, job.title)
         processes = processes_to_swap(self._host, job)
         move.check_single_rank(self._host, job.title, processes)
-        uuid = next((gpu.uuid for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
-        source = self._gpu_by_uuid(uuid, job)
+        source = gpu_of(self._gpus, processes[0].gpus[0], job.title)
         reserved_bytes = reserved_by(self._host, job, processes)
         return leaving_record(self._host, job, source.uuid or "", processes, reserved_bytes), source
 
@@ -213,13 +212,6 @@ class Mover:
                 f"bring it back first: gpushare swap in {swap.selector}; or move it alone: gpushare move {swap.selector}",
                 code="already_out",
             )
-
-    def _gpu_by_uuid(self, uuid: str | None, job: Job) -> Gpu:
-        """Return the GPU of a job's memory. Raises NotFound: it is gone."""
-        gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)
-        if gpu is None:
-            raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
-        return gpu
 
     def _assign_gpus(self, moves: Sequence[_JobMove], gpus: Sequence[Gpu]) -> dict[int, Gpu]:
         """Return by PID a GPU that has room now for each job; jobs without room are left out.
@@ -304,7 +296,7 @@ class Mover:
         swap = find_swap(self._host, job_move.job.pid, job_move.job.name)
         if swap is None or swap.state != BACK or swap.gpu_uuid == job_move.source.uuid:
             return
-        present_gpu = self._gpu_by_uuid(swap.gpu_uuid, job_move.job)
+        present_gpu = gpu_of(self._gpus, swap.gpu_uuid, job_move.job.title)
         record, _ = self._record_and_gpu(job_move.job)
         self._move_now(_JobMove(job=job_move.job, swap=record, source=present_gpu, candidates=(job_move.source,)))
 

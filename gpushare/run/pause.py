@@ -192,8 +192,7 @@ class ChannelPauser:
         New processes are scanned, and those whose channels are off are read again. Of the others `disable` finds out whether
         they have other channels now.
 
-        Raises:
-            GpushareError: they cannot be paused in this way.
+        Raises GpushareError: they cannot be paused in this way.
         """
         channels_of: dict[int, Channels] = {}
         for pid in pids:
@@ -219,8 +218,7 @@ class ChannelPauser:
     def disable(self) -> None:
         """Take the known channels off the GPU. Processes that have other channels now are forgotten, for the next `find`.
 
-        Raises:
-            GpushareError: it cannot be done.
+        Raises GpushareError: it cannot be done.
         """
         changed = False
         for pid, channels in list(self.known.items()):

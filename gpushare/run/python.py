@@ -106,11 +106,8 @@ def start(
 
 def _words(argument: str, words: Sequence[Word]) -> list[str]:
     """Return a command, or options, as words of text. Raises BadUsage unless it is a list of texts, numbers or paths."""
-    hint = (
-        f'for example: {argument}=["--swap", "turns"]'
-        if argument == "options"
-        else 'for example: ["python3", "train.py"]'
-    )
+    example = '["python3", "train.py"]' if argument == "command" else '["--swap", "turns"]'
+    hint = f"give a list of words: {argument}={example}"
     if isinstance(words, (str, bytes)):
         hint = f"split it: {argument}=shlex.split({os.fsdecode(words)!r})"
     else:
@@ -155,8 +152,7 @@ class Job:
     def output(self) -> Path:
         """Return the file that keeps what a job in the background prints.
 
-        Raises:
-            GpushareError: there is none, such as of a process that gpushare did not start, or a later job has taken the name.
+        Raises GpushareError: there is none, such as of a process that gpushare did not start, or a later job has taken the name.
         """
         from gpushare.run.jobs import PAST
         from gpushare.run.output import find_output, gpushare_of

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from dataclasses import field, replace
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
-from gpushare.base.model import Gpu
 from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
-from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import Draw, reserved_by, room_reserved
 from gpushare.memory.swap import (
@@ -34,6 +32,7 @@ from gpushare.memory.swapped import (
     Swap,
     ended_swap,
     find_swap,
+    gpu_of,
     is_on_its_way,
     locked,
     lost_error,
@@ -85,8 +84,15 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
         raise _already_out_error(present)
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
-    gpu, gpu_uuid = _gpu_to_leave(host, job, processes[0].gpus[0])
-    swap = leaving_record(host, job, gpu_uuid, processes, reserved_by(host, job, processes))
+    gpu = gpu_of(host.nvml.sweep(), processes[0].gpus[0], job.title)
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"{job.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
+            "pause it instead: gpushare pause JOB",
+            gpu=gpu.index,
+            code="mig_enabled",
+        )
+    swap = leaving_record(host, job, gpu.uuid or "", processes, reserved_by(host, job, processes))
     done: list[Swap] = []
 
     def act() -> None:
@@ -112,21 +118,6 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
         consent=losses,
     )
     return SwapWork(plan, swap, done)
-
-
-def _gpu_to_leave(host: Host, job: Job, index: int) -> tuple[Gpu, str]:
-    """Return the GPU that a job is on, with its UUID. Raises NotFound (it is gone) or NotSupported (MIG is on)."""
-    gpu = next((gpu for gpu in host.nvml.sweep() if gpu.index == index), None)
-    if gpu is None or gpu.uuid is None:
-        raise NotFound(f"GPU {index} is gone", "see: gpushare status", code="unknown_gpu")
-    if gpu.mig_enabled:
-        raise NotSupported(
-            f"{job.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
-            "pause it instead: gpushare pause JOB",
-            gpu=gpu.index,
-            code="mig_enabled",
-        )
-    return gpu, gpu.uuid
 
 
 def back_to_gpu(
@@ -169,7 +160,14 @@ def back_to_gpu(
     if swap.state == LOST:
         raise lost_error(swap)
     check_continues(host, swap)
-    device = _device_of(host, swap)
+    device = Device(gpu=gpu_of(host.nvml.sweep(), swap.gpu_uuid, swap.title))
+    if device.gpu.mig_enabled:
+        raise NotSupported(
+            f"{device.title} is in MIG mode now, and {swap.title} came from the whole GPU",
+            f"when its instances are free: sudo gpushare mig disable -g {device.gpu.index}",
+            gpu=device.gpu.index,
+            code="mig_enabled",
+        )
     done: list[Swap] = []
     pids = " ".join(str(identity.pid) for identity in living)
     undo = f"gpushare swap out {swap.selector}"
@@ -186,24 +184,6 @@ def back_to_gpu(
         consent=() if is_own_swap else losses,
     )
     return SwapWork(plan, swap, done)
-
-
-def _device_of(host: Host, swap: Swap) -> Device:
-    """Return the GPU that a job comes back to. Raises NotFound, NotSupported."""
-    # Not by `select`: a record that a user has written may say "all".
-    gpu = next((each for each in host.nvml.sweep() if each.uuid == swap.gpu_uuid), None)
-    if gpu is None:
-        raise NotFound(
-            f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})", "see: gpushare status", code="unknown_gpu"
-        )
-    if gpu.mig_enabled:
-        raise NotSupported(
-            f"GPU {gpu.index} is in MIG mode now, and {swap.title} came from the whole GPU",
-            f"when its instances are free: sudo gpushare mig disable -g {gpu.index}",
-            gpu=gpu.index,
-            code="mig_enabled",
-        )
-    return Device(gpu=gpu)
 
 
 def _wait_and_return(

@@ -631,8 +631,7 @@ class Swapping(Part):
 
         Otherwise the next one could not leave, and this one never come back.
 
-        Raises:
-            InUse: it has not (code ``host_memory``).
+        Raises InUse: it has not (code ``host_memory``).
         """
         next_bytes = None
         if isinstance(self._policy, (Turns, IdleInTurns)) and sample.next_in_turn is not None:

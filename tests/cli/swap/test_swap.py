@@ -189,19 +189,13 @@ def test_another_users_job_needs_consent(cli: Cli, refused: Refused, world: Worl
     assert world.process(int(pid)).checkpoint == CHECKPOINTED
 
 
-def test_a_paused_job_is_resumed_first(refused: Refused, cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("pause", pid).ok()
-    assert f"gpushare resume {pid}" in refused("swap", "out", pid, code="paused", exit_code=19)
-    cli("resume", pid).ok()
-    cli("swap", "out", pid).ok()
-
-
-def test_the_hint_for_a_paused_job_has_its_name(refused: Refused, cli: Cli, world: World) -> None:
+def test_a_paused_job_is_resumed_first_by_its_name(refused: Refused, cli: Cli, world: World) -> None:
     world.record("train", job())
     cli("pause", "train").ok()
     for words in (("swap", "out"), ("move",)):
         assert "gpushare resume train" in refused(*words, "train", code="paused", exit_code=19)
+    cli("resume", "train").ok()
+    cli("swap", "out", "train").ok()
 
 
 @pytest.mark.parametrize(
