@@ -25,9 +25,7 @@ _AT_BOOT: Final = (
 
 
 @verb(Command)
-def capture(
-    gpu: str | None = GPU_OPTION,
-) -> Any:
+def capture(gpu: str | None = GPU_OPTION) -> Any:
     """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
 
     `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot

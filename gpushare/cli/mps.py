@@ -238,8 +238,7 @@ def stopped_sentence(row: StoppedDaemon) -> str:
 
 
 app = typer.Typer(
-    **GROUP,
-    help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits.",
+    **GROUP, help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits."
 )
 
 THREADS: Final = option("--threads", "PCT", "Active thread percentage per client, 0.1 to 100; per GPU: 0=25,1=50.")

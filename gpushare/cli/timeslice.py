@@ -320,10 +320,7 @@ def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
         return ask_and_carry_out(first, replan=plan_now if first.consent else None)
 
 
-def reset(
-    job: str | None = argument("[JOB]", "PID or name of a job."),
-    gpu: str | None = WHOLE_GPU_OPTION,
-) -> Any:
+def reset(job: str | None = argument("[JOB]", "PID or name of a job."), gpu: str | None = WHOLE_GPU_OPTION) -> Any:
     """Give a job the time-slice that it had before gpushare set one; without a JOB, set GPUs to level default.
 
     Without a JOB it also restores the compute mode from before `timeslice set`. That needs root.

@@ -16,13 +16,7 @@ from gpushare.host import cdi
 from gpushare.host.process import processes_text
 from gpushare.mig.driver import MigReader
 from gpushare.mig.grant import reapplied_steps
-from gpushare.mig.holders import (
-    claimed_instances,
-    gpu_holders,
-    instance_holders,
-    open_device_files,
-    remedy,
-)
+from gpushare.mig.holders import claimed_instances, gpu_holders, instance_holders, open_device_files, remedy
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.places import named_places
 from gpushare.mig.profile import on_or_off

@@ -16,15 +16,7 @@ from typing import Final
 from gpushare.base.errors import GpushareError, cut, or_none
 from gpushare.base.model import Gpu, GpuProcess, MpsDaemon
 from gpushare.base.units import MIB, counted, first_few, format_bytes
-from gpushare.doctor.check import (
-    MOST_SHOWN,
-    Check,
-    Examination,
-    finding,
-    for_owner,
-    process_title,
-    remedy_of,
-)
+from gpushare.doctor.check import MOST_SHOWN, Check, Examination, finding, for_owner, process_title, remedy_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
 from gpushare.host.machine import SHARED_MEMORY

@@ -183,9 +183,7 @@ def compose_export(share: ExportedDevice, *, image: str | None = None) -> Export
     body["deploy"] = {"resources": {"reservations": {"devices": [reserved]}}}
     document = yaml_document(COMPOSE_FILE, {"services": {"gpu": body}})
     return _container_export(
-        share,
-        [document],
-        [f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"],
+        share, [document], [f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"]
     )
 
 

@@ -64,14 +64,7 @@ class GpuApply:
     needs_root: bool = False
 
 
-def plan_gpu(
-    host: Host,
-    ledger: MigLedger,
-    index: int,
-    entry: Entry,
-    *,
-    others: Collection[str] = (),
-) -> GpuApply:
+def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others: Collection[str] = ()) -> GpuApply:
     """Return the plan that makes a GPU match its entry; without steps if it already does.
 
     ``others`` are the UUIDs of the other GPUs in the file: they give up names that this one gets.

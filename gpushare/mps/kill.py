@@ -85,11 +85,7 @@ class Ending:
                 command=None,
                 do=self._wait_for_drain,
             ),
-            Step(
-                what=f"kill {which}",
-                command=f"kill -KILL {pids}",
-                do=lambda: kill_all(self._host, self._started),
-            ),
+            Step(what=f"kill {which}", command=f"kill -KILL {pids}", do=lambda: kill_all(self._host, self._started)),
         )
 
     def _stop(self) -> None:
@@ -121,13 +117,7 @@ class Ending:
         self.drain = wait_for_drain(self._meter, self._before, self._bound)
 
 
-def end_clients(
-    host: Host,
-    pids: Iterable[int] | Mapping[int, float],
-    meter: Meter,
-    *,
-    bound_seconds: float,
-) -> Drain:
+def end_clients(host: Host, pids: Iterable[int] | Mapping[int, float], meter: Meter, *, bound_seconds: float) -> Drain:
     """End clients of MPS without harm to others (see `Ending`); return how their work on the GPU drained.
 
     Raises:
@@ -247,9 +237,7 @@ def _clients_among(host: Host, daemons: Sequence[FoundDaemon], pids: Collection[
 def serves_clients_error(pid: int, what: str, hint: str) -> BadUsage:
     """Return the error about an MPS daemon or server that was to be ended as if it were a client."""
     return BadUsage(
-        f"process {pid} is an MPS {what}: without it all of its clients lose the GPU",
-        hint,
-        code="serves_clients",
+        f"process {pid} is an MPS {what}: without it all of its clients lose the GPU", hint, code="serves_clients"
     )
 
 

@@ -18,15 +18,7 @@ from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
 from gpushare.mps.control import MpsControl, control_command, probe_version, start_environment, start_words
 from gpushare.mps.daemons import FoundDaemon, check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
-from gpushare.mps.home import (
-    RUNNING,
-    STARTING,
-    DaemonHome,
-    DaemonRecord,
-    own_home,
-    pipe_users,
-    set_pipe_users,
-)
+from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, own_home, pipe_users, set_pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step

@@ -226,12 +226,7 @@ def test_the_prolog_knows_slurms_numbers(described: HostDescription, autodetect:
         (host(gpu(0, Way.MIG, mig=(mig(replicas=2),))), {}, NotSupported, "sharing_on_mig"),
         (host(gpu(0, Way.MIG)), {}, NotSupported, "no_device"),
         (t4s(minor=None), {}, NotSupported, "no_minor"),
-        (
-            host(gpu(0, Way.MIG, mig=(mig(capabilities=None),))),
-            {"autodetect": "off"},
-            NotSupported,
-            "no_capabilities",
-        ),
+        (host(gpu(0, Way.MIG, mig=(mig(capabilities=None),))), {"autodetect": "off"}, NotSupported, "no_capabilities"),
         (t4s(), {"autodetect": "rsmi"}, BadUsage, "bad_autodetect"),
     ],
 )

@@ -95,11 +95,7 @@ class Node:
         path = self.tmp / f"{script}.sh"
         path.write_text(body)
         # slurmd gives them no PATH.
-        environment = {
-            "SLURM_JOB_ID": str(job),
-            "SLURM_JOB_UID": "0",
-            "CUDA_VISIBLE_DEVICES": gpus,
-        }
+        environment = {"SLURM_JOB_ID": str(job), "SLURM_JOB_UID": "0", "CUDA_VISIBLE_DEVICES": gpus}
         if percent is not None:
             environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = percent
         environment.update(more)

@@ -31,9 +31,7 @@ def read(*entries: str, described: HostDescription = H100S) -> HostDescription:
 
 def test_each_way_of_sharing() -> None:
     parsed = read(
-        "timeslice: long",
-        "mps: {threads: 25, memory: 4G, priority: low, exclusive: true}",
-        "exclusive: true",
+        "timeslice: long", "mps: {threads: 25, memory: 4G, priority: low, exclusive: true}", "exclusive: true"
     )
     sliced, clients, alone, untouched = parsed.gpus
     assert (sliced.sharing, sliced.time_slice) == (Way.TIMESLICE, TimeSlice.LONG)

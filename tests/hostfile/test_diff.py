@@ -204,9 +204,7 @@ def test_a_driver_that_lists_no_profiles_is_not_asked_for_them(layout: Layout | 
 def test_daemons_of_mig_devices_are_compared_each_with_its_own() -> None:
     there = (("3g.40gb", 0), ("3g.40gb", 4))
     wish = mig(InstanceWish(wish="3g.40gb:0", mps=mps_wish(threads_percent=50.0)), "3g.40gb:4")
-    assert said(with_mig(*there), wish) == [
-        "MPS of 3g.40gb:0: none; the file: a daemon, threads 50 %",
-    ]
+    assert said(with_mig(*there), wish) == ["MPS of 3g.40gb:0: none; the file: a daemon, threads 50 %"]
     now = with_mig(*there, daemons={"MIG-0": daemon(threads_percent=50.0), "MIG-4": daemon()})
     assert said(now, wish) == ["MPS of 3g.40gb:4: a daemon; the file: none"]
 

@@ -71,12 +71,7 @@ limits = st.builds(
     | st.integers(1, 999).map(lambda n: n * GIB),
     priority=st.sampled_from([None, Priority.LOW]),
 )
-instance_daemons = st.builds(
-    MpsWish,
-    limits=limits,
-    users=users,
-    multiuser=st.booleans(),
-)
+instance_daemons = st.builds(MpsWish, limits=limits, users=users, multiuser=st.booleans())
 daemons = st.builds(lambda wish, exclusive: replace(wish, exclusive=exclusive), instance_daemons, st.booleans())
 profiles = st.sampled_from(
     ["1g.10gb", "3g.40gb", "3g", "7g", "1g.10gb+me", "1c.3g.40gb", "2c.4g", "1g+me.all", "2g-me"]
@@ -92,12 +87,7 @@ def instances(draw: st.DrawFn) -> InstanceWish:
     name = draw(st.none() | st.from_regex(r"[a-fh-lo-z][a-z0-9_.-]{0,9}", fullmatch=True).filter(lambda n: n != "all"))
     count = draw(st.sampled_from(["", "*2", "*14"])) if name is None else ""
     mps = draw(st.none() | instance_daemons)
-    return InstanceWish(
-        wish=wish + count,
-        name=name,
-        users=draw(users) if name is not None else (),
-        mps=mps,
-    )
+    return InstanceWish(wish=wish + count, name=name, users=draw(users) if name is not None else (), mps=mps)
 
 
 matches = st.one_of(
@@ -114,12 +104,7 @@ matches = st.one_of(
 )
 entries = st.one_of(
     st.builds(Entry, match=matches, sharing=st.just(Way.EXCLUSIVE)),
-    st.builds(
-        Entry,
-        match=matches,
-        sharing=st.just(Way.TIMESLICE),
-        time_slice=st.sampled_from(TimeSlice),
-    ),
+    st.builds(Entry, match=matches, sharing=st.just(Way.TIMESLICE), time_slice=st.sampled_from(TimeSlice)),
     st.builds(Entry, match=matches, sharing=st.just(Way.MPS), mps=daemons),
     st.builds(Entry, match=matches, sharing=st.just(Way.MIG), mig=st.lists(instances(), max_size=4).map(tuple)),
 )

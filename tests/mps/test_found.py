@@ -139,14 +139,7 @@ def test_a_daemon_in_our_home_is_ours_also_with_a_broken_record(host: Host) -> N
 
 
 @pytest.mark.parametrize(
-    ("visible", "indexes"),
-    [
-        (None, (0, 1)),
-        ("0", (0,)),
-        ("1", (1,)),
-        ("1,0", (1, 0)),
-        ("0,7,1", (0,)),
-    ],
+    ("visible", "indexes"), [(None, (0, 1)), ("0", (0,)), ("1", (1,)), ("1,0", (1, 0)), ("0,7,1", (0,))]
 )
 def test_a_foreign_daemon_and_the_gpus_it_serves(
     host: Host, sim_dir: Path, visible: str | None, indexes: tuple[int, ...]

@@ -21,12 +21,7 @@ from gpushare.base.model import device_key
 from gpushare.base.typed import parsed
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mps import home as mps_home
-from gpushare.mps.home import (
-    DaemonHome,
-    DaemonRecord,
-    home_of,
-    homes_in,
-)
+from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.mps.limits import Limits
 from tests.cli.drive import until
 from tests.errors import fails

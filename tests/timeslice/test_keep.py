@@ -372,14 +372,7 @@ def test_a_process_with_a_recorded_pid_that_started_later_is_not_touched(new_des
     assert desk.slice(pid) == 500
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "{",
-        "[]",
-    ],
-)
+@pytest.mark.parametrize("text", ["", "{", "[]"])
 def test_a_broken_record_is_no_record(text: str, new_desk: Callable[..., Desk]) -> None:
     desk = new_desk()
     desk.add()

@@ -199,11 +199,7 @@ def test_env_makes_a_client_with_these_limits(cli: Cli, world: World) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
-    [
-        ((), "no_daemon", 6),
-        (("--memory", "1T"), "limit_above_gpu", 2),
-        (("--priority", "x"), "bad_priority", 2),
-    ],
+    [((), "no_daemon", 6), (("--memory", "1T"), "limit_above_gpu", 2), (("--priority", "x"), "bad_priority", 2)],
 )
 def test_wrong_env(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("mps", "env", *words, code=code, exit_code=exit_code)
