@@ -31,7 +31,7 @@ from gpushare.export.containers import (
     mig_parted_export,
 )
 from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
-from gpushare.export.document import Export, apply_script, joined_text, write_documents
+from gpushare.export.document import Export, apply_script, check_word, joined_text, write_documents
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
 from gpushare.export.k8s import operator_export
@@ -259,10 +259,7 @@ def node_name(given: str | None, *, short: bool = False) -> str | None:
             host_name = host_name.partition(".")[0]
         # A host name that no node could have is not the user's mistake.
         return host_name if re.fullmatch(_NODE, host_name) else None
-    if re.fullmatch(_NODE, given) is None:
-        raise BadUsage(
-            f"'{given[:60]}' is not a valid node name", "give its name in the cluster: --node gpu01", code="bad_node"
-        )
+    check_word(given, _NODE, "the name of a node in a cluster", "--node gpu01", code="bad_node")
     return given
 
 

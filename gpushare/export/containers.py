@@ -18,7 +18,7 @@ from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
 from gpushare.base.selection import no_mig_error
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
-from gpushare.export.document import IMAGE, Document, Export, image_or_default, notes, yaml_document
+from gpushare.export.document import IMAGE, Document, Export, check_word, image_or_default, notes, yaml_document
 from gpushare.hostfile.file import MpsWish
 from gpushare.inputs import yaml_text
 from gpushare.mig.parted import PLACEMENTS, VERSION, parse_parted
@@ -272,12 +272,7 @@ def mig_parted_export(host: HostDescription, *, name: str, placement: bool = Fal
 
     ``placement`` appends a second YAML document to the file, with exact places; mig-parted does not read it.
     """
-    if _CONFIG_NAME.fullmatch(name) is None:
-        raise BadUsage(
-            f"'{name[:60]}' is not a name for a configuration",
-            "use up to 63 letters, digits and . _ + -, for example: train-night",
-            code="bad_name",
-        )
+    check_word(name, _CONFIG_NAME, "a name for a configuration", "--name train-night")
     text = yaml_text(mig_config(host, name))
     if placement:
         text += _PLACES_BELOW + yaml_text(_placements(host, name))

@@ -86,13 +86,15 @@ _IMAGE: Final = re.compile(
 
 def image_or_default(image: str | None) -> str:
     """Return an image as it was given, or without one `IMAGE`. Raises BadUsage (``bad_name``)."""
-    if image is not None and _IMAGE.fullmatch(image) is None:
-        raise BadUsage(
-            f"'{image[:70]}' is not the name of an image",
-            "for example: --image nvcr.io/nvidia/pytorch:25.01-py3",
-            code="bad_name",
-        )
+    if image is not None:
+        check_word(image, _IMAGE, "the name of an image", "--image nvcr.io/nvidia/pytorch:25.01-py3")
     return image or IMAGE
+
+
+def check_word(word: str, pattern: str | re.Pattern[str], what: str, example: str, *, code: str = "bad_name") -> None:
+    """Raise BadUsage unless a whole word that was typed is of a pattern; ``what`` it should be, as in ``example``."""
+    if re.fullmatch(pattern, word) is None:
+        raise BadUsage(f"'{word[:70]}' is not {what}", f"for example: {example}", code=code)
 
 
 def joined_text(documents: Sequence[Document]) -> str:

@@ -10,12 +10,12 @@ import json
 import re
 from typing import Any, Final
 
-from gpushare.base.errors import BadUsage, NotFound, NotSupported
+from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import Way
 from gpushare.base.units import MIB
 from gpushare.export.containers import ExportedDevice
 from gpushare.export.description import whole_percent
-from gpushare.export.document import Document, Export, image_or_default, notes
+from gpushare.export.document import Document, Export, check_word, image_or_default, notes
 
 FILE: Final = "task-definition.json"
 # Host memory that ECS keeps for the container.
@@ -25,10 +25,7 @@ _FAMILY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}", re.ASCII)
 
 def ecs_export(share: ExportedDevice, *, family: str = "gpu-shared", image: str | None = None) -> Export:
     """Return the task definition of one container on a share like this one."""
-    if _FAMILY.fullmatch(family) is None:
-        raise BadUsage(
-            f"'{family[:70]}' is not the name of a task definition", "for example: --name gpu-shared", code="bad_name"
-        )
+    check_word(family, _FAMILY, "the name of a task definition", "--name gpu-shared")
     container = {
         "name": "gpu",
         "image": image_or_default(image),

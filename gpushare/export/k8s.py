@@ -18,7 +18,7 @@ from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import MIB, format_bytes, format_percent, ranges
 from gpushare.export import containers
 from gpushare.export.description import GpuDescription, HostDescription
-from gpushare.export.document import IMAGE, Document, Export, cluster_object, notes, yaml_document
+from gpushare.export.document import IMAGE, Document, Export, check_word, cluster_object, notes, yaml_document
 from gpushare.hostfile.file import MpsWish
 from gpushare.inputs import yaml_text
 
@@ -256,17 +256,13 @@ CONFIG_LABEL: Final = "nvidia.com/device-plugin.config"
 TAINT: Final = {"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}
 TOLERATION: Final = {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}
 LOOP: Final = "while /cuda-samples/vectorAdd; do sleep 1; done; exit 1"
-_NAMESPACE: Final = re.compile(r"[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
+_NAMESPACE: Final = re.compile(r"(?!default$)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def operator_export(host: HostDescription, *, namespace: str = "gpu-operator") -> Export:
     """Return the documents that make a cluster share the GPUs of this node as the host does now."""
-    if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
-        raise BadUsage(
-            f"'{namespace[:70]}' is not a namespace for the device plugin",
-            "give the namespace of the GPU operator: --namespace gpu-operator (never default)",
-            code="bad_namespace",
-        )
+    what, example = "a namespace for the device plugin", "--namespace gpu-operator (never default)"
+    check_word(namespace, _NAMESPACE, what, example, code="bad_namespace")
     sharing = sharing_of_node(host)
     traits = host.traits | ({"plugin-mps"} if sharing.strategy == "mps" else set())
     # For nodes without a label, and for this node.

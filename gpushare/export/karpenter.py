@@ -8,7 +8,6 @@ EC2NodeClass).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
-from gpushare.export.document import Document, Export, cluster_object, notes, yaml_document
+from gpushare.export.document import Document, Export, check_word, cluster_object, notes, yaml_document
 from gpushare.export.k8s import sharing_of_node
 
 _DEFAULT_AMI: Final = "al2023@latest"
@@ -61,10 +60,8 @@ def node_pool_export(
         (role, r"(?a)[\w+=,.@-]{1,64}", "--role KarpenterNodeRole-prod"),
         (instance_type, r"(?a)[a-z0-9][a-z0-9-]*\.[a-z0-9-]+", "--instance-type g4dn.12xlarge"),
     ):
-        if word is not None and re.fullmatch(pattern, word) is None:
-            raise BadUsage(
-                f"'{word[:60]}' is not valid for {example.split()[0]}", f"for example: {example}", code="bad_name"
-            )
+        if word is not None:
+            check_word(word, pattern, f"valid for {example.split()[0]}", example)
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
     sharing = sharing_of_node(host)
