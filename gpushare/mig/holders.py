@@ -44,11 +44,15 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
         return {}
     files = files or open_device_files(host)
     holders_at = {}
-    for ids, capability in capabilities.items():
-        pids = set(files.holders_of(capability.node)) - _listed_pids(gpu, *ids)
-        holders = _describe_holders(host, pids, capability.node)
+    for (instance, compute), capability in capabilities.items():
+        listed = {
+            process.pid
+            for process in gpu.processes or ()
+            if process.gpu_instance_id == instance and compute in {None, process.compute_instance_id}
+        }
+        holders = _describe_holders(host, set(files.holders_of(capability.node)) - listed, capability.node)
         if holders:
-            holders_at[ids] = holders
+            holders_at[instance, compute] = holders
     return holders_at
 
 
@@ -111,15 +115,6 @@ def _remedy_of(name: str) -> str | None:
 def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
     """Return the N of ``/dev/nvidiaN``; None: the GPU does not answer."""
     return None if gpu.error is not None else or_none(lambda: host.nvml.minor_number(gpu.index))
-
-
-def _listed_pids(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> set[int]:
-    """Return the PIDs that NVML lists in a compute instance, or with None anywhere in a GPU instance."""
-    return {
-        process.pid
-        for process in gpu.processes or ()
-        if process.gpu_instance_id == gpu_instance and compute_instance in {None, process.compute_instance_id}
-    }
 
 
 def _describe_holders(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
 
 from gpushare.host.host import Host, make_private_directory
-from gpushare.host.records import sweep_leftovers
 from gpushare.mps.home import home_of
 from tests.cli.drive import Cli, World, Write
 
@@ -51,18 +48,6 @@ def test_a_leftover_is_removed_where_there_is_nothing_to_do(
     assert cli(*words, "--dry-run").code == code
     assert path.exists()
     assert cli(*words).code == code
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("where", [LEVEL, NAMES, DAEMON])
-def test_what_somebody_is_writing_stays(world: World, where: tuple[str, str]) -> None:
-    path = left(world, *where)
-    descriptor = os.open(path, os.O_RDWR)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    sweep_leftovers(world.host)
-    assert path.exists()
-    os.close(descriptor)
-    sweep_leftovers(world.host)
     assert not path.exists()
 
 

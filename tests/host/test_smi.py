@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,14 +49,6 @@ def row(index: int | str, value: str, name: str = "Timeslice") -> dict[str, str]
 
 def test_the_table_of_the_h200() -> None:
     assert smi.parse_compute_policies(CAPTURE.read_text()) == {0: TimeSlice.DEFAULT}
-
-
-@pytest.mark.parametrize(
-    "columns", list(itertools.permutations((*COLUMNS, "Extra"))) + list(itertools.permutations(COLUMNS))
-)
-def test_columns_are_found_by_their_names(columns: tuple[str, ...]) -> None:
-    text = table([row(0, "Default"), row(1, "Long"), row(12, "Short")], columns)
-    assert smi.parse_compute_policies(text) == {0: TimeSlice.DEFAULT, 1: TimeSlice.LONG, 12: TimeSlice.SHORT}
 
 
 def test_other_policies_are_left_out_and_an_unknown_level_is_unknown() -> None:

@@ -165,12 +165,6 @@ def test_what_is_no_journal_is_not_taken_for_none(ledger: MigLedger, path: Path,
     assert path.read_bytes() == content
 
 
-def test_a_newer_journal_of_another_boot_is_over(ledger: MigLedger, path: Path) -> None:
-    path.write_text(json.dumps({"schema": 2, "boot": "another", "more": 1}))
-    assert ledger.interrupted() is None
-    assert ledger.begun() is None
-
-
 def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(ledger: MigLedger, path: Path) -> None:
     path.write_bytes(b"{")
     with MigLedger(connect(H200)).locked():
