@@ -94,7 +94,7 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
         return json_text(result, ascii_only=ascii_only)
     if form is OutputFormat.YAML:
         return yaml_text(result, ascii_only=ascii_only)
-    table = csv_table(result)
+    table = result.csv or next(iter(result.tables), None)
     return "" if table is None or result.status == "error" else csv_text(table, header=header)
 
 
@@ -199,10 +199,6 @@ def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
 
     text: str = yaml.safe_dump(result.envelope(), sort_keys=False, allow_unicode=not ascii_only, width=math.inf)
     return text
-
-
-def csv_table(result: Result) -> Table | None:
-    return result.csv or (result.tables[0] if result.tables else None)
 
 
 def csv_text(table: Table, *, header: bool = True) -> str:

@@ -146,18 +146,17 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]]) -> list[Piece]:
     return pieces
 
 
-def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:
-    """Return the newest values (0 to 1) as one line, the newest at the right; an unknown one is a blank."""
-    shown = _newest(values, width)
-    return [("".join(" " if value is None else _UP[min(7, _eighths(value, 1))] for value in shown), colour)]
+def sparkline(values: Sequence[float | None], colour: str) -> Piece:
+    """Return values (0 to 1) as one line, a cell each; an unknown one is a blank."""
+    return "".join(" " if value is None else _UP[min(7, _eighths(value, 1))] for value in values), colour
 
 
-def chart(values: Sequence[float | None], width: int, height: int, colour: str) -> list[list[Piece]]:
-    """Return values (0 to 1) as an area of ``height`` lines, the newest at the right.
+def chart(values: Sequence[float | None], height: int, colour: str) -> list[list[Piece]]:
+    """Return values (0 to 1) as an area of ``height`` lines, a column each.
 
     A whole cell is a blank on a background: blocks above each other show a seam in some fonts.
     """
-    heights_in_eighths = [0 if value is None else _eighths(value, height) for value in _newest(values, width)]
+    heights_in_eighths = [0 if value is None else _eighths(value, height) for value in values]
     lines: list[list[Piece]] = []
     for lines_below in reversed(range(height)):
         line: list[Piece] = []
@@ -166,11 +165,6 @@ def chart(values: Sequence[float | None], width: int, height: int, colour: str) 
             _append(line, (" ", colour, colour) if eighths == 8 else (_UP[eighths], colour, "head"))
         lines.append(line)
     return lines
-
-
-def _newest(values: Sequence[float | None], width: int) -> list[float | None]:
-    """Return the last ``width`` values, after unknown ones if there are fewer."""
-    return [*([None] * (width - len(values))), *values[-width:]] if width > 0 else []
 
 
 def _eighths(value: float, height: int) -> int:

@@ -113,7 +113,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout) -> list[P
     if layout.past:
         # The driver tells no utilization in MIG mode.
         series = "sm" if gpu.mig_enabled else "util"
-        pieces += [*sparkline(history.means(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
+        pieces += [sparkline(history.means(gpu.index, series, layout.past), series), (" ", "text")]
     if layout.sm:
         sm = frame.activity(gpu)
         pieces.append(_figure_piece(sm, "%", layout.sm, "sm" if sm else "dim"))
@@ -340,7 +340,7 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
             figure = f"{watts:.0f} W"
         label = f"GPU {gpu.index} {SERIES[key]}"
         heads += [(fit(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]
-        area = chart(history.means(gpu.index, key, cells), cells, height - 1, key)
+        area = chart(history.means(gpu.index, key, cells), height - 1, key)
         for row, line in zip(rows, area, strict=True):
             row += [*line, (" ", "dim")]
     return [heads, *rows]

@@ -11,6 +11,7 @@ from rich.cells import cell_len
 from gpushare.show.render import GAP, LAST_RESORT, layout_of, table_lines
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.status import status_result
+from gpushare.show.text import visible
 from tests.show.hosts import mig_uuid, mixed_host, uuid
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="-"), min_size=1, max_size=30)
@@ -47,14 +48,8 @@ def test_no_line_is_too_long_and_no_id_or_number_is_ever_cut(table, width):
         if column.whole or column.right:
             for row, line in zip(table.rows, lines[2:], strict=True):
                 value = row[column.key]
-                shown = "-" if value is None else _escaped(str(value))
+                shown = "-" if value is None else visible(str(value))
                 assert shown.strip() in line
-
-
-def _escaped(text: str) -> str:
-    from gpushare.show.text import visible
-
-    return visible(text)
 
 
 @settings(max_examples=150, deadline=None)

@@ -125,20 +125,8 @@ def test_it_says_where_it_must_run() -> None:
 def test_it_runs_on_its_host_and_ends_after_its_work(capfd: pytest.CaptureFixture[str]) -> None:
     from gpushare.cli import main
 
-    words = [
-        sys.executable,
-        "-m",
-        "gpushare.sim.job",
-        "--need",
-        "40",
-        "--rate",
-        "100",
-        "--work",
-        "10",
-        "--latency",
-        "4",
-    ]
-    assert main(["--host", SPEC, "run", "--", "sh", "-c", " ".join(words)]) == 0
+    command = f"{sys.executable} -m gpushare.sim.job --need 40 --rate 100 --work 10 --latency 4"
+    assert main(["--host", SPEC, "run", "--", "sh", "-c", command]) == 0
     out = capfd.readouterr().out
     rates = [float(text) for text in re.findall(r"^rate=(.+)$", out, re.MULTILINE)]
     assert rates

@@ -127,13 +127,13 @@ def test_a_bar_has_its_width_whatever_it_shows(share: float, cells: int) -> None
 
 def test_an_unknown_value_is_a_dash_in_a_bar_and_a_gap_in_the_past() -> None:
     assert bar(5, [(None, "util")]) == [("-    ", "dim")]
-    assert sparkline([0.0, None, 1.0], 4, "util") == [(" ▁ ▇", "util")]
-    lines = ["".join(piece[0] for piece in line) for line in chart([None, 0.5, 1.0], 3, 2, "util")]
+    assert sparkline([0.0, None, 1.0], "util") == ("▁ ▇", "util")
+    lines = ["".join(piece[0] for piece in line) for line in chart([None, 0.5, 1.0], 2, "util")]
     assert [len(line) for line in lines] == [3, 3]
 
 
 def test_what_a_chart_is_filled_with_shows_without_colours() -> None:
-    full = segments(chart([1.0], 1, 2, "util")[1], 1, PLAIN)
+    full = segments(chart([1.0], 2, "util")[1], 1, PLAIN)
     assert full[0].text == "█" or (full[0].style is not None and full[0].style.reverse)
 
 
