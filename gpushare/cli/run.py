@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final, cast, get_args
 
-from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -99,10 +98,13 @@ def run(
     swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
     # --gpus 1 is as without it.
     given = settings.given - {"--gpus"} if gpus == 1 else settings.given
-    refuse(REFUSED, _with_values(given, yields, swaps, over, priority))
+    refuse(REFUSED, {*given, f"--over:{over}", f"--priority:{priority}", *_words_of_values(yields, yield_value, swaps)})
 
     # The share of the GPU, and the name.
-    limits = _typed_limits(threads, priority, yield_value if yields == "caps" else None)
+    limits = Limits.typed(threads, None, priority)
+    if yields == "caps" and yield_value is not None:
+        percent = percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
+        limits = replace(limits, threads_percent=percent)
     given_slice = yield_value if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
@@ -161,17 +163,6 @@ def run(
         restart=restart_on is not None,
     )
     return job_start.run(gpu, mig, options)
-
-
-def _typed_limits(threads: str | None, priority: str | None, cap: str | None) -> Limits:
-    """Return the limits of an MPS client; ``cap`` is the value of --yield caps, its thread percentage."""
-    limits = Limits.typed(threads, None, priority)
-    if cap is None:
-        return limits
-    if threads is not None:
-        raise BadCombination("--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60")
-    percent = percentage("--yield caps", cap, example="--yield caps=60", code="bad_yield")
-    return replace(limits, threads_percent=percent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +259,7 @@ REFUSED: Final = (
     Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved gets a time-slice by gpushare timeslice set", "--swap request --name NAME -- CMD"),
     Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G -- CMD"),
     Refused("--swap --movable --yield:swap", "--container", "a container cannot be swapped or moved", "--container podman -- IMAGE CMD"),
+    Refused("--yield:caps=N", "--threads", "both cap the threads of the job", "--opportunistic --yield caps=60 -- CMD"),
     Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97% -- CMD"),
 )  # fmt: skip
 
@@ -311,16 +303,16 @@ def parse_swap(text: str) -> SwapWish:
     return wish
 
 
-def _with_values(
-    given: AbstractSet[str], yields: str | None, swap: SwapWish | None, over: str | None, priority: str | None
-) -> set[str]:
-    """Return the options that are given, with those of their values that `REFUSED` names."""
-    with_values = {*given, f"--yield:{yields}", f"--over:{over}", f"--priority:{priority}"}
+def _words_of_values(yields: str | None, yield_value: str | None, swap: SwapWish | None) -> set[str]:
+    """Return the values of --yield and --swap as `REFUSED` names them."""
+    words = {f"--yield:{yields}"}
+    if yields == "caps" and yield_value is not None:
+        words.add("--yield:caps=N")
     if swap is not None and swap.idle_seconds is not None:
-        with_values.add("--swap:idle")
+        words.add("--swap:idle")
     if swap is not None and swap.turns:
-        with_values.add("--swap:turns")
-    return with_values
+        words.add("--swap:turns")
+    return words
 
 
 def slice_of(text: str) -> int:

@@ -203,9 +203,11 @@ class Controller:
         # Then these must suffice: the other job is not held back without end.
         is_longest_hold = at - held_at >= _LONGEST_HOLD_SECONDS
         clean = self._printed.since(held_at + _SETTLE_SECONDS)
-        if not clean:
+        values = [number.value for number in clean]
+        mean = math.fsum(values) / len(values) if values else 0.0
+        if mean <= 0:
             if is_longest_hold:
-                # Production prints nothing: without a baseline, run the least slice.
+                # Production prints nothing, or only zeros: without a baseline, run the least slice.
                 self._run_with(at, LEAST_US)
             return
 
@@ -217,12 +219,6 @@ class Controller:
         if not (is_enough or is_enough_of_seldom or is_longest_hold):
             return
 
-        values = [number.value for number in clean]
-        mean = math.fsum(values) / len(values)
-        if mean <= 0:
-            if is_longest_hold:
-                self._run_with(at, LEAST_US)
-            return
         is_doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
         if is_doubtful and spread < _DOUBTFUL_SECONDS and not is_longest_hold:
             # What the other had submitted may still be running.

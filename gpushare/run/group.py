@@ -149,19 +149,12 @@ class GroupSlice(Part):
                 watch.poll()
             self._apply_slice(watch)
         if self.gave_up:
-            return self._poll_instead()
+            is_to_end = self.instead is not None and self.instead.poll()
+            self.due = math.inf if self.instead is None else self.instead.due
+            return is_to_end
         is_unproved = watch.attached and not self._slices.proved
         self.due = time.monotonic() + min(watch.poll_interval(), _FIRST_SECONDS if is_unproved else LOOK_SECONDS)
         return False
-
-    def _poll_instead(self) -> bool:
-        """Poll what pauses the program in place of the slice, if that is possible; return whether the job is to end."""
-        if self.instead is None:
-            self.due = math.inf
-            return False
-        is_to_end = self.instead.poll()
-        self.due = self.instead.due
-        return is_to_end
 
     def _has_new_process(self, watch: Attachment) -> bool:
         """Return whether NVML lists a process of the program that the daemon was not asked about."""

@@ -688,8 +688,12 @@ def test_stderr_that_another_program_made_non_blocking_loses_nothing() -> None:
         assert stream.read() == b"last words\n"
 
 
+OOM = b"Traceback (most recent call last):\n  File 'a.py'\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+BROKEN = b"Traceback (most recent call last):\n  File 'a.py'\nValueError: bad shape\n"
+
+
 @pytest.mark.parametrize(
-    ("last_words", "short"),
+    ("text", "short"),
     [
         (b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", True),
         (b"CUDA_ERROR_OUT_OF_MEMORY", True),
@@ -700,21 +704,7 @@ def test_stderr_that_another_program_made_non_blocking_loses_nothing() -> None:
         (b"FATAL ERROR: Reached heap limit - JavaScript heap out of memory", False),
         (b"java.lang.OutOfMemoryError: Java heap space", False),
         (b"DefaultCPUAllocator: can't allocate memory: Cannot allocate memory", False),
-    ],
-)
-def test_what_tells_that_there_was_no_gpu_memory(last_words: bytes, short: bool) -> None:
-    tail = ErrorTail()
-    os.write(tail.descriptor, last_words + b"\n")
-    assert tail.ran_out_of_memory() == short
-
-
-OOM = b"Traceback (most recent call last):\n  File 'a.py'\ntorch.OutOfMemoryError: CUDA out of memory.\n"
-BROKEN = b"Traceback (most recent call last):\n  File 'a.py'\nValueError: bad shape\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "short"),
-    [
+        # A later failure of its own is no want of memory.
         (OOM, True),
         (b"warning: CUDA out of memory, trying a smaller batch\nepoch 2\n" + BROKEN, False),
         (BROKEN + OOM, True),
@@ -730,7 +720,7 @@ BROKEN = b"Traceback (most recent call last):\n  File 'a.py'\nValueError: bad sh
         (b"CUDA out of memory. retrying\n" + BROKEN + b"train.py has ended with 1\n", False),
     ],
 )
-def test_a_later_failure_of_its_own_is_no_want_of_memory(text: bytes, short: bool) -> None:
+def test_what_tells_that_there_was_no_gpu_memory(text: bytes, short: bool) -> None:
     assert lacked_memory(text) == short
 
 
