@@ -109,10 +109,10 @@ class Recipe:
     """Lines in order, those that undo them, and what to measure afterwards."""
 
     lines: tuple[AdviceStep, ...]
-    undo: tuple[AdviceStep, ...] = ()
-    measure: tuple[str, ...] = ()
+    undo: tuple[AdviceStep, ...]
+    measure: tuple[str, ...]
     # The lines name what earlier ones made: one change cannot carry them out.
-    several_shells: bool = False
+    several_shells: bool
 
 
 def join_recipes(recipes: Sequence[Recipe]) -> Recipe:

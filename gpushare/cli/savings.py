@@ -176,7 +176,7 @@ class SavingsAnswer(Savings):
     gpu_memory_bytes: int | None
 
 
-def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
+def savings_result(data: SavingsAnswer, notes: Sequence[str]) -> Result:
     """Return the estimate as a result: a line and a row of the table for each smaller number of GPUs."""
     lines = [_line_of_today(data), *(_option_line(option, data) for option in data.options)]
     lines += _headroom_lines(data)

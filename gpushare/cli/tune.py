@@ -190,7 +190,7 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
 
 
 def keep_result(
-    host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
+    host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None
 ) -> Any:
     """Keep the setting, what was tried, and the profiles of the commands in files; return the figures as a result.
 

@@ -454,7 +454,7 @@ class Bench:
                 return None
             return f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
 
-        cells, left_out = sort_out(settings.cells, why_not_copies=why_too_large)
+        cells, left_out = sort_out(settings.cells, why_too_large)
         self._settings = self.measurement.settings = replace(settings, cells=cells)
         self.measurement.left_out += left_out
 
@@ -578,8 +578,8 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
     most = max(profiles.values(), default=0)
     cells, left_out = sort_out(
         wished.cells,
-        obstacles.why_not,
         lambda way, copies: obstacles.why_not_copies(way, copies) or _why_no_instances(way, copies, most),
+        obstacles.why_not,
     )
     if alone is None or not cells:
         reason = "; ".join(dict.fromkeys(f"{cell.way}: {cell.reason}" for cell in left_out)) or "none was given"
@@ -641,9 +641,7 @@ def measure(
         grounds.open(mps=any(way.kind is Way.MPS for way, _ in schedule(settings)), instances=instances_needed)
         with Experiment(host, grounds) as experiment:
             free = len(grounds.instances)
-            kept, left_out = sort_out(
-                settings.cells, why_not_copies=lambda way, copies: _why_no_instances(way, copies, free)
-            )
+            kept, left_out = sort_out(settings.cells, lambda way, copies: _why_no_instances(way, copies, free))
             if (settings.alone.kind is Way.MIG and not free) or not kept:
                 raise NotSupported(
                     "no MIG instance without a name is free",

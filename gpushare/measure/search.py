@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from gpushare.base.model import Way
@@ -503,12 +503,12 @@ class Outcome:
     ``frontier`` are the settings to which no other one is better for both sides. ``stable``: nothing was left to try.
     """
 
-    best: Figures | None = None
-    nearest: Figures | None = None
-    curve: tuple[Figures, ...] = ()
-    frontier: frozenset[Setting] = field(default=frozenset())
-    stable: bool = False
-    low_priority_helps: bool | None = None
+    best: Figures | None
+    nearest: Figures | None
+    curve: tuple[Figures, ...]
+    frontier: frozenset[Setting]
+    stable: bool
+    low_priority_helps: bool | None
 
 
 def outcome(goal: Goal, measured: Sequence[Figures], *, stable: bool) -> Outcome:

@@ -203,11 +203,11 @@ class TuneResult:
     seconds: float
     measuring_seconds: float
     starting_seconds: float
-    waits: bool = False
-    over: bool = False
-    stopped: KeyboardInterrupt | GpushareError | None = None
+    waits: bool
+    over: bool
+    stopped: KeyboardInterrupt | GpushareError | None
     # Other processes on the GPU: PID and name.
-    strangers: Mapping[int, str] = field(default_factory=dict)
+    strangers: Mapping[int, str]
 
 
 class TuneReporter:

@@ -276,8 +276,8 @@ def _why_not_mig(device: Device) -> str | None:
 
 def sort_out(
     cells: Sequence[Cell],
+    why_not_copies: Callable[[BenchWay, int], str | None],
     why_not: Callable[[BenchWay], str | None] = lambda _: None,
-    why_not_copies: Callable[[BenchWay, int], str | None] = lambda *_: None,
 ) -> tuple[list[Cell], list[LeftOut]]:
     """Return which ways are measured with how many copies, and which are left out and why.
 

@@ -29,7 +29,7 @@ class _Item(NamedTuple):
     heading: str = ""
 
 
-def answer_table(data: Any, *, whole: bool = False) -> Table:
+def answer_table(data: Any, *, whole: bool) -> Table:
     """Return the answer: drawn on a terminal, else rows of item and text.
 
     Without ``whole``, a terminal shows only the first of the changes.

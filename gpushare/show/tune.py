@@ -56,9 +56,9 @@ class WayAnswer:
     """The best setting of one way, or the nearest; or why the way was not searched."""
 
     way: TunedWay
-    best: Row | None = None
-    nearest: Row | None = None
-    left_out: str | None = None
+    best: Row | None
+    nearest: Row | None
+    left_out: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class TuneAnswer:
     file: str | None = None
 
 
-def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[GpushareError] = ()) -> Result:
+def tune_result(data: TuneAnswer, notes: Sequence[str], errors: Sequence[GpushareError]) -> Result:
     """Return the result of ``gpushare tune``; ``errors`` are what ended it early, and what could not be written."""
     return Result(
         data=data,

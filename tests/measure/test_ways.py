@@ -116,7 +116,7 @@ def test_compute_modes(mode: int) -> None:
 def test_left_out_are_named_with_reason() -> None:
     ways = parse_ways("queue,mps,mps:100/n,mig,streams")
     why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", most_clients=4)
-    cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.why_not, why.why_not_copies)
+    cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.why_not_copies, why.why_not)
     assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
     assert {(one.way, one.copies): one.reason for one in left} == {
         ("mps", 8): "an MPS server takes 4 clients",
@@ -128,6 +128,6 @@ def test_left_out_are_named_with_reason() -> None:
 
 def test_numbers_of_copies_that_cannot_be() -> None:
     (mig,) = parse_ways("mig")
-    cells, left = sort_out([(mig, 1), (mig, 4)], ALL.why_not, lambda _way, copies: "too few" if copies > 2 else None)
+    cells, left = sort_out([(mig, 1), (mig, 4)], lambda _way, copies: "too few" if copies > 2 else None, ALL.why_not)
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
