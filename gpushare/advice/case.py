@@ -371,7 +371,7 @@ def _parse_property(key: str, value: Any) -> dict[str, Any]:
     """Return the fields of a workload that one property of a file or option sets."""
     if key in _TEXTS:
         if isinstance(value, (list, tuple, Mapping)):
-            raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", f"give one {key}", code="bad_value")
+            raise _bad_value_error(key, value, f"give one {key}")
         return {key: str(value)}
     if key in _COUNTS:
         return {key: _parse_count(key, value)}
@@ -379,6 +379,10 @@ def _parse_property(key: str, value: Any) -> dict[str, Any]:
         return {key: _parse_choice(key, value, [choice.value for choice in _CHOICES[key]], _CHOICES[key])}
     reader = _READERS.get(key)
     return {key: _parse_yes_or_no(key, value)} if reader is None else reader(value)
+
+
+def _bad_value_error(key: str, value: Any, hint: str) -> BadUsage:
+    return BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", hint, code="bad_value")
 
 
 # A smaller number is no size in bytes: its unit is missing.
@@ -412,9 +416,7 @@ def _parse_choice(key: str, value: Any, words: list[str], convert: Any) -> Any:
     """Return one of the words, converted; BadUsage names them."""
     text = str(value).strip().lower()
     if text not in words:
-        raise BadUsage(
-            f"'{text[:40]}' is not a valid value for {key}", f"give one of: {', '.join(words)}", code="bad_value"
-        )
+        raise _bad_value_error(key, text, f"give one of: {', '.join(words)}")
     return convert(text)
 
 
@@ -423,7 +425,7 @@ def _parse_yes_or_no(key: str, value: Any) -> bool:
         return value
     answer = _YES.get(str(value).strip().lower())
     if answer is None:
-        raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", "give yes or no", code="bad_value")
+        raise _bad_value_error(key, value, "give yes or no")
     return answer
 
 

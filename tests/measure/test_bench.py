@@ -300,6 +300,8 @@ def test_a_file_that_is_no_benchmark(text: str, tmp_path: Path) -> None:
         {"started_at": "today"},
         {"driver": 7},
         {"gpu": {}},
+        {"gpu": None},
+        {"workload": {}},
         {"metric": None},
         {"picks": [None]},
         *({"cells": [{"way": "mps", "copies": copies}]} for copies in (0, 1.5, True, "2", 10**400)),

@@ -44,11 +44,8 @@ def test_another_gpu_and_command_are_told_of(cli: Cli, earlier: Path) -> None:
     assert "faster" in other.out
 
 
-@pytest.mark.parametrize("change", [{"gpu": None}, {"command": 5}, {"driver": 7}, {"workload": {}}])
-def test_a_damaged_file_is_refused_before_anything_runs(
-    refused: Refused, earlier: Path, change: dict[str, Any]
-) -> None:
-    earlier.write_text(json.dumps({**json.loads(earlier.read_text()), **change}))
+def test_a_damaged_file_is_refused_before_anything_runs(refused: Refused, earlier: Path) -> None:
+    earlier.write_text(json.dumps({**json.loads(earlier.read_text()), "command": 5}))
     refused("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=2", code="not_a_bench", exit_code=2)
 
 
