@@ -194,22 +194,19 @@ def visible_leftovers(host: Host) -> list[Leftover]:
 
 
 def leftovers(host: Host, ledger: MigLedger) -> list[Leftover]:
-    """Return what changes left; while one is running, nothing counts as left."""
-    interrupted = interrupted_change(ledger)
+    """Return what changes left, an interrupted one first, even if its journal cannot be read.
+
+    While a change is running, nothing counts as left.
+    """
     lost = [] if ledger.running() else not_restored(host, ledger)
-    return lost if interrupted is None else [interrupted, *lost]
-
-
-def interrupted_change(ledger: MigLedger) -> Leftover | None:
-    """Return the change that was interrupted, even if its journal cannot be read."""
     try:
         change = ledger.interrupted()
     except OperationFailed as error:
-        return Leftover(id="mig.interrupted", seen=error.message, remedy=error.hint)
+        return [Leftover(id="mig.interrupted", seen=error.message, remedy=error.hint), *lost]
     if change is None:
-        return None
+        return lost
     seen = f"'{change.title}' was interrupted"
-    return Leftover(id="mig.interrupted", seen=seen, remedy=RECOVER, at=change.step, gpus=_uuids(change))
+    return [Leftover(id="mig.interrupted", seen=seen, remedy=RECOVER, at=change.step, gpus=_uuids(change)), *lost]
 
 
 def _uuids(change: ChangeRecord) -> tuple[str, ...]:
