@@ -10,7 +10,7 @@ devices gets all of them at once, or none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from gpushare.base.values import dataclass
 
@@ -72,13 +72,6 @@ class Waiting:
     run_seconds: float | None = None
 
 
-class _StillWaiting(NamedTuple):
-    """A job that cannot start now, and in how many seconds it can at the latest (None: no time bounds it)."""
-
-    job: Waiting
-    starts_within: float | None
-
-
 # Of a user, unless root has set another in gpushare.yaml.
 MOST_LEASE_SECONDS: Final = 12 * 3600.0
 
@@ -125,7 +118,8 @@ def admitted(
     """
     running_then = {key: list(running.get(key, ())) for key in rooms}
     devices: dict[str, tuple[str, ...]] = {}
-    still_waiting: list[_StillWaiting] = []
+    # Those that cannot start now, and in how many seconds they can at the latest (None: no time bounds it).
+    still_waiting: list[tuple[Waiting, float | None]] = []
     for job in waiting:
         free = tuple(
             key
@@ -135,7 +129,7 @@ def admitted(
             and not _delays_any(rooms[key], key, running_then[key], job, still_waiting)
         )
         if len(free) < job.count:
-            still_waiting.append(_StillWaiting(job, _starts_within(rooms, running_then, job)))
+            still_waiting.append((job, _starts_within(rooms, running_then, job)))
             continue
         devices[job.name] = free
         for key in free[: job.count]:
@@ -147,7 +141,7 @@ def admitted(
 
 
 def _delays_any(
-    room: Room, key: str, running: Sequence[Running], job: Waiting, earlier_jobs: Sequence[_StillWaiting]
+    room: Room, key: str, running: Sequence[Running], job: Waiting, earlier_jobs: Sequence[tuple[Waiting, float | None]]
 ) -> bool:
     """Return whether ``job``, if it starts now on the device ``key``, might delay an earlier job that waits for this device.
 

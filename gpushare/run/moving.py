@@ -56,6 +56,18 @@ class _JobMove:
     candidates: tuple[Gpu, ...]
 
     @property
+    def undo(self) -> str:
+        """Return the command that takes the job back to where it was; if it was swapped out, from there out again."""
+        back = f"gpushare move {self.job.selector} -g {self.source.index}"
+        return back if self.swap.state != OUT else f"{back} && gpushare swap out {self.job.selector}"
+
+    @property
+    def end(self) -> str:
+        """Return in words what holds after the move."""
+        to_gpu = self.row.to_gpu
+        return f"{self.job.title} has moved" if to_gpu is None else f"{self.job.title} is on GPU {to_gpu} now"
+
+    @property
     def row(self) -> MovedJob:
         to = self.candidates[0].index if len(self.candidates) == 1 else None
         return MovedJob(
@@ -239,11 +251,10 @@ class Mover:
 
     def _plan_of(self, moves: Sequence[_JobMove]) -> Moves:
         """Return the plan of these moves, one step for each job."""
-        undo = "; ".join(self._undo_command(job_move) for job_move in moves)
         plan = Plan(
-            title="; ".join(map(_end_text, moves)) or "no job is there",
+            title="; ".join(job_move.end for job_move in moves) or "no job is there",
             steps=tuple(self._step(job_move) for job_move in moves),
-            undo=undo or None,
+            undo="; ".join(job_move.undo for job_move in moves) or None,
             consent=tuple(
                 loss
                 for job_move in moves
@@ -251,11 +262,6 @@ class Mover:
             ),
         )
         return Moves(plan=plan, jobs=tuple(job_move.row for job_move in moves))
-
-    def _undo_command(self, job_move: _JobMove) -> str:
-        """Return the command that takes a job back to where it was; if it was swapped out, from there out again."""
-        back = f"gpushare move {job_move.job.selector} -g {job_move.source.index}"
-        return back if job_move.swap.state != OUT else f"{back} && gpushare swap out {job_move.job.selector}"
 
     def _step(self, job_move: _JobMove) -> Step:
         """Return the step that moves a job."""
@@ -272,7 +278,7 @@ class Mover:
         return Step(
             what=f"move {job_move.job.title} with {format_bytes(job_move.swap.memory_bytes)} from GPU {job_move.source.index} to {target}",
             command=f"for pid in {pids}; do {command}; done",
-            undo=self._undo_command(job_move),
+            undo=job_move.undo,
             do=lambda: self._move_now(job_move),
             revert=lambda: self._move_back(job_move),
         )
@@ -313,10 +319,3 @@ def _no_room_error(job_move: _JobMove) -> InUse:
         gpu=str(job_move.source.index),
         code="no_room",
     )
-
-
-def _end_text(job_move: _JobMove) -> str:
-    """Return in words what holds after a move."""
-    if len(job_move.candidates) == 1:
-        return f"{job_move.job.title} is on GPU {job_move.candidates[0].index} now"
-    return f"{job_move.job.title} has moved"

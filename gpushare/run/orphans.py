@@ -95,13 +95,8 @@ def _end_programs(
         end_programs(host, pids, set, None)
         return
     control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
-    meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
+    gpus = host.nvml.identities() if uuid.startswith("MIG-") else ()
+    instances = [mig.gpu_instance_id for gpu in gpus for mig in gpu.mig_instances if mig.uuid == uuid]
+    # None: it is a whole GPU, or an instance that is gone.
+    meter = ActivityMeter(host.nvml, index, next(iter(instances), None))
     end_programs(host, pids, lambda: client_pids(control), meter)
-
-
-def _gpu_instance(host: Host, uuid: str) -> int | None:
-    """Return the id of the GPU instance that a MIG device is in; None: it is a whole GPU, or gone."""
-    if not uuid.startswith("MIG-"):
-        return None
-    instances = (mig for gpu in host.nvml.identities() for mig in gpu.mig_instances)
-    return next((mig.gpu_instance_id for mig in instances if mig.uuid == uuid), None)

@@ -321,18 +321,18 @@ class IdleInTurns(Policy):
 
     idle: Idle
     turns: Turns
-    _brings_back: Policy = field(default_factory=Policy)
+    _brings_back: Policy | None = None
 
     def leaves(self, sample: Sample) -> bool:
         # Both are asked each time: each keeps what it has seen.
         is_idle = self.idle.leaves(sample)
         is_over = self.turns.leaves(sample)
-        self._brings_back = self.idle if is_idle else self.turns
-        self.waiting = self._brings_back.waiting
+        policy = self._brings_back = self.idle if is_idle else self.turns
+        self.waiting = policy.waiting
         return is_idle or is_over
 
     def returns(self, sample: Sample) -> bool:
-        return self._brings_back.returns(sample)
+        return (self._brings_back or self.turns).returns(sample)
 
     def switched(self, seconds: float) -> None:
         self.turns.switched(seconds)
