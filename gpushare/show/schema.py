@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any, Final
 
@@ -71,19 +72,9 @@ def schema_of(command: str) -> dict[str, Any]:
 def _needed_definitions(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
     """Return the definitions that a schema refers to, directly or through others."""
     needed: set[str] = set()
-    new = set(_referenced_names(schema))
+    new = [schema]
     while new:
-        needed |= new
-        new = {name for each in new for name in _referenced_names(definitions[each])} - needed
+        names = set(re.findall(r'"#/\$defs/([^"]+)"', json.dumps(new))) - needed
+        needed |= names
+        new = [definitions[name] for name in names]
     return needed
-
-
-def _referenced_names(schema: Any) -> Iterator[str]:
-    """Yield the names of the definitions that a schema refers to."""
-    if isinstance(schema, dict):
-        if "$ref" in schema:
-            yield schema["$ref"].removeprefix("#/$defs/")
-        schema = list(schema.values())
-    if isinstance(schema, list):
-        for part in schema:
-            yield from _referenced_names(part)
