@@ -12,7 +12,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, candidates, devices_for_any, is_any
-from gpushare.base.units import format_copies, parse_seconds, ranges
+from gpushare.base.units import format_copies, parse_seconds, quoted, ranges
 from gpushare.cli.options import (
     CLIENT_THREADS,
     OVER_ACTION,
@@ -40,7 +40,6 @@ from gpushare.run.farm import (
     MOST_LINE_BYTES,
     Farm,
     FarmOptions,
-    file_title,
     parse_lines,
     share_of_threads,
 )
@@ -118,7 +117,21 @@ def farm(
         name=title,
         gpus=gpus,
     )
-    return _run_or_plan(host, devices, command, options)
+    report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
+    copies_of_farm = Farm(host, devices, command, options, report)
+    # An error comes before the farm is a job.
+    copies_of_farm.check()
+    if settings.dry_run:
+        plan = Plan(title="the farm has ended", steps=copies_of_farm.plan())
+        return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
+    try:
+        with farm_job(host, devices[0], name, command, mps=gpus == 1) as note_end:
+            result = _result_of_farm(copies_of_farm.run())
+            peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
+            note_end(exit_code_of(result), max(peaks, default=None))
+    finally:
+        report.clear()
+    return result
 
 
 def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
@@ -134,7 +147,7 @@ def _read_lines(each: str) -> tuple[str, ...]:
     """Return the lines of a file, or of stdin, one for each copy."""
     # A line may end in CR LF.
     most_bytes = MOST_COPIES * (MOST_LINE_BYTES + 2)
-    title = file_title(each)
+    title = "stdin" if each == "-" else quoted(each)
     try:
         if each == "-":
             text = sys.stdin.buffer.read(most_bytes + 1)
@@ -151,25 +164,6 @@ def _read_lines(each: str) -> tuple[str, ...]:
             f"{title} is longer than {MOST_COPIES} lines of {MOST_LINE_BYTES} bytes", "split it", code="bad_lines"
         )
     return parse_lines(text, title)
-
-
-def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
-    """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
-    report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
-    # An error comes before the farm is a job.
-    farm = Farm(host, devices, command, options, report)
-    farm.check()
-    if settings.dry_run:
-        plan = Plan(title="the farm has ended", steps=farm.plan())
-        return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
-    try:
-        with farm_job(host, devices[0], options.name, command, mps=options.gpus == 1) as note_end:
-            result = _result_of_farm(farm.run())
-            peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
-            note_end(exit_code_of(result), max(peaks, default=None))
-    finally:
-        report.clear()
-    return result
 
 
 def _read_caps(like: str) -> list[BenchedCap]:

@@ -20,12 +20,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, error_of
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
-from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
+from gpushare.base.units import MIB, counted, format_bytes, format_copies
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.store import digest_of_words
@@ -92,10 +92,7 @@ class FarmOptions:
     gpus: int = 1
 
 
-NextStep = Literal["start", "alone", "wait", "end"]
-
-
-def next_step(*, waiting: int, running: int, parallel: int | None, size_known: bool, giving_up: bool) -> NextStep:
+def next_step(*, waiting: int, running: int, parallel: int | None, size_known: bool, giving_up: bool) -> str:
     """Return what a farm does next: start a copy if the line lets it, start one alone, wait for one to end, or end.
 
     ``alone``: the memory of a copy is not known yet, so nothing else of the farm runs until it is. ``giving_up``: a copy
@@ -175,11 +172,6 @@ def parse_lines(text: bytes, name: str) -> tuple[str, ...]:
 
 def _bad_lines_error(message: str, hint: str) -> BadUsage:
     return BadUsage(message, hint, code="bad_lines")
-
-
-def file_title(path: str) -> str:
-    """Return a file of ``--each`` for people."""
-    return "stdin" if path == "-" else quoted(path)
 
 
 # -- DIR/farm.jsonl ----------------------------------------------------------------------------------------------------
