@@ -21,12 +21,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import gpushare
 from gpushare import __version__
 
 # The goals of the project, in units of `python -c pass`.
 LIGHT, JSON, TABLE, COMPLETION = 6.0, 9.0, 11.0, 6.0
-SCRIPT = Path(gpushare.__file__).parent / "data/completions/gpushare.bash"
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,21 @@ def cases() -> list[Case]:
         ours("gpushare status, table (8 GPUs)", "--host sim:8xh100 status -o table", TABLE),
         ours("gpushare timeslice show -o json", "--host sim:h200 timeslice show -o json", JSON),
     ]
-    line = "gpushare mps start --pri"
-    script = f'source "{SCRIPT}"; COMP_LINE="{line}"; COMP_POINT={len(line)}; _gpushare'
-    found.append(Case("a completion (bash)", ("bash", "--norc", "-c", script), COMPLETION))
+    completion = completion_script()
+    if completion is not None:
+        line = "gpushare mps start --pri"
+        script = f'source "{completion}"; COMP_LINE="{line}"; COMP_POINT={len(line)}; _gpushare'
+        found.append(Case("a completion (bash)", ("bash", "--norc", "-c", script), COMPLETION))
     return found + [case for case in peers() if runs(case)]
+
+
+def completion_script() -> Path | None:
+    """Return the bash completion: of this checkout, or installed."""
+    places = (
+        Path(__file__).resolve().parent.parent / "completions" / "gpushare.bash",
+        Path(sys.prefix) / "share/bash-completion/completions/gpushare",
+    )
+    return next((path for path in places if path.exists()), None)
 
 
 def peers() -> list[Case]:

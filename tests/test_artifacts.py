@@ -22,8 +22,7 @@ from tools.tree import command_tree
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGES = [f"man/gpushare{part}.1" for part in ("", "-mps", "-mig", "-timeslice", "-export", "-sim", "-swap")]
-COMPLETIONS = PROJECT / "gpushare/data/completions"
-BASH = COMPLETIONS / "gpushare.bash"
+BASH = PROJECT / "completions" / "gpushare.bash"
 
 
 def run(argv: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -45,16 +44,16 @@ def test_checked_in_files_are_what_would_be_written_now() -> None:
 def test_check_says_which_file_is_stale(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = {name: f"{name}\n" for name in ("man/gpushare.1", "gpushare/data/completions/_gpushare", "README.md")}
+    texts = {name: f"{name}\n" for name in ("man/gpushare.1", "completions/_gpushare", "README.md")}
     monkeypatch.setattr(generate, "artifacts", texts.copy)
     generate.write(tmp_path)
     assert generate.main(["--check", str(tmp_path)]) == 0
     (tmp_path / "man/gpushare.1").write_text("old")
-    (tmp_path / "gpushare/data/completions/_gpushare").unlink()
+    (tmp_path / "completions/_gpushare").unlink()
     assert generate.main(["--check", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "man/gpushare.1" in said
-    assert "gpushare/data/completions/_gpushare" in said
+    assert "completions/_gpushare" in said
     assert "README.md" not in said
 
 
@@ -109,7 +108,7 @@ def test_mandoc_finds_nothing_in_the_manual(name: str) -> None:
 def test_the_shell_accepts_its_completion(shell: str, name: str) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    done = run([shell, "-n", str(COMPLETIONS / name)])
+    done = run([shell, "-n", str(PROJECT / "completions" / name)])
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -230,7 +229,7 @@ def test_bash_asks_for_names_profiles_and_clients(cut: Path) -> None:
     ],
 )
 def test_fish_offers(line: str, offered: list[str], programs: Path) -> None:
-    script = f"source {COMPLETIONS / 'gpushare.fish'}; complete -C $argv[1]"
+    script = f"source {PROJECT / 'completions' / 'gpushare.fish'}; complete -C $argv[1]"
     done = run(["fish", "--no-config", "-c", script, line], PATH=f"{programs}:{os.environ['PATH']}")
     assert done.stderr == ""
     assert [found.split("\t")[0] for found in done.stdout.splitlines()] == offered
@@ -268,7 +267,7 @@ def completed_by_zsh(line: str, folder: Path) -> list[str]:
         "ZDOTDIR": str(folder),
         "HOME": str(folder),
         "OFFERED": str(offered),
-        "COMPLETIONS": str(COMPLETIONS),
+        "COMPLETIONS": str(PROJECT / "completions"),
         "ROOT": os.environ.get("GPUSHARE_TEST_ZSH", ""),
         "PATH": f"{folder}:{os.environ['PATH']}",
     }
@@ -335,7 +334,7 @@ def test_the_fast_completion_is_installed(shell: str, place: str, tmp_path: Path
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"wrote {tmp_path}/{place}\n")
     sources = {"bash": "gpushare.bash", "zsh": "_gpushare", "fish": "gpushare.fish"}
-    assert (tmp_path / place).read_text() == (COMPLETIONS / sources[Path(shell).name]).read_text()
+    assert (tmp_path / place).read_text() == (PROJECT / "completions" / sources[Path(shell).name]).read_text()
 
 
 def test_a_link_in_the_place_of_the_completion_is_replaced_and_its_target_stays(tmp_path: Path) -> None:
@@ -349,7 +348,7 @@ def test_a_link_in_the_place_of_the_completion_is_replaced_and_its_target_stays(
             target.write_text("mine")
         assert run([sys.executable, "-m", "gpushare", "--install-completion"], **home).returncode == 0
         assert not place.is_symlink()
-        assert place.read_text() == (BASH).read_text()
+        assert place.read_text() == (PROJECT / "completions" / "gpushare.bash").read_text()
     assert (tmp_path / "other").read_text() == "mine"
 
 

@@ -1,1 +1,1 @@
-"""What makes man/ and the completions from the command tree; not part of the package."""
+"""What makes man/ and completions/ from the command tree; not part of the package."""

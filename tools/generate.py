@@ -25,9 +25,9 @@ def artifacts() -> dict[str, str]:
     root = command_tree()
     return {
         **{f"man/{name}": page for name, page in manuals(root).items()},
-        "gpushare/data/completions/gpushare.bash": bash(root),
-        "gpushare/data/completions/_gpushare": zsh(root),
-        "gpushare/data/completions/gpushare.fish": fish(root),
+        "completions/gpushare.bash": bash(root),
+        "completions/_gpushare": zsh(root),
+        "completions/gpushare.fish": fish(root),
         "gpushare/data/schemas/gpushare.yaml.json": json.dumps(schema(), indent=2) + "\n",
         "gpushare/data/schemas/answers.json": schemas(),
         **pictures(),
