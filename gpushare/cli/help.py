@@ -141,7 +141,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "export cdi": (("Into files", "export cdi --to cdi"),),
     "export docker": (("A share of GPU 0", "export docker -g 0"),),
     "export ecs": (("A share of GPU 0", "export ecs -g 0 --image pytorch/pytorch --name train"),),
-    "export compose": (("A service", "export compose -g 0 --image pytorch/pytorch --service train"),),
+    "export compose": (("A service", "export compose -g 0 --image pytorch/pytorch"),),
     "export systemd": (("Set up the host at each boot", "export systemd --at-boot /etc/gpushare.yaml --to units"),),
     "export prometheus": (("Alerts", "export prometheus --rules > gpushare.rules.yaml"),),
     "sim add": (

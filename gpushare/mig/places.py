@@ -134,23 +134,28 @@ def check_granted(host: Host, name: str) -> None:
 
 def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     """Return the error about a name whose place has no such instance now, with what is there instead."""
-    meant = f"{named.name} means {named} of GPU {gpu.index}"
+
+    def error(why: str, hint: str, code: str) -> NotFound:
+        return NotFound(f"{named.name} means {named} of GPU {gpu.index}, and {why}", hint, gpu=gpu.index, code=code)
+
     again = f"gpushare mig create -g {gpu.index} {named}"
-    why, hint, code = (
-        "MIG is off there",
-        f"switch it on and create it again: gpushare mig enable -g {gpu.index}; {again}",
-        "mig_off",
+    if not gpu.mig_enabled:
+        enable = f"switch it on and create it again: gpushare mig enable -g {gpu.index}"
+        return error("MIG is off there", f"{enable}; {again}", code="mig_off")
+    instances = MigReader(host.nvml).layout(gpu).instances
+    present = [instance for instance in instances if instance.placement.mask >> named.start & 1]
+    if any(instance.place == named.place for instance in present):
+        ids = ", ".join(str(instance.id) for instance in present)
+        return error(
+            "that GPU instance has no compute instance: no program can use it",
+            f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci",
+            code="no_compute_instance",
+        )
+    return error(
+        f"{', '.join(map(str, present)) or 'nothing'} is there now",
+        f"see what is where: gpushare mig status; create it again: {again}",
+        code="not_as_named",
     )
-    if gpu.mig_enabled:
-        instances = MigReader(host.nvml).layout(gpu).instances
-        present = [instance for instance in instances if instance.placement.mask >> named.start & 1]
-        why = f"{', '.join(map(str, present)) or 'nothing'} is there now"
-        hint, code = f"see what is where: gpushare mig status; create it again: {again}", "not_as_named"
-        if any(instance.place == named.place for instance in present):
-            ids = ", ".join(str(instance.id) for instance in present)
-            why = "that GPU instance has no compute instance: no program can use it"
-            hint, code = f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci", "no_compute_instance"
-    return NotFound(f"{meant}, and {why}", hint, gpu=gpu.index, code=code)
 
 
 def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace]:
