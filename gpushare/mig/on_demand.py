@@ -16,6 +16,7 @@ from gpushare.base.errors import BadUsage, GpushareError, InUse, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
+from gpushare.host.claims import live_claims
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, RecordStore, any_lives
@@ -179,7 +180,10 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
             try:
                 transact(host, ledger, change)
             except InUse as error:
-                # A job came in just now, or one has not released the instance yet.
+                if any(claim.pid == os.getpid() for claim in (live_claims(host) or {}).values()):
+                    # The claim of the job itself, which could not be removed, is in the way.
+                    raise
+                # A job came in just now, or the guard of one has not released the instance yet.
                 return error.message
     ON_DEMAND.forget(record.path)
     return obstacle
