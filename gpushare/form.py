@@ -25,14 +25,14 @@ class Value:
     # The hint of errors that have no better one: where all that the file may have is to be seen.
     hint: str
 
-    def wrong(self, problem: str, hint: str = "", *, at: Mark | None = None) -> BadUsage:
+    def error(self, problem: str, hint: str = "", *, at: Mark | None = None) -> BadUsage:
         return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
-    def is_not(self, meaning: str) -> BadUsage:
-        return self.wrong(f"is {self.short}, not {meaning}")
+    def is_not_error(self, meaning: str) -> BadUsage:
+        return self.error(f"is {self.short_text}, not {meaning}")
 
     @property
-    def short(self) -> str:
+    def short_text(self) -> str:
         if isinstance(self.raw, dict | list):
             return "a mapping" if isinstance(self.raw, dict) else "a list"
         return repr(self.raw)[:60] if self.raw is not None else "empty"
@@ -43,16 +43,16 @@ class Value:
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
         if not isinstance(self.raw, Mapping):
-            raise self.wrong(f"is {self.short}, not a mapping (keys: {', '.join(known)})")
+            raise self.error(f"is {self.short_text}, not a mapping (keys: {', '.join(known)})")
         located = self.raw if isinstance(self.raw, Located) else Located()
         for key in self.raw:
             if key not in known:
                 close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
                 hint = f"did you mean '{close[0]}'?" if close else f"its keys: {', '.join(known)}"
-                raise self.wrong(f"has an unknown key '{str(key)[:40]}'", hint, at=located.keys_at.get(key))
+                raise self.error(f"has an unknown key '{str(key)[:40]}'", hint, at=located.keys_at.get(key))
         for key in need:
             if key not in self.raw:
-                raise self.wrong(f"lacks the key '{key}'", f"its keys: {', '.join(known)}" if self.raw else "")
+                raise self.error(f"lacks the key '{key}'", f"its keys: {', '.join(known)}" if self.raw else "")
         return {
             key: Value(value, located.values_at.get(key, self.mark), f"'{key}'", self.shown, self.hint)
             for key, value in self.raw.items()
@@ -60,7 +60,7 @@ class Value:
 
     def items(self) -> list[Value]:
         if not isinstance(self.raw, list):
-            raise self.is_not("a list")
+            raise self.is_not_error("a list")
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
         return [
             Value(
@@ -100,11 +100,11 @@ def converted(pattern: str, meaning: str, convert: Callable[[str], T]) -> Form[T
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or re.search(pattern, value.raw) is None:
-            raise value.is_not(meaning)
+            raise value.is_not_error(meaning)
         try:
             return convert(value.raw)
         except BadUsage:
-            raise value.is_not(meaning) from None
+            raise value.is_not_error(meaning) from None
 
     return Form(read, {"type": "string", "pattern": pattern})
 
@@ -114,7 +114,7 @@ def choice(known: Mapping[str, T]) -> Form[T]:
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or value.raw not in known:
-            raise value.is_not(f"one of: {', '.join(known)}")
+            raise value.is_not_error(f"one of: {', '.join(known)}")
         return known[value.raw]
 
     return Form(read, {"enum": list(known)})
@@ -124,7 +124,7 @@ def number(least: float, most: float, meaning: str, convert: Callable[[float], T
     def read(value: Value) -> T:
         good = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
         if not good or not least <= value.raw <= most:
-            raise value.is_not(meaning)
+            raise value.is_not_error(meaning)
         return convert(value.raw)
 
     return Form(read, {"type": "number", "minimum": least, "maximum": most})
@@ -136,7 +136,7 @@ def whole(least: int, most: int) -> Form[int]:
     def read(value: Value) -> int:
         wide = number(least, most, meaning, float).read(value)
         if not wide.is_integer():
-            raise value.is_not(meaning)
+            raise value.is_not_error(meaning)
         return int(wide)
 
     return Form(read, {"type": "integer", "minimum": least, "maximum": most})
@@ -149,7 +149,7 @@ def constant(wanted: object, problem: str) -> Form[Any]:
     def read(value: Value) -> Any:
         # In Python 1 equals True, in YAML it does not.
         if value.raw != wanted or isinstance(value.raw, bool) is not isinstance(wanted, bool):
-            raise value.wrong(problem, f"write it so: {value.key}: {as_written}")
+            raise value.error(problem, f"write it so: {value.key}: {as_written}")
         return wanted
 
     return Form(read, {"const": wanted})
@@ -158,7 +158,7 @@ def constant(wanted: object, problem: str) -> Form[Any]:
 def yes_or_no() -> Form[bool]:
     def read(value: Value) -> bool:
         if not isinstance(value.raw, bool):
-            raise value.wrong("is neither true nor false", "write true or false")
+            raise value.error("is neither true nor false", "write true or false")
         return value.raw
 
     return Form(read, {"type": "boolean"})
@@ -172,15 +172,15 @@ def several(
     def read(value: Value) -> tuple[T, ...]:
         items = value.items()
         if most is not None and len(items) > most:
-            raise value.wrong(f"has {len(items)} items, more than {most}", merge)
+            raise value.error(f"has {len(items)} items, more than {most}", merge)
         entries: list[T] = []
         for each in items:
             entry = item.read(each)
             if unique and entry in entries:
-                raise each.wrong(f"is given twice: {each.short}", "write it once")
+                raise each.error(f"is given twice: {each.short_text}", "write it once")
             entries.append(entry)
         if len(entries) < least:
-            raise value.wrong("is empty", "write at least one item, or drop the key")
+            raise value.error("is empty", "write at least one item, or drop the key")
         return tuple(entries)
 
     bounds: dict[str, Any] = {"uniqueItems": True} if unique else {}
@@ -197,11 +197,11 @@ def table(key_of: Callable[[object], str | None], meaning: str, item: Form[T]) -
 
     def read(value: Value) -> dict[str, T]:
         if not isinstance(value.raw, dict):
-            raise value.is_not("a mapping")
+            raise value.is_not_error("a mapping")
         for key in value.raw:
             if key_of(key) is None:
                 shown = repr(key)[:60] if isinstance(key, str | int | float | None) else "a list or mapping"
-                raise value.wrong(
+                raise value.error(
                     f"has the key {shown}, which is not {meaning}", at=getattr(value.raw, "keys_at", {}).get(key)
                 )
         fields = value.fields(tuple(value.raw))
@@ -258,7 +258,7 @@ def mapping(
         ways = [key for key in fields if key in one_of]
         if one_of and len(ways) != 1:
             words = " and ".join(ways) or "none"
-            raise value.wrong(f"has {words}: it needs exactly one of {', '.join(one_of)}", example)
+            raise value.error(f"has {words}: it needs exactly one of {', '.join(one_of)}", example)
         check(value, fields)
         return build({key: form.read(fields[key]) for key, form in keys.items() if key in fields}, value)
 

@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 
 from gpushare.base.errors import GpushareError, Interrupted, NotHeld, OperationFailed, system_error
 from gpushare.base.values import NOT_STORED, dataclass
-from gpushare.signals import undisturbed
+from gpushare.signals import ending_signals_ignored
 
 T = TypeVar("T")
 # The code of an error that names all that could not be restored, and the command for it.
@@ -83,7 +83,7 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
     )
 
 
-def in_turn(commands: Sequence[str]) -> str | None:
+def one_shell_line(commands: Sequence[str]) -> str | None:
     """Return commands of which each needs those before it, as one line of the shell; None: there are none."""
     return " && ".join(commands) or None
 
@@ -227,7 +227,7 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
     Ctrl-C is ignored meanwhile: it would leave the host half changed.
     """
     not_undone: list[tuple[Step, GpushareError]] = []
-    with undisturbed():
+    with ending_signals_ignored():
         for step in reversed(done):
             if step.revert is None:
                 continue

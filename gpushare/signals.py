@@ -25,7 +25,7 @@ class Ended(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
-def handled(
+def signals_handled(
     numbers: Collection[int], handler: Callable[[int, FrameType | None], Any] | signal.Handlers
 ) -> Iterator[None]:
     """Handle signals by ``handler`` in this block, except those that are ignored (nohup), and in the main thread only."""
@@ -47,9 +47,9 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     """Take the place of the default action. Not SIG_IGN, which a program started meanwhile would inherit."""
 
 
-def undisturbed() -> contextlib.AbstractContextManager[None]:
+def ending_signals_ignored() -> contextlib.AbstractContextManager[None]:
     """Ignore Ctrl-C, SIGTERM and SIGHUP."""
-    return handled(ENDING, _do_nothing)
+    return signals_handled(ENDING, _do_nothing)
 
 
 def ended_by_exception() -> contextlib.AbstractContextManager[None]:
@@ -58,7 +58,7 @@ def ended_by_exception() -> contextlib.AbstractContextManager[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise Ended(number)
 
-    return handled([number for number in ENDING[1:] if signal.getsignal(number) is signal.SIG_DFL], end)
+    return signals_handled([number for number in ENDING[1:] if signal.getsignal(number) is signal.SIG_DFL], end)
 
 
 # A screen that waits for a terminal that takes nothing cannot end in order.
@@ -66,7 +66,7 @@ _GRACE_SECONDS: Final = 1.2
 
 
 @contextlib.contextmanager
-def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
+def leaving_on_ending_signal(leave: Callable[[], object]) -> Iterator[None]:
     """Call ``leave`` in a thread, at a signal or when the terminal is gone, so that the block ends; then raise `Ended`.
 
     If the block has not ended after `_GRACE_SECONDS`, the process exits at once, with the terminal's attributes restored.
@@ -101,14 +101,14 @@ def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
         end(signal.SIGHUP)
 
     in_thread(end_with_the_terminal)
-    with handled(ENDING, lambda number, _: in_thread(end, number)):
+    with signals_handled(ENDING, lambda number, _: in_thread(end, number)):
         yield
     if ended_by:
         raise Ended(ended_by[0])
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[Callable[[float], int | None]]:
+def ending_signals_held() -> Iterator[Callable[[float], int | None]]:
     """Hold back Ctrl-C, SIGTERM and SIGHUP in this block; yields a function that waits for one, at most the given number of seconds."""
 
     def wait(seconds: float) -> int | None:
@@ -127,7 +127,7 @@ class Wakeups:
 
     def __init__(self, numbers: Collection[int] = (*ENDING, signal.SIGCHLD)) -> None:
         self._numbers, self._stack = numbers, contextlib.ExitStack()
-        # The first of `ENDING` that `came` has seen.
+        # The first of `ENDING` that `ending_came` has seen.
         self.first: int | None = None
 
     def __enter__(self) -> Wakeups:
@@ -137,7 +137,7 @@ class Wakeups:
             stack.callback(os.close, write)
             # The byte in this pipe is the message; the handler only replaces the default action.
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
-            stack.enter_context(handled(self._numbers, _do_nothing))
+            stack.enter_context(signals_handled(self._numbers, _do_nothing))
             self._stack = stack.pop_all()
         return self
 
@@ -149,12 +149,12 @@ class Wakeups:
         ready, _, _ = select.select([self._read], [], [], max(0.0, seconds))
         return [number for number in (os.read(self._read, 4096) if ready else b"") if number in self._numbers]
 
-    def came(self, seconds: float = 0.0) -> bool:
+    def ending_came(self, seconds: float = 0.0) -> bool:
         """Wait at most ``seconds``, less if any signal comes; return whether one that asks for the end came meanwhile."""
         numbers = [number for number in self.wait(seconds) if number in ENDING]
         self.first = self.first or next(iter(numbers), None)
         return bool(numbers)
 
-    def asked(self, seconds: float) -> bool:
-        """Wait as `came`, and return whether a signal that asks for the end has come, meanwhile or earlier."""
-        return self.came(seconds) or self.first is not None
+    def end_requested(self, seconds: float) -> bool:
+        """Wait as `ending_came`, and return whether a signal that asks for the end has come, meanwhile or earlier."""
+        return self.ending_came(seconds) or self.first is not None

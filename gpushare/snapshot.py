@@ -68,7 +68,9 @@ class HostState:
 
             gpus = with_names(self.host, gpus)
         # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
-        return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in gpus)
+        return tuple(
+            replace(gpu, processes=None) if self.in_foreign_namespace and not gpu.processes else gpu for gpu in gpus
+        )
 
     def _has_names(self) -> bool:
         """Return whether there is a file of `mig.ledger.NAMES`: to load what reads it takes longer than all of the look."""
@@ -76,9 +78,9 @@ class HostState:
         return any(os.path.exists(root / "names" / "mig.json") for root in roots)
 
     @property
-    def blind(self) -> bool:
+    def in_foreign_namespace(self) -> bool:
         """Return whether this PID namespace is not the host's."""
-        return self._once("blind", lambda: self.host.processes.namespace_is_host() is False)
+        return self._once("namespace", lambda: self.host.processes.namespace_is_host() is False)
 
     @property
     def driver_version(self) -> str | None:
@@ -190,8 +192,8 @@ class Observer:
         if reads_levels:
             state.start_reading_levels()
         paused = _paused_since(self._host)
-        slices = _set_slices(self._host)
-        gpus = tuple(self._described(gpu, paused, slices) for gpu in state.gpus)
+        slices = _recorded_slices(self._host)
+        gpus = tuple(self._with_process_details(gpu, paused, slices) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
@@ -201,7 +203,7 @@ class Observer:
             except GpushareError as error:
                 self._levels = {}
                 warnings.append(f"the time-slice is unknown: {error.message}")
-        if state.blind:
+        if state.in_foreign_namespace:
             warnings.append(BLIND)
         return Snapshot(
             host=self._host.spec,
@@ -213,7 +215,7 @@ class Observer:
             vgpu_sessions=_vgpu_sessions(self._host, gpus),
         )
 
-    def _described(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> Gpu:
+    def _with_process_details(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> Gpu:
         """Return a GPU with the owners, pauses and time-slices of its processes, and its power if that was asked for."""
         if self._power and gpu.error is None:
             gpu = self._host.nvml.with_power(gpu)
@@ -355,7 +357,7 @@ def _paused_since(host: Host) -> dict[int, float]:
     return {pid: wall_time(job.since) for pid, job in paused_processes(host).items()}
 
 
-def _set_slices(host: Host) -> dict[int, int]:
+def _recorded_slices(host: Host) -> dict[int, int]:
     """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
     if not has_records(host, "slices"):
         return {}

@@ -163,10 +163,10 @@ def candidates(
         return select_for_change(gpu, gpus)
     # Any GPU is one that answers. If none does, the error names one.
     answering = [each for each in gpus if each.error is None] or gpus
-    return select_for_change("all", answering) if visible is None else _visible(visible, answering, say)
+    return select_for_change("all", answering) if visible is None else _select_visible(visible, answering, say)
 
 
-def _visible(text: str, gpus: Sequence[Gpu], say: Callable[[str], None]) -> tuple[Device, ...]:
+def _select_visible(text: str, gpus: Sequence[Gpu], say: Callable[[str], None]) -> tuple[Device, ...]:
     """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
     # CUDA takes those before the first that there is not: "0,-1,1" is GPU 0.
     words: list[str] = []

@@ -190,7 +190,7 @@ def format_bytes(size: int | None) -> str:
     return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
 
 
-def format_apart(size: int, other: int) -> tuple[str, str]:
+def format_distinct(size: int, other: int) -> tuple[str, str]:
     """Return two different sizes for people, in MiB or bytes if they would read alike: ``8212 MiB``, ``8192 MiB``."""
     for texts in ((format_bytes(size), format_bytes(other)), (f"{size // MIB} MiB", f"{other // MIB} MiB")):
         if texts[0] != texts[1]:

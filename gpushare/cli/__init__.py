@@ -173,9 +173,9 @@ def _report_error(error: GpushareError) -> int:
         import traceback
 
         traceback.print_exception(error)
-    from gpushare.show.result import failure
+    from gpushare.show.result import failed_result
 
-    return _write_answer(failure(common.settings.command or "gpushare", error))
+    return _write_answer(failed_result(common.settings.command or "gpushare", error))
 
 
 def _report_unexpected(error: Exception) -> int:

@@ -243,7 +243,7 @@ def advise(
     if file is None:
         case = case_of(words, production, opportunistic, root=root)
     else:
-        case = overlaid(case_from_file(file, root=root), words)
+        case = with_given_properties(case_from_file(file, root=root), words)
     from_host = live or recording is not None
     if not from_host:
         case = check_users(_with_production_saturating(case, production_saturating))
@@ -264,7 +264,7 @@ def advise(
         fixed_gpu = fixed_gpu or _first_busy_gpu(answering if live else answering[:1])
         index = fixed_gpu.index
         seen = case_from_recording(recording, index, root=root) if recording else case_from_now(host, index, root=root)
-        case = check_users(_with_production_saturating(overlaid(seen, words), production_saturating))
+        case = check_users(_with_production_saturating(with_given_properties(seen, words), production_saturating))
     if destroy is not None:
         case = replace(case, destroy=destroy)
     _check_sms(case, facts.gpus if fixed_gpu is None else (fixed_gpu,))
@@ -276,7 +276,7 @@ def advise(
         return measure_and_answer(host, situation, measuring, live=live, apply=apply)
     advice = advice_for(situation)
     data = advice_answer(advice)
-    notes = [*data.notes, *([RUNS_ON] if live else [])]
+    notes = [*data.notes, *([RESTART_NOTE] if live else [])]
     if apply:
         return carry_out_setup(advice, notes)
     return _advice_result(data, notes) if explained is None else _explained_result(data, advice.of(explained), notes)
@@ -385,7 +385,7 @@ def _may_ask() -> bool:
     return terminal and settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
 
 
-RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
+RESTART_NOTE: Final = "running programs are not affected: they join MPS or an instance only after a restart"
 
 
 def _explained_result(data: AdviceAnswer, verdict: WayVerdict, notes: list[str]) -> Result:
@@ -444,7 +444,7 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
     return case if root is None else replace(case, root=root)
 
 
-def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
+def with_given_properties(case: Case, words: Mapping[str, Any]) -> Case:
     """Return the case with the properties that are given as options, for all of its workloads."""
     if len(case.workloads) > 1 and words.get("processes") is not None:
         raise BadCombination(
@@ -482,7 +482,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     graphics = any(process.graphics and not process.compute for process in gpu.processes) or None
     # The setup is for these programs, so they can be restarted.
     properties: dict[str, Any] = {"graphics": graphics, "occupied": False}
-    workloads = [_seen_process(each.name, each.user, each.memory_used_bytes, **properties) for each in programs]
+    workloads = [_workload_of_process(each.name, each.user, each.memory_used_bytes, **properties) for each in programs]
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
@@ -499,7 +499,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             code="no_processes_recorded",
         )
     workloads = [
-        _seen_process(
+        _workload_of_process(
             used.process.name,
             used.process.user,
             used.memory_peak_bytes,
@@ -514,7 +514,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
-def _seen_process(name: str | None, user: str | None, used_bytes: int | None, **properties: Any) -> Workload:
+def _workload_of_process(name: str | None, user: str | None, used_bytes: int | None, **properties: Any) -> Workload:
     """Return a process that was seen; its memory is without its CUDA context, which the budget adds."""
     memory = None if used_bytes is None else max(used_bytes - MPS_CONTEXT_BYTES, MIB)
     return Workload(name=name, user=user, processes=1, memory=memory, **properties)
@@ -822,7 +822,7 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
 
 def _notes_of_copies(case: Case, copies: int, *, live: bool) -> list[str]:
     """Return how the copies that are measured differ from the case."""
-    notes = [RUNS_ON] if live else []
+    notes = [RESTART_NOTE] if live else []
     several = len(case.workloads) > 1
     if case.processes is None and not several:
         notes.append(f"assuming {copies} processes; for another number: --processes N")

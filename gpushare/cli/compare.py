@@ -135,7 +135,9 @@ def _facts_of_host(gpu: str | None) -> HostFacts:
     return facts
 
 
-def _basis(view: View | None, driver: str | None, gpu: str | None) -> tuple[str | None, HostFacts | None, str | None]:
+def _driver_and_facts(
+    view: View | None, driver: str | None, gpu: str | None
+) -> tuple[str | None, HostFacts | None, str | None]:
     """Return what the cells are about: without a view and a driver this host, if it answers.
 
     That is a driver (None: the newest), the facts of this host (None: it is not about this host), and why this host does
@@ -155,7 +157,7 @@ def _basis(view: View | None, driver: str | None, gpu: str | None) -> tuple[str 
 
 def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
     """Return the table of the chosen ways in a view; None: that of this host if it answers, else today's."""
-    driver, facts, why_not_host = _basis(view, driver, gpu)
+    driver, facts, why_not_host = _driver_and_facts(view, driver, gpu)
     if view is None:
         view = View.TODAY if facts is None else View.HOST
     availability_here: list[WayHere] = []
@@ -240,7 +242,7 @@ def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu:
     row_word, way_word = words
     row = row_named(table, row_word)
     way = way_of(way_word, COLUMNS)
-    driver, facts, why_not_host = _basis(None, driver, gpu)
+    driver, facts, why_not_host = _driver_and_facts(None, driver, gpu)
     entries = explanation(table, way, row.key, driver, facts, why_not_host)
     cell = host_cell(table, way, row.key, driver, facts)
     return Result(

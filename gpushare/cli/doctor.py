@@ -10,8 +10,8 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, worst
-from gpushare.show.result import Column, Result, Table, plain_value, records
-from gpushare.show.text import to_type, wrapped
+from gpushare.show.result import Column, Result, Table, plain_value, record_table
+from gpushare.show.text import complete_commands, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -54,14 +54,14 @@ def doctor(
         Column("verdict", ""),
         Column("id", "check"),
         Column("seen", "seen"),
-        Column("remedy", "remedy", format=lambda remedy: to_type(plain_value(remedy))),
+        Column("remedy", "remedy", format=lambda remedy: complete_commands(plain_value(remedy))),
     )
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
     return Result(
         data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
-        csv=records("checks", _CSV, rows),
+        csv=record_table("checks", _CSV, rows),
         exit_code=int(worst(checks) in {Verdict.FAIL, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL}),
     )
 

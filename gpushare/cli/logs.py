@@ -11,7 +11,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, argument, flag, option, settings, verb
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
-from gpushare.show.result import OutputFormat, Result, records
+from gpushare.show.result import OutputFormat, Result, record_table
 from gpushare.signals import Ended
 
 # In a document, which is made in memory.
@@ -87,5 +87,5 @@ def _document_result(output: Output, lines: int | None) -> Any:
             complete=not skipped and not cut,
             lines=tuple(printed),
         ),
-        csv=records("lines", ("line",), ({"line": line} for line in printed)),
+        csv=record_table("lines", ("line",), ({"line": line} for line in printed)),
     )

@@ -73,7 +73,7 @@ from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets
 from gpushare.mig.wish import in_order, parse_wish
 from gpushare.mps.home import start_command
-from gpushare.plan import Loss, Plan, in_turn
+from gpushare.plan import Loss, Plan, one_shell_line
 from gpushare.show.mig import plan_text
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
@@ -202,7 +202,7 @@ def _change_result(host: Host, change: MigChange, notes: Sequence[str], *, dry_r
         made = _made_instances(host, change)
         all_notes += cdi_notes(host, [host.nvml.gpu(part.gpu.index) for part in change.gpus])
     undo = _undo_line(change) if change.plan.steps else None
-    planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(all_notes)))
+    planned = replace(change.plan, undo=undo, notes=tuple(_merge_notes(all_notes)))
     result = plan_result(planned, dry_run=dry_run)
     if dry_run:
         plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
@@ -296,7 +296,7 @@ def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
     return rows
 
 
-def _notes_of_each(notes: Sequence[str]) -> Iterator[str]:
+def _merge_notes(notes: Sequence[str]) -> Iterator[str]:
     """Yield notes once; one that is true of several GPUs names all of them."""
     gpus: dict[str, set[int]] = {}
     for text in notes:
@@ -341,7 +341,7 @@ def _undo_line(change: MigChange) -> str | None:
         commands += naming_commands(part.before, part.after, users)
     # By then the instances of the daemons have their names again.
     commands += [start for _, start in _stopped_daemons(change) if start is not None]
-    return in_turn(commands)
+    return one_shell_line(commands)
 
 
 def _commands_that_destroy(change: MigChange, by_instance: Sequence[GpuChange]) -> list[str]:
@@ -431,7 +431,7 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
         return (), None, ()
     undo = None
     if interrupted is not None and not is_complete(host, interrupted):
-        undo = in_turn(as_commands(at_current_indexes(host, interrupted.after)))
+        undo = one_shell_line(as_commands(at_current_indexes(host, interrupted.after)))
     if settings.dry_run:
         done = tuple(_recovery_preview(host, ledger, interrupted))
     else:
@@ -689,7 +689,7 @@ def change_of(
         naming=naming.commands,
         after=[*name_steps(host, plan.gpus, {named.name for named in naming.bound}), *naming.after],
     )
-    plan_with_names = replace(change.plan, undo=in_turn(naming.undo))
+    plan_with_names = replace(change.plan, undo=one_shell_line(naming.undo))
     return replace(change, plan=plan_with_names, names=naming.bound)
 
 
@@ -803,7 +803,7 @@ def _plan_forget(name: str) -> Plan:
     return Plan(
         title=f"{place} has no name",
         steps=(names_step(host, (), [named]),),
-        undo=in_turn(undo),
+        undo=one_shell_line(undo),
         consent=(lost,) if named.users else (),
     )
 

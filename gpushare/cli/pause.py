@@ -57,8 +57,8 @@ def pause(
         )
         if work.already:
             # Nothing has changed, so there is nothing to undo.
-            until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
-            text = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
+            until = "" if work.job.until is None else f", until {date_text(wall_time(work.job.until))}"
+            text = f"{work.job.title} is already paused, since {date_text(wall_time(work.job.since))}{until}"
             return replace(result, tables=(), done=((text, None),))
         if settings.dry_run:
             return result
@@ -122,7 +122,7 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
     )
 
 
-def clock(at: float) -> str:
+def date_text(at: float) -> str:
     """Return a time for people."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
@@ -136,8 +136,8 @@ def list_paused(host: Host) -> Any:
         Column("name", "name", optional=True),
         Column("user", "user", rank=2),
         Column("state", "state", rank=1),
-        Column("since", "since", format=clock),
-        Column("until", "until", format=lambda at: "resumed" if at is None else clock(at)),
+        Column("since", "since", format=date_text),
+        Column("until", "until", format=lambda at: "resumed" if at is None else date_text(at)),
         Column("by", "by", rank=1),
         Column("processes", "processes", rank=3, format=lambda pids: " ".join(map(str, pids))),
     )

@@ -10,7 +10,7 @@ from typing import Any
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import INTERVAL, Command, option, positive_time, settings, verb
 from gpushare.run.look import with_leases, with_memory
-from gpushare.signals import leaving_at_the_end
+from gpushare.signals import leaving_on_ending_signal
 
 
 @verb(Command)
@@ -68,7 +68,7 @@ def top(
         theme=_theme_of_terminal(),
         follow=lambda job, add: follow_output(spec, job, add),
     )
-    with leaving_at_the_end(lambda: cockpit.call_later(cockpit.exit)):
+    with leaving_on_ending_signal(lambda: cockpit.call_later(cockpit.exit)):
         cockpit.run()
     return 0
 

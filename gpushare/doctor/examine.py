@@ -583,7 +583,7 @@ def _may_hold_memory(seen: Examination, pid: int) -> bool:
 def _unlisted(seen: Examination) -> Iterator[Check]:
     """Check that the memory in use belongs to processes."""
     # What virtual machines have on a hypervisor is not in the lists of processes.
-    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).blind or seen.host.makes_vgpus():
+    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).in_foreign_namespace or seen.host.makes_vgpus():
         return
     many = [gpu for gpu in seen.answering if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED]
     # A process may have come or gone between the two reads.
@@ -635,7 +635,7 @@ _IDLE_SECONDS: Final = 3600.0
 
 def _idle(seen: Examination) -> Iterator[Check]:
     """Check that no process holds memory and does nothing, besides the paused ones."""
-    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).blind:
+    if seen.nvml_error is not None or HostState(seen.host, seen.gpus).in_foreign_namespace:
         return
     now = time.time()
     paused = paused_processes(seen.host)

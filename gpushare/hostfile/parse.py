@@ -101,9 +101,9 @@ _EXCLUSIVE: Final = yes_or_no().about("No program runs outside MPS: compute mode
 def _check_instance(_value: Value, fields: Mapping[str, Value]) -> None:
     """Raise BadUsage if a name is for several MIG devices, or users have no name to be granted."""
     if "name" in fields and "*" in str(fields["wish"].raw):
-        raise fields["name"].wrong("is for one instance: write one item per instance", "drop the *COUNT")
+        raise fields["name"].error("is for one instance: write one item per instance", "drop the *COUNT")
     if "users" in fields and "name" not in fields:
-        raise fields["users"].wrong("needs a name: access is granted to a named instance", "add: name: NAME")
+        raise fields["users"].error("needs a name: access is granted to a named instance", "add: name: NAME")
 
 
 _INSTANCE: Final = either(
@@ -129,7 +129,7 @@ _INSTANCE: Final = either(
 
 def _check_match(value: Value, fields: Mapping[str, Value]) -> None:
     if len(fields) != 1:
-        raise value.wrong("needs exactly one of index, uuid, model; or the word all")
+        raise value.error("needs exactly one of index, uuid, model; or the word all")
 
 
 _MATCH: Final = all_or(
@@ -181,7 +181,7 @@ _ENTRY: Final = mapping(
 
 def _check_processes(value: Value, fields: Mapping[str, Value]) -> None:
     if not fields:
-        raise value.wrong("is empty", "name a user, group, container, command, cgroup or gpu; or write: match: all")
+        raise value.error("is empty", "name a user, group, container, command, cgroup or gpu; or write: match: all")
 
 
 def _read_rule_gpu(value: Value) -> str:
@@ -262,7 +262,7 @@ def _check_file(value: Value, fields: Mapping[str, Value]) -> None:
     # A file of another version has other keys.
     _VERSION.read(fields["version"])
     if len(fields) == 1:
-        raise value.wrong("lacks the key 'gpus'", "add one of: gpus, slices, memory, reserve")
+        raise value.error("lacks the key 'gpus'", "add one of: gpus, slices, memory, reserve")
 
 
 _FILE: Final = mapping(
@@ -314,9 +314,9 @@ def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
     value = whole_document(raw, "the file", shown, HINT)
     if raw is None:
-        raise value.wrong("is empty", write_hint(shown))
+        raise value.error("is empty", write_hint(shown))
     if isinstance(raw, dict) and "mig-configs" in raw:
-        raise value.wrong("is for mig-parted", f"apply it: gpushare mig apply -f {shlex.quote(shown)}")
+        raise value.error("is for mig-parted", f"apply it: gpushare mig apply -f {shlex.quote(shown)}")
     return _FILE.read(value)
 
 

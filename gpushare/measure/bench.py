@@ -145,7 +145,7 @@ class Copies:
             if measured or hung or interrupted:
                 break
             poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
-            interrupted = self.signals.asked(poll_seconds)
+            interrupted = self.signals.end_requested(poll_seconds)
         closed = self.clock()
         usage.stop()
         for copy in copies:
@@ -186,7 +186,7 @@ class Copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
         # Where the user asks again for the end, nothing is waited for.
-        self.group.end([copy.program for copy in copies], hurry=self.signals.came)
+        self.group.end([copy.program for copy in copies], hurry=self.signals.ending_came)
 
     def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
         """End what copies that ended by themselves left running: the next run would be measured next to it.
@@ -200,7 +200,7 @@ class Copies:
         for copy in ended:
             copy.left_behind = left_behind.get(copy.program.pid, ())
         if left_behind:
-            self.group.end_left_behind(left_behind, hurry=self.signals.came)
+            self.group.end_left_behind(left_behind, hurry=self.signals.ending_came)
 
     def _result_of(
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool

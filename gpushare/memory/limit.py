@@ -17,7 +17,7 @@ from typing import Final, Literal, cast, get_args
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
-from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
+from gpushare.base.units import MIB, format_bytes, format_distinct, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.process import signal_all, signal_if_same, starts_of
@@ -327,7 +327,7 @@ class JobMemory(Part):
 def _over_text(processes: Sequence[GpuProcess], held: int, limit: int) -> str:
     """Return in words by how much a job is above its limit, and which of its processes holds most."""
     largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
-    has, allowed = format_apart(held, limit)
+    has, allowed = format_distinct(held, limit)
     text = f"the job holds {has}, over its limit of {allowed}"
     if len(processes) == 1:
         return f"{text} (process {largest.pid})"

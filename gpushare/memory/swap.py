@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut, or_none
-from gpushare.base.units import format_apart, format_bytes
+from gpushare.base.units import format_bytes, format_distinct
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host
@@ -94,7 +94,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
         # Each process may be in a cgroup with a limit of its own.
         free = host.machine.free_memory(process.pid)
         if free is not None and need > free:
-            needed, available = format_apart(need, free)
+            needed, available = format_distinct(need, free)
             raise InUse(
                 f"{job.title} needs {needed} of host memory, and {available} are available to it",
                 "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",

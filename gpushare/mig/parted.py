@@ -176,7 +176,9 @@ def _devices_of(value: Value) -> tuple[int, ...] | None:
         return None
     if not isinstance(value.raw, list):
         example = value.raw if isinstance(value.raw, int) and not isinstance(value.raw, bool) else "0, 1"
-        raise value.wrong(f"is {value.short}, neither all nor a list of indexes", f"write all, or a list: [{example}]")
+        raise value.error(
+            f"is {value.short_text}, neither all nor a list of indexes", f"write all, or a list: [{example}]"
+        )
     return several(whole(0, _MOST)).read(value)
 
 
@@ -188,7 +190,7 @@ def _counts_of(value: Value) -> tuple[tuple[str, int], ...] | None:
         _parse_profile, "a MIG profile as the driver writes it: 1g.10gb, 1g.10gb+me, 1c.3g.40gb", _COUNT
     ).read(value)
     if counts and not any(counts.values()):
-        raise value.wrong("has only counts of 0", "for none write: mig-devices: {}")
+        raise value.error("has only counts of 0", "for none write: mig-devices: {}")
     return tuple(counts.items())
 
 
@@ -205,9 +207,9 @@ def _entry_of(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
     enabled = fields["mig-enabled"]
     counts = fields.get("mig-devices")
     if enabled and counts is None:
-        raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
+        raise value.error("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
     if counts and not enabled:
-        raise value.wrong("has 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true")
+        raise value.error("has 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true")
     return ConfigEntry(
         devices=fields["devices"], mig_enabled=enabled, counts=counts or (), filters=fields.get("device-filter", ())
     )
@@ -243,7 +245,7 @@ _PLACES: Final = table(
 
 def _check_configs(value: Value, fields: Mapping[str, Value]) -> None:
     if not fields["mig-configs"].raw:
-        raise value.wrong("has no entry in 'mig-configs'", "it maps names to lists of entries")
+        raise value.error("has no entry in 'mig-configs'", "it maps names to lists of entries")
 
 
 _FILE: Final = mapping(
@@ -265,7 +267,7 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     """
     document = whole_document(raw, "the file", shown, HINT)
     if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
-        raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
+        raise document.error("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
     configs = _FILE.read(document)
     places = {}
     if placements is not None:
@@ -274,7 +276,7 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
         unknown = sorted(places.keys() - configs.keys())
         if unknown:
             hint = f"the file has: {', '.join(configs)}"
-            raise second.wrong(f"names config '{unknown[0]}', which the file does not have", hint)
+            raise second.error(f"names config '{unknown[0]}', which the file does not have", hint)
     return {
         name: Config(name=name, entries=entries, placements=places.get(name, {})) for name, entries in configs.items()
     }

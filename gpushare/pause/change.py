@@ -35,7 +35,7 @@ from gpushare.pause.record import (
     write,
 )
 from gpushare.plan import Loss, Plan, Step
-from gpushare.signals import held_back
+from gpushare.signals import ending_signals_held
 
 # gpushare's word to the guard once all channels are off, and the guard's answer when it is ready.
 HELD: Final = "held"
@@ -237,7 +237,7 @@ class JobPause:
         self._off.append(channels)
         try:
             # Ctrl-C waits: an abandoned call could take channels off after the roll-back.
-            with held_back():
+            with ending_signals_held():
                 self.seconds += self.control.disable(channels)
         except GpushareError as error:
             may_be_off = isinstance(error, TimedOut) or error.code == "half_done"

@@ -22,7 +22,7 @@ from gpushare.plan import Plan
 from gpushare.run.program import step_of_run
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
-from gpushare.signals import undisturbed
+from gpushare.signals import ending_signals_ignored
 
 
 class Creator(contextlib.AbstractContextManager["Creator"]):
@@ -56,7 +56,7 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
         Raises:
             GpushareError: it was not removed, and nothing else has failed.
         """
-        with undisturbed():
+        with ending_signals_ignored():
             for record in self._made:
                 try:
                     reason = remove_instance(self._host, record)

@@ -764,7 +764,7 @@ class Farm:
         self.say_first()
         while self._signals.first is None:
             self._look_at_copies()
-            if self._is_over() or self._signals.came(_STEP_SECONDS):
+            if self._is_over() or self._signals.ending_came(_STEP_SECONDS):
                 break
         self._leave_line()
         if self._signals.first is not None or self._giving_up:
@@ -797,7 +797,7 @@ class Farm:
         self._logs = self._open_parts.enter_context(directory_of_logs(options.logs))
         results = FarmResults(self._host, options.logs / NAME, self._logs, self._command)
         self._results = self._open_parts.enter_context(results)
-        if not results.wait_for_left(self._reporter.say, self._signals.asked):
+        if not results.wait_for_left(self._reporter.say, self._signals.end_requested):
             # Nothing is started; what the earlier farm has left stays.
             return
         if options.resume:
@@ -828,7 +828,7 @@ class Farm:
         if self._next_step() == "start" and self._size is not None:
             self._set_caps()
         has_room = True
-        while has_room and (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
+        while has_room and (step := self._next_step()) in {"start", "alone"} and not self._signals.ending_came():
             has_room = self._start_next(alone=step == "alone")
         if has_room:
             # The farm waits for its own copies: it must not hold up other jobs in the line.
@@ -1163,7 +1163,7 @@ class Farm:
         """Read the memory of the other copies while some end; return whether to hurry: on a signal, or if memory grows."""
         self._poll_memory()
         is_growing = any(memory.grows() for running in self._running.values() for memory in running.memories)
-        return self._signals.came() or is_growing
+        return self._signals.ending_came() or is_growing
 
     def _poll_memory(self) -> list[_RunningCopy]:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
@@ -1220,7 +1220,7 @@ class Farm:
         pids_by_program = group.left_behind([running.program for running in ended])
         failure = None
         if pids_by_program:
-            failure = error_of(lambda: group.end_left_behind(pids_by_program, hurry=self._signals.came))
+            failure = error_of(lambda: group.end_left_behind(pids_by_program, hurry=self._signals.ending_came))
         errors = {}
         for running in ended:
             copy = running.copy
@@ -1317,7 +1317,7 @@ class Farm:
             if gpu.group is not None:
                 gpu.group.read_outputs()
         interrupted = [running for running in self._running.values() if running.program.runs]
-        self._end(interrupted, hurry=self._signals.came)
+        self._end(interrupted, hurry=self._signals.ending_came)
         for running in interrupted:
             self._note_end(running, None, interrupted=True)
         self._collect_ended()

@@ -27,7 +27,7 @@ from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
-from gpushare.signals import ENDING, Wakeups, handled
+from gpushare.signals import ENDING, Wakeups, signals_handled
 
 if TYPE_CHECKING:
     from gpushare.run.container import Container
@@ -117,7 +117,7 @@ def _foreground_group(descriptor: int) -> int | None:
 def _give_terminal(descriptor: int, group: int) -> bool:
     """Let a process group have the terminal; return whether it has it."""
     # Otherwise the kernel stops us if we are in the background.
-    with handled((signal.SIGTTOU,), signal.SIG_IGN):
+    with signals_handled((signal.SIGTTOU,), signal.SIG_IGN):
         try:
             os.tcsetpgrp(descriptor, group)
         except OSError:

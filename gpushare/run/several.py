@@ -210,7 +210,7 @@ class Group:
                 for program in running:
                     # A paused program could not end by itself.
                     self.resume(program)
-                self.end(running, hurry=signals.came)
+                self.end(running, hurry=signals.ending_came)
                 others_use_it = self._held.close()
         except BaseException:
             self._held.close(program_lives=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.show.result import Column, Table, records
-from gpushare.show.text import to_type, wrapped
+from gpushare.show.result import Column, Table, record_table
+from gpushare.show.text import complete_commands, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -34,7 +34,7 @@ def answer_table(data: Any, *, whole: bool) -> Table:
 
     Without ``whole``, a terminal shows only the first of the changes.
     """
-    columns = (Column("item", "item"), Column("text", "text", format=to_type))
+    columns = (Column("item", "item"), Column("text", "text", format=complete_commands))
     return Table(
         name="answer",
         columns=columns,
@@ -63,7 +63,7 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
         for verdict in verdicts
         for reason in verdict.reasons
     )
-    return records(
+    return record_table(
         "reasons",
         ("way", *keys),
         rows,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.show.result import Column, Table, records
+from gpushare.show.result import Column, Table, record_table
 from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def compare_table(
 
     ``absent`` ways, which this host does not have, get one line where there is no room for a grid.
     """
-    return records(
+    return record_table(
         "ways",
         ("row", "way", "says"),
         _cell_rows(titles, rows),
@@ -129,7 +129,7 @@ def csv_table(cells: Sequence[Any]) -> Table:
     """Return one row per cell with all of its views; sources by their keys."""
     keys = ("row", "way", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
     sources = {"sources": lambda cell: " ".join(source.key for source in cell.sources)}
-    return records("ways", (*keys, *sources), cells, sources)
+    return record_table("ways", (*keys, *sources), cells, sources)
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:

@@ -8,7 +8,7 @@ from typing import Any, Final
 from gpushare.base.model import ListedJob, Snapshot
 from gpushare.base.units import format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
-from gpushare.show.result import Column, Result, Table, records
+from gpushare.show.result import Column, Result, Table, record_table
 from gpushare.show.status import (
     COMMAND,
     JOB,
@@ -60,7 +60,7 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     return Result(
         data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
         tables=tuple(tables),
-        csv=records("jobs", CSV, jobs, _CSV_ONLY),
+        csv=record_table("jobs", CSV, jobs, _CSV_ONLY),
         notes=snapshot.warnings,
         errors=errors,
     )

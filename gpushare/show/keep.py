@@ -12,7 +12,7 @@ from gpushare.base.errors import GpushareError
 from gpushare.base.units import counted, format_slice
 from gpushare.show.live import document_of_look
 from gpushare.show.render import form_of, write_error, write_notes
-from gpushare.show.result import Column, OutputFormat, Result, Table, failure
+from gpushare.show.result import Column, OutputFormat, Result, Table, failed_result
 from gpushare.show.text import one_line, put
 from gpushare.timeslice.keep import Event, Verdict
 
@@ -77,7 +77,7 @@ class KeepReport:
         """Tell that the file was not read again; the earlier rules stay."""
         restated = error.restated(message=f"{error.message}; the earlier rules stay")
         if self._form in {OutputFormat.JSON, OutputFormat.YAML}:
-            self._put(failure(_COMMAND, restated))
+            self._put(failed_result(_COMMAND, restated))
         write_error(restated, sys.stderr)
 
     def _put(self, result: Result) -> None:

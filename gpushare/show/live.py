@@ -21,7 +21,7 @@ from gpushare.show.render import (
     write_error,
     write_notes,
 )
-from gpushare.show.result import OutputFormat, Result, failure
+from gpushare.show.result import OutputFormat, Result, failed_result
 from gpushare.show.text import one_line, put
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def watch(
             result = replace(read(), command=command)
             return replace(result, notes=()) if quiet else result
         except GpushareError as error:
-            return failure(command, error)
+            return failed_result(command, error)
 
     try:
         if live:

@@ -13,7 +13,7 @@ from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import free_profiles, holders_text, lost_slices
 from gpushare.mig.profile import GpuInstance, Layout, Placement
-from gpushare.show.result import Column, Table, plain_value, records
+from gpushare.show.result import Column, Table, plain_value, record_table
 from gpushare.show.status import silent_word
 from gpushare.show.text import wrapped
 
@@ -282,4 +282,4 @@ def status_csv(rows: Sequence[MigGpu]) -> Table:
         for instance in row.instances or ()
         for compute in instance.compute or (None,)
     ]
-    return records("instances", keys, values)
+    return record_table("instances", keys, values)

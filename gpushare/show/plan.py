@@ -10,7 +10,7 @@ from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.plan import Loss, Plan, Step, describe_losses
 from gpushare.show.result import Column, Result, Table
-from gpushare.show.text import to_type
+from gpushare.show.text import complete_commands
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,5 +97,5 @@ def _step_lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
                 first, *others = command.split("\n")
                 lines.append((f"{lead}{first}", "dim"))
                 # What shows the lines finds a command behind the lead, and not behind blanks alone.
-                lines += [(f"{' ' * len(lead)}{to_type(other)}", "dim") for other in others]
+                lines += [(f"{' ' * len(lead)}{complete_commands(other)}", "dim") for other in others]
     return lines

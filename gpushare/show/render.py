@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
-from gpushare.show.text import in_json, one_line, paragraphs, put, to_type, visible, wrapped
+from gpushare.show.text import complete_commands, one_line, paragraphs, put, safe_json, visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -164,9 +164,9 @@ def _plain_table(table: Table) -> str:
 
     lines = [f"# {table.title}"] if table.title else []
     if table.lines is not None:
-        return "\n".join([*lines, *(visible(to_type(text)) for text, _ in table.lines)])
+        return "\n".join([*lines, *(visible(complete_commands(text)) for text, _ in table.lines)])
     if not table.rows and table.empty:
-        lines.append(f"# {to_type(table.empty)}")
+        lines.append(f"# {complete_commands(table.empty)}")
     rows = [[cell(column, column.value(row)) for column in table.columns] for row in table.rows]
     titles = [column.title for column in table.columns]
     if not rows:
@@ -190,7 +190,7 @@ _NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
 def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False) -> str:
     """Return the envelope as JSON, ``compact`` on one line."""
     layout = {"separators": (",", ":")} if compact else {"indent": 2}
-    return in_json(json.dumps(result.envelope(), ensure_ascii=ascii_only, **layout)) + "\n"
+    return safe_json(json.dumps(result.envelope(), ensure_ascii=ascii_only, **layout)) + "\n"
 
 
 def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
@@ -226,7 +226,7 @@ def _csv_field(value: Any) -> str | int | float:
     if isinstance(value, (int, float)):
         return value
     if not isinstance(value, str):
-        return in_json(json.dumps(value, ensure_ascii=False))
+        return safe_json(json.dumps(value, ensure_ascii=False))
     formula = value.startswith(_FORMULA) and re.fullmatch(_NUMBER, value, re.ASCII) is None
     return f"'{visible(value)}" if formula else visible(value)
 
@@ -425,7 +425,7 @@ def result_lines(result: Result, width: int, *, short: bool = False) -> list[Tex
 
 def _plan_lines(text: str, width: int, *, command: bool) -> list[str]:
     """Return a line of a plan, wrapped to a width and indented below its first word."""
-    line = visible(to_type(text))
+    line = visible(complete_commands(text))
     if len(line) <= width:
         return [line]
     lead = re.match(r" *(?:\d+\. |\$ |undo: )?", line)

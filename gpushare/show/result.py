@@ -99,7 +99,7 @@ class Table:
     folded: Callable[[list[Any]], str] | None = None
 
 
-def records(
+def record_table(
     name: str,
     keys: Sequence[str],
     rows: Iterable[Any],
@@ -154,7 +154,7 @@ class Result:
         return document
 
 
-def failure(command: str, error: GpushareError) -> Result:
+def failed_result(command: str, error: GpushareError) -> Result:
     return Result(command=command, data=error.data, errors=(error,), all_failed=True)
 
 

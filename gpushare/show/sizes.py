@@ -10,7 +10,7 @@ from typing import Any, Final
 from gpushare.base.benchmark import BenchSizesAnswer, Concurrency, SizeCell
 from gpushare.base.units import format_copies
 from gpushare.show.plot import picture
-from gpushare.show.result import Column, Result, Table, records
+from gpushare.show.result import Column, Result, Table, record_table
 
 _CSV: Final = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
 
@@ -23,7 +23,7 @@ def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any)
         data=data,
         text="\n".join([first, data.workload.title, "", *map(_concurrency_sentence, data.concurrency)]),
         tables=(_times_table(data),),
-        csv=records("cells", _CSV, data.cells),
+        csv=record_table("cells", _CSV, data.cells),
         notes=tuple(notes),
         **more,
     )

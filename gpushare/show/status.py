@@ -38,7 +38,7 @@ from gpushare.base.units import (
     ranges,
 )
 from gpushare.base.values import dataclass
-from gpushare.show.result import Column, Result, Table, plain_value, records
+from gpushare.show.result import Column, Result, Table, plain_value, record_table
 
 Row = Mapping[str, Any]
 
@@ -717,4 +717,4 @@ def csv_table(snapshot: Snapshot) -> Table:
                 process_fields["process_memory_used_bytes"] = process.memory_used_bytes
                 process_fields["command_line"] = command_of(process)
             rows.append({**gpu_fields, **process_fields})
-    return records("status", (*CSV_GPU, *CSV_PROCESS), rows)
+    return record_table("status", (*CSV_GPU, *CSV_PROCESS), rows)

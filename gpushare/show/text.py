@@ -37,7 +37,7 @@ def visible(text: str) -> str:
     return re.sub(_UNSAFE, _escape, text)
 
 
-def in_json(text: str) -> str:
+def safe_json(text: str) -> str:
     """Return JSON with the characters escaped that drive a terminal but are no control characters in JSON (U+009B)."""
     if text.isascii() and "\x7f" not in text:
         return text
@@ -65,7 +65,7 @@ def set_host(spec: str | None, verbs: Collection[str], *, simulated: bool) -> No
     _own_command = rf"{_COMMAND_BEGINS}(?:sudo )?gpushare (?=(?:{'|'.join(verbs)})(?![\w-]))"
 
 
-def to_type(text: str) -> str:
+def complete_commands(text: str) -> str:
     """Return a text with the commands of gpushare as this user has to type them.
 
     They have the ``--host`` that the user gave. After sudo, root needs no sudo, and others may need a path: pipx puts
@@ -89,7 +89,7 @@ def to_type(text: str) -> str:
 
 def one_line(text: str) -> str:
     """Return a message as one line: a line break with the blanks around it becomes one space."""
-    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", to_type(text).strip()))
+    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", complete_commands(text).strip()))
 
 
 def paragraphs(text: str) -> str:
@@ -126,14 +126,14 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: 
         if not command and " -" not in line:
             # Too long, and without an option: it is a sentence about gpushare.
             return line
-        return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _filled(line, room - len(" \\")))
+        return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _wrap_words(line, room - len(" \\")))
 
-    line = re.sub(r".+" if command else _COMMAND, keep_together, visible(to_type(text)))
-    lines = [part for filled in _filled(line, room) for part in filled.split(_BREAK)]
+    line = re.sub(r".+" if command else _COMMAND, keep_together, visible(complete_commands(text)))
+    lines = [part for filled in _wrap_words(line, room) for part in filled.split(_BREAK)]
     return [f"{rest if number else first}{part}".replace(_BLANK, " ") for number, part in enumerate(lines)]
 
 
-def _filled(text: str, width: int) -> list[str]:
+def _wrap_words(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 

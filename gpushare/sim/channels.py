@@ -115,9 +115,9 @@ class SimulatedFiles(KernelFiles):
         yield _Process(self, state, identity)
 
     def open_control_node(self) -> int:
-        return self.opened(0)
+        return self.new_descriptor(0)
 
-    def opened(self, pid: int) -> int:
+    def new_descriptor(self, pid: int) -> int:
         """Return a new descriptor for the control file of a process."""
         self._state = current(self._state_file)
         owner = _find_owner(self._state, pid)
@@ -184,7 +184,7 @@ class _Process(KernelProcess):
         owner = _find_owner(self._state, self.identity.pid)
         if owner is None or (isinstance(owner, SimulatedProcess) and not on_gpu(owner)):
             return []
-        self._permit(owner)
+        self._check_permitted(owner)
         return [_DESCRIPTOR]
 
     def is_inherited(self, number: int) -> bool:  # noqa: ARG002 - as the kernel's
@@ -195,12 +195,12 @@ class _Process(KernelProcess):
         owner = _find_owner(self._state, self.identity.pid)
         if owner is None or number != _DESCRIPTOR:
             raise Refused("stale", os.strerror(errno.EBADF))
-        self._permit(owner)
+        self._check_permitted(owner)
         if self._state.channel_fault == "forged":
             raise Refused("forged", str(number))
-        return self._files.opened(owner.pid)
+        return self._files.new_descriptor(owner.pid)
 
-    def _permit(self, owner: Owner) -> None:
+    def _check_permitted(self, owner: Owner) -> None:
         """Raise Refused where the kernel would not let this user copy the process's descriptors."""
         if not self._state.may_touch(owner.uid):
             raise Refused("other_user")

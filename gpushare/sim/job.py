@@ -134,30 +134,30 @@ def pace_of(
     wanted = need * streams
     speed = min(wanted, _allowed_percent(state, process)) / wanted
     if process.mps_server is not None:
-        speed *= _squeeze(state, process, busy, contention)
+        speed *= _mps_factor(state, process, busy, contention)
     # The clients of one MPS server are one context.
     contexts: dict[int, list[SimulatedProcess]] = {}
     for other in busy:
         contexts.setdefault(other.mps_server or other.pid, []).append(other)
     contexts.pop(process.mps_server or process.pid, None)
-    return _in_turn(state, process, speed, list(contexts.values()))
+    return _pace_in_turns(state, process, speed, list(contexts.values()))
 
 
-def _squeeze(
+def _mps_factor(
     state: SimulatedHostState, process: SimulatedProcess, busy: Sequence[SimulatedProcess], contention: float
 ) -> float:
     """Return the factor by which the clients of its MPS server slow a process down, at most 1."""
     clients = [other for other in busy if other.mps_server == process.mps_server]
-    with_all = _factor_among(state, process, clients, contention)
+    with_all = _factor_while_all_work(state, process, clients, contention)
     if process.busy_percent < 100:
         return with_all
     # Clients that have work now and then are there for a part of the time only.
     steady = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
     busy_part = min(1.0, sum(client.busy_percent for client in clients if client not in steady) / 100 / with_all)
-    return busy_part * with_all + (1 - busy_part) * _factor_among(state, process, steady, contention)
+    return busy_part * with_all + (1 - busy_part) * _factor_while_all_work(state, process, steady, contention)
 
 
-def _factor_among(
+def _factor_while_all_work(
     state: SimulatedHostState, process: SimulatedProcess, clients: Sequence[SimulatedProcess], contention: float
 ) -> float:
     """Return the factor by which these clients slow the process down while all of them work."""
@@ -188,7 +188,7 @@ def _context_of(state: SimulatedHostState, clients: Sequence[SimulatedProcess]) 
     return _Context(slice_us, busy_part, (first.request_ms or slice_us / 1000) * 1000)
 
 
-def _in_turn(
+def _pace_in_turns(
     state: SimulatedHostState, process: SimulatedProcess, speed: float, others: Sequence[Sequence[SimulatedProcess]]
 ) -> Pace:
     """Return the pace of a process that has this ``speed`` in its turns, next to the contexts of others."""

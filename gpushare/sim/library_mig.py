@@ -39,7 +39,7 @@ def _engines(profile: Profile) -> dict[str, int]:
     return counts | {f"shared{name[0].upper()}{name[1:]}": count for name, count in counts.items()}
 
 
-def _demand(instance: _Instance | None) -> _Instance:
+def _need_instance(instance: _Instance | None) -> _Instance:
     """Return the instance that was called on; Refused: INVALID_ARGUMENT, it is a whole GPU (H200)."""
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -122,8 +122,13 @@ def _most_mig_devices(_library: SimulatedLibrary, target: Target) -> int:
 _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _most_mig_devices),
     ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
-    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _demand(on.instance).gpu_instance_id),
-    ("nvmlDeviceGetComputeInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _demand(on.instance).compute_instance_id),
+    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _need_instance(on.instance).gpu_instance_id),
+    (
+        "nvmlDeviceGetComputeInstanceId",
+        On.DEVICE,
+        Form.NUMBER,
+        lambda _, on: _need_instance(on.instance).compute_instance_id,
+    ),
     ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
     ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
     ("nvmlGpuInstanceGetComputeInstanceProfileInfo", On.GPU_INSTANCE, Form.FIELDS, _compute_profile_info),
@@ -199,7 +204,7 @@ def _compute_instance_by_id(_library: SimulatedLibrary, target: Target, identity
 
 @abi.entry_point("nvmlGpuInstanceGetInfo", on=On.GPU_INSTANCE)
 def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    instance, profile = _demand(target.gpu_instance), _profile(target)
+    instance, profile = _need_instance(target.gpu_instance), _profile(target)
     values = {
         "device": Handle(HandleKind.GPU, target.handle.index),
         "id": instance.gpu_instance_id,
@@ -212,7 +217,7 @@ def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) ->
 
 @abi.entry_point("nvmlComputeInstanceGetInfo_v2", on=On.COMPUTE_INSTANCE)
 def _compute_instance_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    instance, profile = _demand(target.instance), _profile(target)
+    instance, profile = _need_instance(target.instance), _profile(target)
     values = {
         "device": Handle(HandleKind.GPU, target.handle.index),
         "gpuInstance": Handle(HandleKind.GPU_INSTANCE, target.handle.index, instance.gpu_instance_id),

@@ -26,8 +26,8 @@ from gpushare.sim.mps_servers import (
     LogLine,
     binary_version,
     control_line,
+    is_of_real_mps,
     leading_integer,
-    of_real_mps,
     parse_threads,
 )
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState, SimulatedProcess, SimulatedServer, StateFile
@@ -339,7 +339,7 @@ def _start(
     if state.branch >= 580 and not daemon_devices(state, daemon):
         return _CUDA_ERROR_NO_DEVICE, ""
     state.daemons.append(daemon)
-    if state.branch >= 550 and not of_real_mps(daemon.pipe_directory):
+    if state.branch >= 550 and not is_of_real_mps(daemon.pipe_directory):
         _write_file(os.path.join(daemon.pipe_directory, PID_FILE), str(daemon.pid), 0o666)
     lines += [] if warning else _first_log_lines(state, daemon)
     return 0, warning
@@ -352,7 +352,7 @@ def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly:
     """
     clients.drop_daemon(state, daemon)
     # A directory of the machine's own MPS contains no simulated file.
-    if not cleanly or of_real_mps(daemon.pipe_directory):
+    if not cleanly or is_of_real_mps(daemon.pipe_directory):
         return
     for name in ("log", PID_FILE):
         with contextlib.suppress(OSError):
@@ -382,7 +382,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
     """Make the files of a pipe directory; return the daemon's error: empty if the path is too long, None if there is none."""
     if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
         return RUNNING
-    if of_real_mps(pipe):
+    if is_of_real_mps(pipe):
         return None
     is_too_long = len(os.fsencode(pipe)) > MAX_PIPE_DIRECTORY
     try:
@@ -394,7 +394,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
 
 def _open_logs(directory: str) -> bool:
     """Make the log files, but none in the directory of the machine's own MPS; return whether they can be written."""
-    if of_real_mps(directory):
+    if is_of_real_mps(directory):
         return True
     try:
         with contextlib.suppress(FileExistsError):

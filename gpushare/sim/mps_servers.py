@@ -38,7 +38,7 @@ def render(line: LogLine, at: float) -> str:
     return f"[{seconds}.{int(at * 1000) % 1000:03d} {line.tag} {line.pid:5d}] {line.text}\n"
 
 
-def of_real_mps(directory: str) -> bool:
+def is_of_real_mps(directory: str) -> bool:
     """Return whether the machine's own MPS uses a directory (by default, or by a unit): no simulated file goes there.
 
     A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
@@ -51,7 +51,7 @@ def append(lines: Iterable[LogLine]) -> None:
     at = time.time()
     texts: dict[str, str] = {}
     for line in lines:
-        if not of_real_mps(line.directory):
+        if not is_of_real_mps(line.directory):
             path = os.path.join(line.directory, line.file)
             texts[path] = texts.get(path, "") + render(line, at)
     for path, text in texts.items():

@@ -83,9 +83,9 @@ class SimulatedPrograms(Programs):
             raise missing_program_error(name)
         environment = merged_environment(env)
         deadline = clock() + timeout
-        return _Deferred(lambda: self._completed(argv, name, stdin, environment, deadline, timeout))
+        return _Deferred(lambda: self._run_program(argv, name, stdin, environment, deadline, timeout))
 
-    def _completed(
+    def _run_program(
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:
         """Run a program, and return what it printed; TimedOut: it hangs (fault ``hang``)."""

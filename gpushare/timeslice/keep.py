@@ -31,7 +31,7 @@ from gpushare.host.origin import Origin
 from gpushare.host.slice_lock import probed_channels, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
-from gpushare.signals import held_back
+from gpushare.signals import ending_signals_held
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide
 from gpushare.timeslice.slices import (
     note_restored,
@@ -611,7 +611,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         InUse: another keep runs.
         OperationFailed: not everything could be put back (code ``slices_left``).
     """
-    with sole_keep(host), held_back() as wait, host.open_channels() as control:
+    with sole_keep(host), ending_signals_held() as wait, host.open_channels() as control:
         keeper = Keeper(host, control, policy)
         say(keeper.recover())
         try:

@@ -152,7 +152,7 @@ class Dialog(ModalScreen[object]):
             yield Static(self._title_text(self._title, bold=True))
             yield Static("")
             yield self.lines
-            yield from self.more()
+            yield from self.widgets_below()
             yield Static("")
             yield Static(self._title_text(self._keys))
 
@@ -165,7 +165,7 @@ class Dialog(ModalScreen[object]):
         for box in self.query(Vertical):
             box.styles.width = self._width
         # Title, keys, and the blanks around them.
-        self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
+        self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.height_below)
         self.lines.lines = self._break_lines(self._width - 6)
         self.lines.refresh(layout=True)
 
@@ -178,9 +178,9 @@ class Dialog(ModalScreen[object]):
         return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
 
     # Of what stands below the lines.
-    more_height = 0
+    height_below = 0
 
-    def more(self) -> ComposeResult:
+    def widgets_below(self) -> ComposeResult:
         """Return what stands below the lines."""
         yield from ()
 
@@ -267,13 +267,13 @@ class Choice(Dialog):
 class Prompt(Dialog):
     """A text to type, with a line that says what; None: Escape."""
 
-    more_height = 4
+    height_below = 4
 
     def __init__(self, title: str, question: str, theme: Theme, *, example: str = "", value: str = "") -> None:
         super().__init__(title, [(question, "dim")], theme, "Enter goes on    Esc closes")
         self._input = Input(value=value, placeholder=example and f"for example: {example}")
 
-    def more(self) -> ComposeResult:
+    def widgets_below(self) -> ComposeResult:
         yield self._input
 
     def on_mount(self) -> None:

@@ -232,7 +232,7 @@ def _daemon_line(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
     where = "" if instance is None else f" in {instance.name or instance.profile}"
     clients = f"{len(daemon.clients)}/{daemon.max_clients or '-'} clients"
     wrong = daemon.error is not None or "FAULT" in status
-    limits = _limits(daemon.threads_percent, daemon.memory_limit_bytes)
+    limits = _limits_text(daemon.threads_percent, daemon.memory_limit_bytes)
     words = [clients, limits] if daemon.error is None else [daemon.error]
     return [
         (f"MPS{where} {daemon.pid or '-'} {daemon.user or '-'}  ", "text"),
@@ -241,7 +241,7 @@ def _daemon_line(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
     ]
 
 
-def _limits(threads_percent: float | None, memory_bytes: int | None) -> str:
+def _limits_text(threads_percent: float | None, memory_bytes: int | None) -> str:
     """Return limits of MPS in words. Of memory, None is no limit if the threads are known, else the limit is unknown."""
     if threads_percent is None:
         return f"threads -  memory {format_bytes(memory_bytes)}"
@@ -258,7 +258,7 @@ def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
                 f"{client.pid:>8} {fit(client.user or '-', 9)}{fit(visible(frame.name_of(client.pid, client.name) or '-'), 16)}",
                 "text",
             ),
-            (f" {_limits(client.threads_percent, client.memory_limit_bytes)}", "dim"),
+            (f" {_limits_text(client.threads_percent, client.memory_limit_bytes)}", "dim"),
         ]
         for daemon in frame.daemons_of(gpu)
         for client in daemon.clients

@@ -251,7 +251,7 @@ def _job_changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[E
         yield Event(at, f"{title} {'is back on its GPU' if old.state in {'returning', 'out'} else 'goes on'}", "good")
     elif old.state != job.state:
         yield Event(at, f"{title} {_STATE_TEXTS.get(job.state, job.state)}", "bad" if job.state == "lost" else "warn")
-    if is_over(job) and not (old is not None and is_over(old)):
+    if exceeds_limit(job) and not (old is not None and exceeds_limit(old)):
         held = format_bytes(job.memory_used_bytes)
         limit = format_bytes(job.whole_limit_bytes)
         yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
@@ -262,7 +262,7 @@ def _end_event(title: str, code: int | None, at: float) -> Event:
     return Event(at, f"{title} {text}", "bad" if code else "good")
 
 
-def is_over(job: ListedJob) -> bool:
+def exceeds_limit(job: ListedJob) -> bool:
     """Return whether a job holds more memory than its limit allows on all its devices."""
     limit = job.whole_limit_bytes
     return limit is not None and job.memory_used_bytes is not None and job.memory_used_bytes > limit

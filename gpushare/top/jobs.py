@@ -10,7 +10,7 @@ from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.status import age, container_name, holders, way_text
 from gpushare.show.text import visible
-from gpushare.top.history import is_over, program_of
+from gpushare.top.history import exceeds_limit, program_of
 
 if TYPE_CHECKING:
     from gpushare.base.model import ListedJob
@@ -68,7 +68,7 @@ def _state_cell(job: ListedJob) -> Cell:
         return f"waits #{job.line.place}", "warn"
     if job.state == ENDED:
         return f"ended {'-' if job.exit_code is None else job.exit_code}", "bad" if job.exit_code else "dim"
-    if is_over(job):
+    if exceeds_limit(job):
         return "too large", "bad"
     return job.state, _STATE_COLOURS.get(job.state, "warn")
 
@@ -145,7 +145,7 @@ def _memory_cell(job: ListedJob) -> Cell:
     """Return the memory of a job; in brackets what is out of the GPU."""
     if job.swapped_bytes and not job.memory_used_bytes:
         return f"({size_text(job.swapped_bytes)})", "warn"
-    return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
+    return size_text(job.memory_used_bytes), "bad" if exceeds_limit(job) else "text"
 
 
 def _short_way(job: ListedJob) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.errors import ExitCode
-from gpushare.show.text import to_type
+from gpushare.show.text import complete_commands
 
 if TYPE_CHECKING:
     from gpushare.base.model import ListedJob
@@ -116,7 +116,7 @@ def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]
         reasons = f" ({', '.join(loss['why'])})" if loss["why"] else ""
         lines.append((f"this {loss['action']} {loss['what']}{reasons}", "warn"))
     if data.get("undo"):
-        lines.append((to_type(f"undo: {data['undo']}"), "dim"))
+        lines.append((complete_commands(f"undo: {data['undo']}"), "dim"))
     return lines
 
 
@@ -124,9 +124,9 @@ def error_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str
     """Return the errors of a document for people; where root is missing, the command with sudo."""
     lines: list[tuple[str, str]] = []
     for error in document.get("errors") or ():
-        lines += [(str(error["message"]), "bad"), (to_type(error["hint"] or ""), "text")]
+        lines += [(str(error["message"]), "bad"), (complete_commands(error["hint"] or ""), "text")]
     if document.get("exit_code") == ExitCode.NO_PERMISSION:
-        lines.append((to_type(f"as root: sudo {command_of(words)}"), "warn"))
+        lines.append((complete_commands(f"as root: sudo {command_of(words)}"), "warn"))
     return lines
 
 

@@ -236,4 +236,4 @@ def test_what_gpushare_sets_for_a_client_is_read_back(mebibytes: int) -> None:
     ],
 )
 def test_different_sizes_never_read_alike(one: int, other: int, texts: tuple[str, str]) -> None:
-    assert units.format_apart(one, other) == texts
+    assert units.format_distinct(one, other) == texts

@@ -24,7 +24,7 @@ from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
 from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer
 from gpushare.host.identity import identity_of
-from gpushare.signals import Wakeups, handled
+from gpushare.signals import Wakeups, signals_handled
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
 from gpushare.sim.job import pace_of
@@ -462,7 +462,7 @@ class Counted(KernelFiles):
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         self.calls += 1
         assert room._is_device(file, DEVICE)
-        token = self.simulated.opened(self.pid)
+        token = self.simulated.new_descriptor(self.pid)
         self.simulated.ioctl(token, request, argument, parameters)
         self.simulated.close(token)
 
@@ -781,7 +781,7 @@ def test_a_ctrl_c_right_after_the_fork_is_told_once_and_ends_no_child(monkeypatc
 
 def test_a_signal_that_gpushare_handles_ends_the_child() -> None:
     caller = Caller()
-    with handled([signal.SIGTERM], lambda *_: None):
+    with signals_handled([signal.SIGTERM], lambda *_: None):
         caller.ask({"do": "find", "pid": 0, "started": None}, 60)
         child = caller._child
         assert child is not None

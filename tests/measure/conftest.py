@@ -52,10 +52,10 @@ class Told:
     def ended(self, pid: int) -> None:
         self.ends += 1
 
-    def came(self) -> bool:
+    def ending_came(self) -> bool:
         return False
 
-    def asked(self, seconds: float) -> bool:
+    def end_requested(self, seconds: float) -> bool:
         counts = [len(copy.printed.values) for copy in self.copies]
         if self._before is None and counts and all(counts):
             self._before = counts

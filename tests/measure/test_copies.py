@@ -216,8 +216,8 @@ def test_much_output_is_neither_kept_nor_waited_for(together: Together, monkeypa
 
 def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
     class Impatient(Told):
-        def asked(self, seconds: float) -> bool:
-            super().asked(seconds)
+        def end_requested(self, seconds: float) -> bool:
+            super().end_requested(seconds)
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2

@@ -15,7 +15,7 @@ from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds, Running
 from gpushare.measure.metric import Printed
-from gpushare.sim.job import Pace, _in_turn, _parser, _squeeze
+from gpushare.sim.job import Pace, _mps_factor, _pace_in_turns, _parser
 from gpushare.sim.state import SimulatedProcess
 
 if TYPE_CHECKING:
@@ -134,12 +134,16 @@ class ToldExperiment:
         known = {id(each): _process(number, each) for number, each in enumerate(busy, 100) if each.need}
         process, neighbours = known[id(job)], list(known.values())
         state: Any = SimpleNamespace(servers=[])
-        own = job.wants / (job.need or 1.0) * (1.0 if job.server is None else _squeeze(state, process, neighbours, 0.0))
+        own = (
+            job.wants
+            / (job.need or 1.0)
+            * (1.0 if job.server is None else _mps_factor(state, process, neighbours, 0.0))
+        )
         contexts: dict[int, list[SimulatedProcess]] = {}
         for other in neighbours:
             contexts.setdefault(other.mps_server or other.pid, []).append(other)
         mine = process.mps_server or process.pid
-        return _in_turn(state, process, own, [some for key, some in contexts.items() if key != mine])
+        return _pace_in_turns(state, process, own, [some for key, some in contexts.items() if key != mine])
 
     def is_client(self, running: Running) -> bool | None:
         return None if running.outside else True

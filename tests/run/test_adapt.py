@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.run.adapt import LEAST_US, MOST_US, SILENT_SECONDS, WINDOW_SECONDS, Controller, Setting
-from gpushare.sim.job import _in_turn
+from gpushare.sim.job import _pace_in_turns
 from tests.measure.told_jobs import ToldJob, _process
 
 TICK = 0.05
@@ -47,7 +47,7 @@ class OnGpu(Phase):
         web = ToldJob("web", 90, 100, 0, print, busy=self.busy, latency=request, slice_us=8000)
         other = ToldJob("other", 90, 100, 0, print, slice_us=setting.slice_us)
         state: Any = SimpleNamespace(servers=[])
-        return _in_turn(state, _process(1, web), 1.0, [[_process(2, other)]]).rate
+        return _pace_in_turns(state, _process(1, web), 1.0, [[_process(2, other)]]).rate
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Step:
         self.farm._size, self.farm._size_from = GIB, "given"
         monkeypatch.setattr(self.farm, "_gpu_for_next", self._turn)
         monkeypatch.setattr(self.farm, "_set_caps", lambda: None)
-        monkeypatch.setattr(self.farm._signals, "came", lambda *_: False)
+        monkeypatch.setattr(self.farm._signals, "ending_came", lambda *_: False)
 
     def start(self) -> None:
         """Look for room again."""
@@ -370,7 +370,7 @@ def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytes
             process.runs = False
 
     step.several.end = end
-    monkeypatch.setattr(step.farm._signals, "came", lambda: False)
+    monkeypatch.setattr(step.farm._signals, "ending_came", lambda: False)
     for _ in range(3):
         step.farm._watch_memory()
         step.farm._collect_ended()

@@ -16,7 +16,7 @@ import yaml
 from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
 from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.show.render import csv_text, exit_code_of, write, write_error
-from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable, plain_value
+from gpushare.show.result import Column, OutputFormat, Result, Table, failed_result, jsonable, plain_value
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
 from tests.show.hosts import mixed_host, quiet_host
@@ -32,7 +32,7 @@ def table(*rows: dict[str, object]) -> Table:
 
 def test_the_keys_of_the_envelope_are_pinned(shown):
     """A script that reads one command's JSON reads every command's."""
-    for result in (Result(command="x"), Result(command="x", data={"a": 1}), failure("x", BROKEN)):
+    for result in (Result(command="x"), Result(command="x", data={"a": 1}), failed_result("x", BROKEN)):
         out, _ = shown(result, OutputFormat.JSON)
         read = json.loads(out)
         assert list(read) == ENVELOPE
@@ -46,7 +46,7 @@ def test_the_keys_of_the_envelope_are_pinned(shown):
         (Result(command="x", data={}), "ok"),
         (Result(command="x", data={}, errors=(BROKEN,)), "partial"),
         (Result(command="x", data={"stopped": []}, errors=(BROKEN,), all_failed=True), "error"),
-        (failure("x", BROKEN), "error"),
+        (failed_result("x", BROKEN), "error"),
     ],
 )
 def test_the_status_says_whether_there_is_data_beside_errors(shown, result, status):
@@ -54,12 +54,12 @@ def test_the_status_says_whether_there_is_data_beside_errors(shown, result, stat
 
 
 def test_an_error_before_any_result_still_speaks_json_and_is_on_stderr_too(shown):
-    out, err = shown(failure("status", BROKEN), OutputFormat.JSON)
+    out, err = shown(failed_result("status", BROKEN), OutputFormat.JSON)
     assert json.loads(out)["errors"] == [
         {"code": "driver_not_loaded", "message": BROKEN.message, "hint": BROKEN.hint, "gpu": None}
     ]
     assert err == "error: the driver does not answer\nhint: sudo modprobe nvidia\n"
-    assert exit_code_of(failure("status", BROKEN)) == ExitCode.DRIVER_NOT_LOADED
+    assert exit_code_of(failed_result("status", BROKEN)) == ExitCode.DRIVER_NOT_LOADED
 
 
 def test_yaml_is_the_same_envelope_in_the_same_order(shown):
@@ -108,7 +108,7 @@ def test_csv_takes_the_one_table_or_the_first_and_says_when_there_is_none(shown)
     out, err = shown(Result(command="x", data={"a": 1}), OutputFormat.CSV)
     assert out == ""
     assert err.startswith("note: there is no table")
-    assert shown(failure("x", BROKEN), OutputFormat.CSV) == (
+    assert shown(failed_result("x", BROKEN), OutputFormat.CSV) == (
         "",
         "error: the driver does not answer\nhint: sudo modprobe nvidia\n",
     )

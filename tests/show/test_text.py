@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.show.text import in_json, set_host, to_type, visible, wrapped
+from gpushare.show.text import complete_commands, safe_json, set_host, visible, wrapped
 
 WORDS = st.text(st.sampled_from("abcxyz09=/._"), min_size=1, max_size=24)
 QUOTED = st.lists(WORDS, min_size=1, max_size=4).map(lambda words: f"'{' '.join(words)}'")
@@ -53,18 +53,18 @@ def test_where_lines_are_broken(text: str, lines: list[str]) -> None:
 @pytest.mark.parametrize("mark", ["\u200e", "\u200f", "\u061c", "\u202e", "\u2066"])
 def test_marks_of_direction_are_shown(mark: str) -> None:
     assert visible(f"a{mark}b") == f"a\\u{ord(mark):04x}b"
-    assert in_json(f'"a{mark}b"') == f'"a\\u{ord(mark):04x}b"'
+    assert safe_json(f'"a{mark}b"') == f'"a\\u{ord(mark):04x}b"'
 
 
 def test_only_commands_get_the_host():
     set_host("sim:a b", ("jobs", "mig"), simulated=True)
     try:
         prose = "gpushare did not start it; gpushare mig-parted, gpushare jobless"
-        assert to_type(prose) == prose
-        assert to_type("undo: gpushare mig a && gpushare mig b || gpushare jobs") == (
+        assert complete_commands(prose) == prose
+        assert complete_commands("undo: gpushare mig a && gpushare mig b || gpushare jobs") == (
             "undo: gpushare --host 'sim:a b' mig a && gpushare --host 'sim:a b' mig b || gpushare --host 'sim:a b' jobs"
         )
-        assert to_type("see: gpushare jobs; or sudo gpushare mig list") == (
+        assert complete_commands("see: gpushare jobs; or sudo gpushare mig list") == (
             "see: gpushare --host 'sim:a b' jobs; or sudo gpushare --host 'sim:a b' mig list"
         )
     finally:
