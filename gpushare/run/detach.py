@@ -32,9 +32,9 @@ from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import (
     JOBS,
     PAST,
-    aside,
     check_name_free,
     check_not_waiting,
+    earlier_output_path,
     make_name,
     output_path,
     runs_in_background,
@@ -115,7 +115,7 @@ def _put_earlier_back(host: Host, name: str, record: Path | None) -> None:
     """Undo `_reserved_name` for a job that was not started: put the earlier job's output and record back (None: no such job)."""
     if record is not None:
         with contextlib.suppress(OSError):
-            os.replace(aside(output_path(host, name)), output_path(host, name))
+            os.replace(earlier_output_path(host, name), output_path(host, name))
         with contextlib.suppress(OSError):
             os.replace(record, PAST.path(host, name))
 
@@ -138,7 +138,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             earlier_record = set_past_aside(host, name)
             if earlier_record is not None:
                 with contextlib.suppress(OSError):
-                    os.replace(output_path(host, name), aside(output_path(host, name)))
+                    os.replace(output_path(host, name), earlier_output_path(host, name))
         name = name or make_name(host, program)
         try:
             begin_log(output_path(host, name))
@@ -154,7 +154,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
     finally:
         os.close(descriptor)
         with contextlib.suppress(OSError):
-            aside(output_path(host, name)).unlink(missing_ok=True)
+            earlier_output_path(host, name).unlink(missing_ok=True)
 
 
 def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:

@@ -187,9 +187,9 @@ MARK: Final = "GPUSHARE_FARM"
 # A line holds at most one of ``--each`` (4 KiB, escaped six times as long) and a few numbers.
 _MOST_RECORD_BYTES: Final = 32 << 10
 _MOST_BYTES: Final = 256 << 20
-# The guard of a killed farm ends its copies, after their grace time.
-_LEFT_SECONDS: Final = 20.0
-_LEFT_POLL_SECONDS: Final = 0.1
+# So long the copies of an earlier farm may take to end: if it was killed, its guard ends them, after their grace time.
+_EARLIER_SECONDS: Final = 20.0
+_EARLIER_POLL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,18 +324,18 @@ class FarmResults:
             f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         )
 
-    def wait_for_left(self, say: Callable[[str], None], asked: Callable[[float], bool]) -> bool:
+    def wait_for_earlier_copies(self, say: Callable[[str], None], interrupted: Callable[[float], bool]) -> bool:
         """Wait until all copies of a killed farm with these logs have ended; return False if the user interrupts the wait.
 
-        ``asked`` waits for some seconds, and returns whether the user has asked for the end.
+        Else two copies would write to one log. ``interrupted`` waits for some seconds, and returns whether the user did so.
 
         Raises:
             InUse: a copy does not end (code ``logs_in_use``).
         """
-        deadline = time.monotonic() + _LEFT_SECONDS
+        deadline = time.monotonic() + _EARLIER_SECONDS
         reported = False
         while pids := self._host.processes.started_with(MARK, self.mark):
-            if asked(_LEFT_POLL_SECONDS):
+            if interrupted(_EARLIER_POLL_SECONDS):
                 return False
             if time.monotonic() >= deadline:
                 raise InUse(
@@ -369,7 +369,8 @@ class FarmResults:
 # -- the farm ----------------------------------------------------------------------------------------------------------
 
 _STEP_SECONDS: Final = 0.02
-_LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+# When it is checked after the start of a copy whether the daemon lists it (seconds).
+_CLIENT_CHECKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # How often to look for room while copies wait for it.
 _ROOM_LOOK_SECONDS: Final = 0.2
 # How long the first copy is measured alone, from when it is on the GPU.
@@ -394,16 +395,16 @@ class _CopiesOnGpu:
         self.group: Group | None = None
         # The processes on each GPU by its index, and when they were listed.
         self._listed: dict[int, tuple[float, tuple[GpuProcess, ...] | None]] = {}
-        # When to check whether the copies are clients.
-        self.looks: list[float] = []
+        # When to ask the daemon again which copies are its clients (monotonic seconds).
+        self.checks_due: list[float] = []
 
     def open(self, held: contextlib.ExitStack, grace_seconds: float) -> Group:
-        """Return the copies as a group in their share. Raises GpushareError: no daemon can be started or joined."""
+        """Return the group in which copies start; the first call opens the share. Raises GpushareError: there is no daemon."""
         if self.group is None:
             self.share.open()
             clients = self.share.watch(os.getpid()).clients
             self.group = held.enter_context(Group(self.host, self.share, clients, grace_seconds=grace_seconds))
-            self.looks = [time.monotonic() + seconds for seconds in _LOOKS]
+            self.checks_due = [time.monotonic() + seconds for seconds in _CLIENT_CHECKS]
         return self.group
 
     def processes(self, device: Device) -> tuple[GpuProcess, ...] | None:
@@ -422,11 +423,11 @@ class _CopiesOnGpu:
             return replace(self.share, limits=limits).environment(base)
         return self.share.environment(base)
 
-    def prove(self, running: Iterable[_RunningCopy]) -> None:
-        """Note which copies are clients of the daemon, each time that it is due (``looks``): each asks the daemon."""
-        if self.group is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
+    def note_clients(self, running: Iterable[_RunningCopy]) -> None:
+        """Note which copies the daemon lists as clients, for the farm's report. It asks only when due: the daemon logs that."""
+        if self.group is None or len(self.devices) > 1 or not self.checks_due or time.monotonic() < self.checks_due[0]:
             return
-        self.looks.pop(0)
+        self.checks_due.pop(0)
         clients = self.group.clients()
         if clients is None:
             return
@@ -434,8 +435,8 @@ class _CopiesOnGpu:
             if each.gpu is self and not each.copy.attached:
                 each.copy.attached = not clients.isdisjoint(self.host.processes.descendants(each.program.pid))
 
-    def has_accepted(self, pid: int) -> bool | None:
-        """Return whether a program that has ended was a client, by the daemon's log; None: it ran outside MPS."""
+    def was_client(self, pid: int) -> bool | None:
+        """Return whether a program that has ended was a client of MPS, by the daemon's log; None: it ran outside MPS."""
         if not isinstance(self.share, MpsShare):
             return None
         return bool(self.share.watch(os.getpid()).accepted({pid}))
@@ -772,16 +773,16 @@ class Farm:
 
     def _look_at_copies(self) -> None:
         """Start what may start, and see what the copies do: what they hold, which have ended, which are clients."""
-        self._start_what_may()
+        self._start_copies()
         self._watch_memory()
         self._collect_ended()
         self._measure_first()
         for gpu in self._gpus.values():
-            gpu.prove(self._running.values())
+            gpu.note_clients(self._running.values())
         self._reporter.progress(self._copies, time.monotonic() - self._started)
 
     def _leave_line(self) -> None:
-        """Leave the line: nothing is to be started now."""
+        """Give up the place in the line of waiting jobs, so that no other job waits for this farm."""
         if self._place is not None:
             self._place.leave()
         self._place = None
@@ -797,14 +798,14 @@ class Farm:
         self._logs = self._open_parts.enter_context(directory_of_logs(options.logs))
         results = FarmResults(self._host, options.logs / NAME, self._logs, self._command)
         self._results = self._open_parts.enter_context(results)
-        if not results.wait_for_left(self._reporter.say, self._signals.end_requested):
+        if not results.wait_for_earlier_copies(self._reporter.say, self._signals.end_requested):
             # Nothing is started; what the earlier farm has left stays.
             return
         if options.resume:
             self._skip_done(results.ends())
 
     def _is_over(self) -> bool:
-        """Return whether nothing is left to do, or a signal came during the look: a second one is for `_interrupt`."""
+        """Return whether to stop polling: nothing is left to do, or a signal came meanwhile; the next one hurries `_interrupt`."""
         return self._signals.first is not None or self._next_step() == "end"
 
     def _next_step(self) -> str:
@@ -819,8 +820,8 @@ class Farm:
 
     # -- starting ------------------------------------------------------------------------------------
 
-    def _start_what_may(self) -> None:
-        """Start copies, one after another, as long as one may start: look now and then, and whenever one has ended."""
+    def _start_copies(self) -> None:
+        """Start copies as long as one may start and finds room, which is looked for now and then, and when a copy has ended."""
         now = time.monotonic()
         if now < self._next_look and len(self._running) == self._running_then:
             return
@@ -889,9 +890,10 @@ class Farm:
         return None if place is None else (self._gpu(*place.held), place)
 
     def _gpu_without_ledger(self) -> _CopiesOnGpu | None:
-        """Return the GPU of the next copy where no GPU reports its memory: a server's number of clients is the only bound."""
+        """Return the GPU of the next copy where no GPU reports its memory, so that only MPS bounds them; None: all are full."""
         count = self._options.gpus
         gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
+        # Outside MPS one at a time: without a ledger nothing tells whether a second one fits.
         most_copies = self._clients.get(gpu.device.uuid) if count == 1 else 1
         copies_by_gpu = self._copies_by_gpu()
         running = max(copies_by_gpu[device.uuid] for device in gpu.devices)
@@ -972,7 +974,7 @@ class Farm:
         for uuid in self._devices:
             line = lines.get(uuid)
             if line is None or not self._size:
-                # Its memory is no bound.
+                # Its memory is unknown, and no bound: see `_gpu_without_ledger`.
                 fitting[uuid] = self._clients.get(uuid) if gpus_each == 1 else 1
             else:
                 fitting[uuid] = running[uuid] + self._further_copies(line, self._size)
@@ -1050,9 +1052,9 @@ class Farm:
         copy.state = "running"
         copy.started_after = now - self._started
         running = self._running[copy.copy] = _RunningCopy(copy, gpu, program, memories)
-        # Look soon whether it is a client, and then ever less often.
-        if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
-            gpu.looks = [now + seconds for seconds in _LOOKS]
+        # Check soon whether it is a client, and then ever less often.
+        if not gpu.checks_due or gpu.checks_due[0] > now + _CLIENT_CHECKS[0]:
+            gpu.checks_due = [now + seconds for seconds in _CLIENT_CHECKS]
         for memory in memories:
             memory.begin(program.pid)
         return running
@@ -1273,8 +1275,8 @@ class Farm:
         copy.exit_code = program.status
         if program.status is not None and program.status < 0:
             copy.exit_code = 128 - program.status
-        # One that ended between two looks, or while the daemon was asked.
-        copy.attached = copy.attached or running.gpu.has_accepted(program.pid)
+        # One that ended between two checks, or while the daemon was asked.
+        copy.attached = copy.attached or running.gpu.was_client(program.pid)
         copy.failure = failure
         self._note_memory_end(running)
         if stuck is not None:

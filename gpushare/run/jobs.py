@@ -132,9 +132,9 @@ def output_path(host: Host, name: str) -> Path:
     return host.state_directory / "output" / f"{name}.log"
 
 
-def aside(output: Path) -> Path:
-    """Return where the output of an earlier job is kept until the job that replaces it has begun."""
-    return output.with_suffix(".earlier")
+def earlier_output_path(host: Host, name: str) -> Path:
+    """Return where the output of an earlier job of a name is kept until the job that replaces it has begun."""
+    return output_path(host, name).with_suffix(".earlier")
 
 
 # Other users read them too, to spare a production job.
@@ -349,9 +349,8 @@ def _write_past(host: Host, past: PastJob) -> None:
             PAST.forget(oldest.path)
             # Only the last job of a name has an output: each one overwrites that of the job before.
             if oldest.path == PAST.path(host, oldest.name):
-                output = output_path(host, oldest.name)
-                output.unlink(missing_ok=True)
-                aside(output).unlink(missing_ok=True)
+                output_path(host, oldest.name).unlink(missing_ok=True)
+                earlier_output_path(host, oldest.name).unlink(missing_ok=True)
 
 
 def set_past_aside(host: Host, name: str) -> Path | None:

@@ -127,16 +127,10 @@ def _give_terminal(descriptor: int, group: int) -> bool:
 
 # A peak is kept after this number of looks that saw memory (most of a minute): a shorter run may not have reached it.
 _PEAK_LOOKS: Final = 10
-
-
 # A part that has nothing to do waits without end, which no call takes.
 _LONGEST_SECONDS: Final = 60.0
-
-
 # The exit codes of programs that a user ended, as servers and notebooks always do.
 ENDED_BY_USER: Final = frozenset(128 + number for number in ENDING)
-
-
 # Passed on to a program that handles them; others would die of them.
 _DEADLY: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _PASSED_ON: Final = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT, signal.SIGWINCH, signal.SIGCONT)

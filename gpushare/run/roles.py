@@ -266,8 +266,6 @@ def _memory_beside(device: Device, production_jobs: Iterable[JobRecord], tuned: 
 
 
 NOT_PROTECTED: Final = "not protected: under MPS, a GPU fault of either job ends both; memory bandwidth is shared at any cap; a cap reserves nothing"
-
-
 TICK_SECONDS: Final = 0.01
 _FIRST_SECONDS: Final = 0.1
 # Shorter gaps between two requests of production are not idleness. A share of the time, or one controlled by production's loss,

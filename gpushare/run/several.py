@@ -169,8 +169,6 @@ def exit_text(status: int) -> str:
 
 POLL_SECONDS: Final = 0.01
 _REAP_SECONDS: Final = 5.0
-
-
 G = TypeVar("G", bound="Group")
 
 

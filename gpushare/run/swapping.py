@@ -150,8 +150,8 @@ class Policy:
         """Return whether a swapped-out job should come back when there is room."""
         return False
 
-    def switched(self, seconds: float) -> None:
-        """Note how long it took to leave or to come back."""
+    def note_switch(self, seconds: float) -> None:
+        """Note how many seconds it took to leave or to come back: turns are made long enough for that."""
 
 
 @dataclass
@@ -171,9 +171,9 @@ class Idle(Policy):
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
     # CPU seconds of small requests since it left.
-    _small: float = 0.0
+    _small_work: float = 0.0
     # How many times its idle time it stays: it may have come back for nothing.
-    _times: int = 1
+    _stay_factor: int = 1
     _told: bool = False
 
     def leaves(self, sample: Sample) -> bool:
@@ -183,9 +183,9 @@ class Idle(Policy):
         if self._out_since is not None:
             # It has just come back. If it does nothing now, it came back for nothing, and stays longer.
             earlier = self._out_since = self._still_since = None
-            self._times = min(2 * self._times, _MOST_IDLE_TIMES)
+            self._stay_factor = min(2 * self._stay_factor, _MOST_IDLE_TIMES)
         if sample.busy_percent:
-            self._times = 1
+            self._stay_factor = 1
         if sample.busy_percent is None and not self._told:
             self._told = True
             self.say("the driver does not say whether it works, so it stays on the GPU")
@@ -213,10 +213,13 @@ class Idle(Policy):
                 return False
             if self._still_since is None:
                 self._still_since = earlier.now
-        return sample.now - self._still_since >= self._times * self.seconds
+        return sample.now - self._still_since >= self._stay_factor * self.seconds
 
     def _has_used_cpu(self, earlier: Sample, sample: Sample, elapsed: float) -> bool:
-        """Return whether all processes of the job together have used more of a CPU than an idle job's, over some seconds."""
+        """Return whether all processes of the job together work on the CPU: they use more than an idle job, over some seconds.
+
+        What they use adds up in a window; more than all of it may have counts as work before the window is over.
+        """
         used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._window = None
@@ -249,8 +252,8 @@ class Idle(Policy):
         # Many requests that are too small to be seen one by one: what is above twice the mean of idle time adds up.
         mean_level = sum(self._levels) / max(1, len(self._levels))
         ignored = max(idle_level, 2 * mean_level) * elapsed
-        self._small = 0.0 if is_first_look else max(0.0, self._small + most_used - ignored)
-        return most_used >= _WAKING_SECONDS + idle_level * elapsed or self._small >= _SMALL_TIMES * _WAKING_SECONDS
+        self._small_work = 0.0 if is_first_look else max(0.0, self._small_work + most_used - ignored)
+        return most_used >= _WAKING_SECONDS + idle_level * elapsed or self._small_work >= _SMALL_TIMES * _WAKING_SECONDS
 
     def _idle_level(self) -> float:
         """Return the share of a CPU that a process on the GPU uses while it is idle: the 90th percentile, and a quarter more.
@@ -299,9 +302,10 @@ class Turns(Policy):
         return sample.next_in_turn is not None and sample.now - sample.since >= self.turn_seconds
 
     def returns(self, _sample: Sample) -> bool:
+        """Return True: it is back as soon as the line and the GPU have room for it."""
         return True
 
-    def switched(self, seconds: float) -> None:
+    def note_switch(self, seconds: float) -> None:
         """Note a switch, and warn once of turns that are too short for it."""
         self._switches.append(seconds)
         switch = self.switch_seconds
@@ -334,8 +338,8 @@ class IdleInTurns(Policy):
     def returns(self, sample: Sample) -> bool:
         return (self._brings_back or self.turns).returns(sample)
 
-    def switched(self, seconds: float) -> None:
-        self.turns.switched(seconds)
+    def note_switch(self, seconds: float) -> None:
+        self.turns.note_switch(seconds)
 
 
 @dataclass
@@ -456,6 +460,7 @@ class Swapping(Part):
         self._since = self._clock()
 
     def poll(self) -> bool:
+        """Note what others did with the job, and let the policy act; return False, as the program never has to end."""
         now = self._clock()
         if now < self.due:
             return False
@@ -573,7 +578,7 @@ class Swapping(Part):
         try:
             # Past the line of that GPU, because the job gives up as much room here to a job that waits.
             place.take(target.uuid)
-            with self._swapping():
+            with self._guarded_lock():
                 moved = move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job))
         except BaseException:
             place.leave()
@@ -769,7 +774,7 @@ class Swapping(Part):
         processes = processes_to_swap(self._host, job)
         swap = leaving_record(self._host, job, self._device.uuid, processes, self._asked.memory_bytes)
         began = self._clock()
-        with self._swapping():
+        with self._guarded_lock():
             self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job))
         self.times_out += 1
         self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
@@ -779,8 +784,8 @@ class Swapping(Part):
             self._told_stays = False
 
     @contextlib.contextmanager
-    def _swapping(self, seconds: float = 0.0) -> Iterator[None]:
-        """Hold the lock of swaps, with a guard. Raises InUse: another gpushare has the lock for these ``seconds``."""
+    def _guarded_lock(self, seconds: float = 0.0) -> Iterator[None]:
+        """Hold the lock of swaps, with a guard that completes a swap if gpushare is killed. Raises InUse: no lock in time."""
         # Tried first, so that no guard is started in vain.
         with locked(self._host, seconds=seconds):
             pass
@@ -805,7 +810,7 @@ class Swapping(Part):
                 self._say(self._said)
             return
         began = self._clock()
-        with self._swapping(seconds):
+        with self._guarded_lock(seconds):
             back = come_in(self._host, swap)
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
@@ -833,7 +838,7 @@ class Swapping(Part):
         self._said = None
         self._retry_seconds = _AGAIN_SECONDS
         seconds = self._since - began
-        self._policy.switched(seconds)
+        self._policy.note_switch(seconds)
         if self.times_out <= _SAID_TIMES:
             text += f" in {seconds:.1f} s"
             if self.times_out == _SAID_TIMES and not self.out:
@@ -841,7 +846,7 @@ class Swapping(Part):
             self._say(text)
 
     def release(self) -> Mapping[int, int]:
-        """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
+        """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it. It has no strays."""
         with contextlib.suppress(GpushareError):
             self._follow_others()
             if self.out:
@@ -849,7 +854,7 @@ class Swapping(Part):
         return {}
 
     def leave(self) -> None:
-        """Leave the ledger, and forget the swap."""
+        """Give back what the job has reserved, and forget the records of swapped jobs that have ended."""
         if self._place is not None:
             self._place.leave()
         forget_ended(self._host)

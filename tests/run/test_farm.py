@@ -40,7 +40,7 @@ def test_a_copy_that_ends_before_it_is_looked_at_is_proved_by_the_log(
     host: Host, device: Device, monkeypatch: pytest.MonkeyPatch, outside: str, attached: bool
 ) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", outside)
-    monkeypatch.setattr("gpushare.run.farm._LOOKS", (1e6,))
+    monkeypatch.setattr("gpushare.run.farm._CLIENT_CHECKS", (1e6,))
     result = farm(host, [device], shell("exec sleep 0.1"), sized(device, copies=3), Heard())
     assert [copy.attached for copy in result.copies] == [attached] * 3
 

@@ -94,7 +94,7 @@ class Step:
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at, sleep=lambda _: None))
         monkeypatch.setattr(module, "client_limit", lambda *_: None)
         monkeypatch.setattr(module._CopiesOnGpu, "environment", lambda *_: {})
-        monkeypatch.setattr(module._CopiesOnGpu, "has_accepted", lambda *_: None)
+        monkeypatch.setattr(module._CopiesOnGpu, "was_client", lambda *_: None)
         self.places: list[Place] = []
         host: Any = SimpleNamespace(
             programs=None,
@@ -118,7 +118,7 @@ class Step:
         """Look for room again."""
         self.farm._next_look = 0.0
         self.farm._running_then = -1
-        self.farm._start_what_may()
+        self.farm._start_copies()
 
     def _turn(self, *, alone: bool) -> Any:
         assert not alone
@@ -204,25 +204,25 @@ def test_without_a_limit_of_silence_a_copy_may_be_quiet_for_ever(monkeypatch: py
 def test_a_copy_is_a_client_when_the_daemon_has_one_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2)
     step.start()
-    step.gpu.prove(step.farm._running.values())
+    step.gpu.note_clients(step.farm._running.values())
     # It is too early for a look.
     assert (step.asked, step.attached) == (0, [None, None])
     step.at, step.clients = 0.6, None
-    step.gpu.prove(step.farm._running.values())
+    step.gpu.note_clients(step.farm._running.values())
     # A daemon that cannot be asked says nothing.
     assert (step.asked, step.attached) == (1, [None, None])
-    step.gpu.prove(step.farm._running.values())
+    step.gpu.note_clients(step.farm._running.values())
     assert step.asked == 1
     step.at, step.clients = 1.1, {1101}
-    step.gpu.prove(step.farm._running.values())
+    step.gpu.note_clients(step.farm._running.values())
     assert step.attached == [False, True]
     # Once seen is seen; the other one may still come.
     step.at, step.clients = 2.1, {100}
-    step.gpu.prove(step.farm._running.values())
+    step.gpu.note_clients(step.farm._running.values())
     assert step.attached == [True, True]
     for at in (5.1, 10.1, 30.1, 1e6):
         step.at = at
-        step.gpu.prove(step.farm._running.values())
+        step.gpu.note_clients(step.farm._running.values())
     assert step.asked == 6
 
 
@@ -233,7 +233,7 @@ def test_copies_are_looked_for_among_the_clients_while_they_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     mark = tmp_path / "seen"
-    monkeypatch.setattr(module, "_LOOKS", (0.0,) * 100_000)
+    monkeypatch.setattr(module, "_CLIENT_CHECKS", (0.0,) * 100_000)
 
     class Waits(Silent):
         def progress(self, copies: Sequence[Copy], seconds: float) -> None:

@@ -100,7 +100,7 @@ def test_a_farm_waits_for_what_a_killed_one_has_left(
         farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
         assert copy.wait() == 0
     assert "waiting for 1 process of an earlier farm with these logs, being ended" in heard.said
-    monkeypatch.setattr(farm_results, "_LEFT_SECONDS", 0.0)
+    monkeypatch.setattr(farm_results, "_EARLIER_SECONDS", 0.0)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
         with pytest.raises(InUse) as caught:

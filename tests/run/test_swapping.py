@@ -192,8 +192,8 @@ def test_a_turn_ends_only_when_others_wait() -> None:
 def test_a_turn_is_nine_times_the_measured_switch() -> None:
     turns = Turns(None)
     assert turns.turn_seconds == 30.0
-    turns.switched(2.0)
-    turns.switched(1.0)
+    turns.note_switch(2.0)
+    turns.note_switch(1.0)
     assert turns.turn_seconds == 27.0
 
 
@@ -209,7 +209,7 @@ def test_turns_that_are_too_short_warn_once_with_the_loss(count: int, seconds: f
     messages: list[str] = []
     turns = Turns(3.0, messages.append)
     for _ in range(count):
-        turns.switched(seconds)
+        turns.note_switch(seconds)
     assert messages == [warning]
 
 
