@@ -17,7 +17,7 @@ from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import NOT_STORED
 from gpushare.mig.planner import addable
-from gpushare.mig.profile import GpuInstance, Layout, Profile
+from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
 from gpushare.mig.wish import Request, Wish
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
 from gpushare.mps.limits import VOLTA
@@ -928,10 +928,26 @@ class Situation:
 
     def documented_why_not(self, way: Way) -> str | None:
         """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
-        profiles = self.gpu.documented
-        if not profiles or not all(profile.memory_bytes and profile.placements for profile in profiles):
+        shares, total, documented = self.shares(way), self.gpu.memory_total_bytes or 0, self.gpu.documented
+        if not documented:
             return None
-        return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), self.shares(way)).why_not
+        # What is not documented is taken at its best: any place, enough SMs, and the GPU's memory in proportion.
+        most = max(profile.slices for profile in documented)
+        ends = [place.start + place.size for profile in documented for place in profile.placements or ()]
+        profiles = []
+        for profile in documented:
+            places = profile.placements or [Placement(at, profile.slices) for at in range(most - profile.slices + 1)]
+            part = total * places[0].size // max(ends, default=most)
+            profiles.append(
+                replace(
+                    profile,
+                    placements=tuple(places),
+                    instances=profile.instances if profile.placements else None,
+                    memory_bytes=profile.memory_bytes or part or max(share.memory_bytes for share in shares) or 1,
+                    multiprocessors=profile.multiprocessors or max(share.sms for share in shares),
+                )
+            )
+        return slices_for(Layout(gpu=self.gpu.index, profiles=tuple(profiles)), shares).why_not
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return in words which profiles have fewer SMs than asked for; None: none has, or no profiles fit."""

@@ -13,6 +13,7 @@ from gpushare.advice.case import Case, workload_of
 from gpushare.advice.place import place
 from gpushare.advice.situation import Situation
 from gpushare.base.model import ComputeMode, Way
+from gpushare.gpu_models import named_model
 from tests.advice.conftest import facts_of, table
 
 APART = {"users": "different", "isolation": "full", "memory": "4G"}
@@ -233,6 +234,37 @@ def test_unequal_instances_are_judged_by_the_documented_profiles_one_by_one() ->
         works = [workload_of({"users": "different", "isolation": "full", "memory": f"{size}G"}) for size in sizes]
         situation = Situation(Case(workloads=tuple(works), root=True), facts, gpu, table())
         assert (situation.documented_why_not(Way.MIG) is None) is fits, sizes
+
+
+@pytest.mark.parametrize(
+    ("host", "memory", "most"),
+    # Without documented places and memory; with places, and without the memory of all or of the large profiles.
+    [("rtx-pro-5000", "9G", 2), ("thor", "20G", 3), ("b300", "60G", 4), ("b200", "80G", 2), ("b200", "40G", 4)],
+)
+def test_profiles_without_a_documented_memory_or_place_are_taken_at_their_best(
+    host: str, memory: str, most: int
+) -> None:
+    facts = facts_of(host)
+    model = named_model(facts.gpus[0].name)
+    gpu = replace(facts.gpus[0], layout=None, documented=model.profiles)
+    facts = replace(facts, gpus=(gpu,))
+    work = {"memory": memory, "isolation": "fault"}
+    fits = {
+        number: Situation(
+            Case(workloads=(workload_of({**work, "processes": number}),), root=True), facts, gpu, table()
+        ).documented_why_not(Way.MIG)
+        is None
+        for number in (most, most + 1)
+    }
+    assert fits == {most: True, most + 1: False}
+
+
+def test_a_refusal_by_documented_profiles_says_how_many_would_fit() -> None:
+    facts = facts_of("rtx-pro-5000")
+    gpu = replace(facts.gpus[0], layout=None, documented=named_model(facts.gpus[0].name).profiles)
+    case = Case(workloads=(workload_of({"processes": 3, "memory": "9G", "isolation": "fault"}),), root=True)
+    why_not = Situation(case, replace(facts, gpus=(gpu,)), gpu, table()).documented_why_not(Way.MIG)
+    assert str(why_not).endswith("do not fit: 2 of 1g.24gb would")
 
 
 def test_of_parts_of_equal_size_the_kind_that_is_judged_first_is_first() -> None:
