@@ -36,7 +36,7 @@ from gpushare.mig.board import (
 )
 from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
-from gpushare.mig.wish import Request, Wish, merged, resolve
+from gpushare.mig.wish import Request, Wish, merged, no_profiles_error, resolve
 
 # -- one GPU: the cost of each way to serve a part of the wish on it ---------------------------------
 
@@ -628,6 +628,8 @@ class _Offer:
 
 def _kind_of(request: Request, layout: Layout) -> InstanceKind:
     """Return as which kind of instance the board of a GPU serves a request. Raises as `resolve`."""
+    if not layout.profiles:
+        raise no_profiles_error(layout.gpu)
     return InstanceKind(board_of(layout).number[resolve(request, layout.profiles).name], request.start)
 
 

@@ -239,13 +239,19 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
         )
     names = [profile.name for profile in profiles]
     if not names:
-        raise NotSupported(
-            "the driver lists no MIG profiles of this GPU (up to driver 575: only while MIG is on)",
-            "switch it on first: gpushare mig enable; or plan for a model: --model h100-80gb",
-            code="no_profiles",
-        )
+        raise no_profiles_error()
     raise NotSupported(
         f"this GPU has no MIG profile {quoted(text)}", f"its profiles: {', '.join(names)}", code="mig_profile_unknown"
+    )
+
+
+def no_profiles_error(gpu: int | None = None) -> NotSupported:
+    where, which = ("this GPU", "GPU") if gpu is None else (f"GPU {gpu}", gpu)
+    return NotSupported(
+        f"the driver lists no MIG profiles of {where} (up to driver 575: only while MIG is on)",
+        f"switch it on first: gpushare mig enable -g {which}; or plan for a model: --model h100-80gb",
+        gpu=gpu,
+        code="no_profiles",
     )
 
 

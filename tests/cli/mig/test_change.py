@@ -517,14 +517,15 @@ def test_disabling_that_needs_a_reset_makes_the_instances_again() -> None:
 
 def test_a_driver_that_hides_the_profiles_until_mig_is_on(cli: Cli, refused: Refused) -> None:
     """Driver 535 and older."""
-    world = World(A100)
-    world.fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
-    for verb in ("apply", "plan"):
-        text = refused("mig", verb, "1g.10gb", code="no_profiles", exit_code=3, host=A100)
+    World(EIGHT).fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
+    for verb in ("apply", "plan", "fits"):
+        words = ("--memory", "8G") if verb == "fits" else ("1g.10gb",)
+        text = refused("mig", verb, "-g", "1", *words, code="no_profiles", exit_code=3, host=EIGHT)
         assert "only while MIG is on" in text
-        assert "gpushare mig enable" in text
-    assert "only while MIG is on" in cli("mig", "profiles", host=A100).ok().out
-    cli("mig", "enable", host=A100).ok()
+        # Without -g it is refused on a host with several GPUs.
+        assert "gpushare mig enable -g 1;" in text
+    assert "only while MIG is on" in cli("mig", "profiles", host=EIGHT).ok().out
+    cli("mig", "enable", "-g", "1", host=EIGHT).ok()
 
 
 def test_a_lost_gpu_among_eight(cli: Cli, refused: Refused) -> None:

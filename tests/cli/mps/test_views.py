@@ -179,13 +179,15 @@ def test_logs_that_others_may_have_put_there_are_not_read(cli: Cli, world: World
     assert str(log) in answer.lines("error")[0]
 
 
-def test_env_in_a_real_shell(cli: Cli, world: World) -> None:
+def test_env_in_a_real_shell(cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / "a b'c"))
     cli("mps", "start").ok()
     text = cli("mps", "env", "--threads", "25", "--memory", "4G", "--priority", "low").ok().out
     names = "CUDA_VISIBLE_DEVICES CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     names += " CUDA_MPS_PINNED_DEVICE_MEM_LIMIT CUDA_MPS_CLIENT_PRIORITY"
     script = f"eval {shlex.quote(text)}; printf '%s\\n' " + " ".join(f'"${name}"' for name in names.split())
     done = subprocess.run(["/bin/sh", "-c", script], capture_output=True, text=True, check=True, env={})
+    world = World()
     pipe = world.state.daemons[0].pipe_directory
     assert done.stdout.splitlines() == [world.uuid(), pipe, "25.0", "0=4096M", "1"]
 
