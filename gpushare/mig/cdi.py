@@ -57,11 +57,11 @@ class _Refresh:
         self._host, self._spec = host, spec
         self._file = cdi.local_path(host, spec.path)
         # The content of the old file, and its owner and mode.
-        self._before: tuple[str, os.stat_result] | None = None
+        self._before: tuple[bytes, os.stat_result] | None = None
 
     def do(self) -> None:
         try:
-            content, stated = self._file.read_text(encoding="utf-8"), self._file.stat()
+            content, stated = self._file.read_bytes(), self._file.stat()
         except OSError as error:
             raise OperationFailed(
                 f"cannot read {self._spec.path}: {error.strerror}",
@@ -75,7 +75,9 @@ class _Refresh:
     def undo(self) -> None:
         if self._before is not None:
             content, stated = self._before
-            replace_file(self._file, content, mode=stat.S_IMODE(stated.st_mode))
+            # One that nvidia-ctk was not allowed to write, this user cannot replace either.
+            if not self._file.exists() or self._file.read_bytes() != content:
+                replace_file(self._file, content.decode(), mode=stat.S_IMODE(stated.st_mode))
             _keep_rights(self._file, stated)
 
 

@@ -481,12 +481,16 @@ def rights_of(file: Path) -> tuple[int, int, int]:
 
 def test_refresh_that_fails_leaves_the_old_file(world: World, toolkit: Callable[[], bytes]) -> None:
     before = toolkit()
+    file = cdi.local_path(world.host, cdi.DEFAULT_PATH)
+    number = file.stat().st_ino
     admin.set_mig(world.spec, "0", LAYOUT[:2])
     steps = refresh_steps(world.host)
     world.fault("user", "61000")
     with pytest.raises(NoPermission):
         do(*steps)
     assert toolkit() == before
+    # Not replaced: in a directory that this user may not write, the undo would fail.
+    assert file.stat().st_ino == number
 
 
 def test_refresh_of_a_file_that_went_meanwhile(world: World, toolkit: Callable[[], bytes]) -> None:
