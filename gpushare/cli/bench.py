@@ -41,7 +41,7 @@ from gpushare.measure.bench_data import (
     bench_answer,
     best_caps,
     check_comparable,
-    check_new,
+    check_new_file,
     compare_cells,
     profile_of,
     read_bench,
@@ -118,7 +118,7 @@ def bench(
     refuse(_REFUSED)
     if command:
         check_window(window, metric)
-    to_file = None if to is None else check_new("--to", to)
+    to_file = None if to is None else check_new_file("--to", to)
     picture = None if plot is None else picture_path(plot)
     earlier = None if compare is None else read_bench(compare)
     printed = parse_metric(metric, higher_is_better=metric is None or not lower, latency=latency)
@@ -170,7 +170,7 @@ def check_window(window: str | None, metric: str | None) -> None:
 def picture_path(text: str) -> Path:
     """Return the path of ``--plot``. Raises if no picture can be drawn, or there is such a file."""
     check_plot(text)
-    return check_new("--plot", text)
+    return check_new_file("--plot", text)
 
 
 # The ways that differ where matrices are small; --ways gives others.

@@ -29,7 +29,7 @@ from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
-from gpushare.measure.recording import Recording, RecordingFile, Underuse, underused
+from gpushare.measure.recording import Recording, RecordingFile, Underuse, find_underuse
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
 
@@ -132,7 +132,7 @@ class ObserveAnswer(Recording):
 
 def _recording_result(recording: Recording, path: Path) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
-    data = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
+    data = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(find_underuse(recording)))
     header = data.header
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
     seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"

@@ -33,7 +33,7 @@ from gpushare.measure.metric import parse_metric
 from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
 from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult
 from gpushare.measure.tune import tune as measured
-from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
+from gpushare.measure.tuned import commands, find_tried, keep_tried, tune_answer, tuned_record
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import keep_tuned
@@ -198,7 +198,7 @@ def keep_result(
     """
     # None: no setting surely meets the goal.
     tuned = tuned_record(host, device, options, result, name)
-    data = answer(host, device, options, result, None if tuned is None else name)
+    data = tune_answer(host, device, options, result, None if tuned is None else name)
     errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
     # The next tune of these commands goes on from there.
     keep_tried(host, device, options, result.outcome.curve)

@@ -20,7 +20,7 @@ from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Printed, within
 from gpushare.measure.usage import UsageMeter
-from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Cell, Reasons, one_at_a_time, reasons, sort_out
+from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Cell, Obstacles, find_obstacles, one_at_a_time, sort_out
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
@@ -37,7 +37,7 @@ _POLL_SECONDS: Final = 0.05
 # Shorter intervals at first: start-up and short programs are timed more exactly.
 _SHORT_SECONDS: Final = 2.0
 _FIRST_POLL_SECONDS: Final = 0.01
-# A look for new contexts asks NVML.
+# Each search for new contexts asks NVML.
 _SLICE_SECONDS: Final = 0.1
 
 
@@ -81,7 +81,7 @@ class Copies:
     set_slice: Callable[[Program], None] | None = None
     _slices_due: float = -math.inf
 
-    def together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
+    def run_together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies at the same time.
 
         Raises:
@@ -91,20 +91,20 @@ class Copies:
         try:
             for number, launch in enumerate(launches):
                 copies.append(self._start(number, launch))
-            return self._follow(copies, usage)
+            return self._watch(copies, usage)
         finally:
             # Even if something failed here, no program is left behind.
             self._end([copy for copy in copies if copy.program.runs])
             self.group.forget_ended()
 
-    def in_turn(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
+    def run_in_turn(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies in turn; stop after one that hung or was interrupted."""
         results: list[CopyResult] = []
         # From the start to the end of each: our work between two copies is not part of the queue.
         seconds = 0.0
         last = CopiesResult(copies=(), seconds=0.0)
         for number, launch in enumerate(launches):
-            last = self.together([launch], usage)
+            last = self.run_together([launch], usage)
             seconds += last.seconds
             results += [replace(result, copy=number) for result in last.copies]
             if last.hung or last.interrupted:
@@ -121,7 +121,7 @@ class Copies:
         program = self.group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
         return _Copy(number, program, printed)
 
-    def _follow(self, copies: list[_Copy], usage: UsageMeter) -> CopiesResult:
+    def _watch(self, copies: list[_Copy], usage: UsageMeter) -> CopiesResult:
         """Watch copies until all have ended, the window is over, one hangs or the user interrupts; then end them.
 
         The window opens when each has printed a number, and has its slice. After that, nothing can hang.
@@ -131,12 +131,12 @@ class Copies:
         hung = False
         interrupted = False
         while True:
-            at = self._look(copies, usage)
+            at = self._poll(copies, usage)
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
             is_waiting = self.window is not None and opened is None
-            if is_waiting and all(copy.printed.values for copy in running) and not self._unsliced(running):
+            if is_waiting and all(copy.printed.values for copy in running) and not self._copies_without_slice(running):
                 opened = at
                 usage.restart()
             if opened is None:
@@ -156,20 +156,20 @@ class Copies:
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
-    def _unsliced(self, copies: Sequence[_Copy]) -> list[_Copy]:
-        """Return the copies that have no slice yet, and may still get one."""
+    def _copies_without_slice(self, copies: Sequence[_Copy]) -> list[_Copy]:
+        """Return the copies that have no slice yet, and may still get one: they are not measured before."""
         if self.set_slice is None:
             return []
         return [copy for copy in copies if copy.program.runs and not copy.sliced and copy.unsliced is None]
 
-    def _look(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
-        """Read what was printed, see which copies ended, set slices, and return the time."""
+    def _poll(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
+        """Read what was printed, note which copies ended, set slices that are due, and return the time."""
         self.group.read_outputs()
         usage.sample([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()
-        # Not at each look, because that asks NVML.
+        # Not at each poll, because that asks NVML.
         if self.set_slice is not None and at >= self._slices_due:
-            for copy in self._unsliced(copies):
+            for copy in self._copies_without_slice(copies):
                 try:
                     self.set_slice(copy.program)
                     copy.sliced = True
@@ -181,7 +181,7 @@ class Copies:
         return at
 
     def _end(self, copies: Sequence[_Copy]) -> None:
-        """End copies, and read no more of what they print."""
+        """End copies, and take in no more of what they print."""
         for copy in copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
@@ -207,9 +207,10 @@ class Copies:
     ) -> CopyResult:
         """Return the result of a copy that was watched from ``opened`` (None: there was no window) to ``closed``."""
         # With a window, what was printed before it does not count.
-        value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
+        value = copy.printed.last if opened is None else copy.printed.mean_between(opened, closed)
         program = copy.program
         since = -math.inf if opened is None else opened
+        was_interrupted = interrupted and copy.ended_by_us
         ended = closed if copy.ended_by_us or program.ended is None else program.ended
         return CopyResult(
             copy=copy.number,
@@ -220,9 +221,7 @@ class Copies:
             latencies=tuple(within(copy.printed.latencies, since, math.inf)),
             latency_p50=copy.printed.latency(50, since),
             latency_p99=copy.printed.latency(99, since),
-            failure="interrupted"
-            if interrupted and copy.ended_by_us
-            else self._failure(copy, value, opened, hung=hung),
+            failure="interrupted" if was_interrupted else self._failure(copy, value, opened, hung=hung),
             last_line=program.last_line or None,
         )
 
@@ -364,12 +363,13 @@ class Bench:
         self._strangers: dict[int, float] = {}
         self.measurement = Measurement(settings=settings)
 
-    def go(self) -> Measurement:
+    def measure(self) -> Measurement:
+        """Run one copy alone as a warm-up, then all rounds; an error after the first run is kept with the result."""
         measurement = self.measurement
         total = 1 + len(schedule(self._settings)) * self._settings.repeat
         until = "it ends" if self._settings.window is None else "it prints a number"
         self._progress(f"warm-up: one copy alone, until {until}", 0, total, None)
-        warm = self._run(0, self._settings.alone_cell)
+        warm = self._run_cell(0, self._settings.alone_cell)
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
@@ -389,7 +389,7 @@ class Bench:
         else:
             try:
                 self._leave_out_too_large(warm)
-                self._rounds(schedule(self._settings))
+                self._run_rounds(schedule(self._settings))
             except GpushareError as error:
                 if not measurement.runs:
                     raise
@@ -397,7 +397,7 @@ class Bench:
                 measurement.error = error
         return measurement
 
-    def _rounds(self, cells: list[Cell]) -> None:
+    def _run_rounds(self, cells: list[Cell]) -> None:
         """Run all cells in each round, back and forth; one that fails twice is left out."""
         measurement = self.measurement
         repeat = self._settings.repeat
@@ -417,8 +417,8 @@ class Bench:
                 what = ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
                 title = f"{what}, round {number} of {repeat}"
                 rest = [*order[place:], *cells * (repeat - number)]
-                self._progress(title, done, total, sum(map(self._expected, rest)))
-                run = self._run(number, cell)
+                self._progress(title, done, total, sum(map(self._expected_seconds, rest)))
+                run = self._run_cell(number, cell)
                 if run.result.interrupted:
                     measurement.interrupted = True
                     return
@@ -429,8 +429,8 @@ class Bench:
                     failed[cell] = _MOST_FAILURES if run.result.hung else failed.get(cell, 0) + 1
             measurement.rounds_done = number
 
-    def _expected(self, cell: Cell) -> float:
-        """Return the seconds that a cell should take: as before, else by one copy alone."""
+    def _expected_seconds(self, cell: Cell) -> float:
+        """Return the seconds that a cell should take, for the progress line: as before, else by one copy alone."""
         if cell in self._took:
             return self._took[cell]
         alone = self._took.get(self._settings.alone_cell, 1.0)
@@ -458,14 +458,14 @@ class Bench:
         self._settings = self.measurement.settings = replace(settings, cells=cells)
         self.measurement.left_out += left_out
 
-    def _run(self, number: int, cell: Cell) -> RunResult:
+    def _run_cell(self, number: int, cell: Cell) -> RunResult:
         """Run the copies of a cell under its way, and return what was measured."""
         way, copies = cell
         before = time.monotonic()
         meter = self._new_meter(cell)
         settings = self._settings
         runner = Copies(
-            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._limit(copies)
+            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._hang_seconds(copies)
         )
         slice_us = way.slice_us
         if slice_us is not None:
@@ -473,7 +473,9 @@ class Bench:
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
-            result = runner.in_turn(launches, meter) if way.kind is Way.WHOLE else runner.together(launches, meter)
+            result = (
+                runner.run_in_turn(launches, meter) if way.kind is Way.WHOLE else runner.run_together(launches, meter)
+            )
             self._experiment.restore_slices()
         self._took[cell] = time.monotonic() - before
         usage = meter.usage()
@@ -491,7 +493,7 @@ class Bench:
         )
 
     def _new_meter(self, cell: Cell) -> UsageMeter:
-        """Return what sees the use of the GPU in a run; of one copy alone also how busy the GPU is."""
+        """Return the meter of memory, energy and other processes for a run; of one copy alone, of GPU activity too."""
         way, _ = cell
         grounds = self._experiment.grounds
         return UsageMeter(
@@ -525,8 +527,8 @@ class Bench:
             environments = [grounds.environment(limits, settings.environment)] * number
         return [Launch(argv=argv, environment=environment) for environment in environments]
 
-    def _limit(self, copies: int) -> float:
-        """Return when a run counts as hung (seconds)."""
+    def _hang_seconds(self, copies: int) -> float:
+        """Return after how many seconds a run counts as hung: as given, else by how long one copy alone took."""
         if self._settings.limit is not None:
             return self._settings.limit
         alone = self._took.get(self._settings.alone_cell)
@@ -572,7 +574,7 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         NotFound, NoPermission: the program does not exist, or cannot be executed.
     """
     check_program(wished.argv[0])
-    obstacles = reasons(host, device, wished.argv[0], in_one=bool(wished.in_one))
+    obstacles = find_obstacles(host, device, wished.argv[0], in_one=bool(wished.in_one))
     alone = _way_of_one_copy(obstacles, {way.kind for way, _ in wished.cells})
     profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
     most = max(profiles.values(), default=0)
@@ -607,7 +609,7 @@ def default_limit_notes(host: Host, device: Device) -> tuple[str, ...]:
     )
 
 
-def _way_of_one_copy(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
+def _way_of_one_copy(obstacles: Obstacles, kinds: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if obstacles.outside is None:
         return _OUTSIDE
@@ -650,7 +652,7 @@ def measure(
                 )
             bench = Bench(host, device, replace(settings, cells=kept), experiment, signals, progress)
             bench.measurement.left_out += [*prepared.left_out, *left_out]
-            measurement = bench.go()
+            measurement = bench.measure()
     measurement.seconds = time.monotonic() - started
     measurement.signal = signals.first if measurement.interrupted else None
     return measurement

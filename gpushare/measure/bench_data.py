@@ -41,8 +41,8 @@ from gpushare.show.result import jsonable
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
 
-def judge(measurement: Measurement) -> list[BenchCell]:
-    """Return every cell that is not left out with its figures, in the requested order."""
+def measured_cells(measurement: Measurement) -> list[BenchCell]:
+    """Return the figures of every cell that is not left out, in the requested order."""
     return [_cell_figures(measurement, cell) for cell in measurement.settings.cells]
 
 
@@ -83,11 +83,9 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
         throughput=summarize([run.throughput for run in good if run.throughput is not None]),
         gain=ratio(speeds(good, metric), speeds(alone, metric)),
         slowdown=mean_known(_slowdowns(good, alone, settings)),
-        memory_peak_bytes=max(
-            (run.usage.memory_peak_bytes for run in good if run.usage.memory_peak_bytes), default=None
-        ),
+        memory_peak_bytes=max(filter(None, (run.usage.memory_peak_bytes for run in good)), default=None),
         power_watts=mean_known(run.usage.power_watts for run in good),
-        joules=mean_known(_joules(run, metric) for run in good),
+        joules=mean_known(_joules_per_unit(run, metric) for run in good),
         latency_p50=_latency(good, 50),
         latency_p99=_latency(good, 99),
         failures=tuple(f"round {run.round}: {text}" for run in runs for text in run.failures),
@@ -128,7 +126,7 @@ def _copy_speeds(run: RunResult, settings: Settings) -> list[float]:
     return [1 / copy.seconds for copy in run.result.copies if copy.seconds > 0] if settings.window is None else []
 
 
-def _joules(run: RunResult, metric: Metric) -> float | None:
+def _joules_per_unit(run: RunResult, metric: Metric) -> float | None:
     """Return the energy of one unit of work in joules; None: unknown."""
     if run.usage.energy_joules is None:
         return None
@@ -189,17 +187,18 @@ def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) 
         certain=None not in differences and not open_ways,
         ways=len(cells),
         open_ways=open_ways,
-        gain=None if base is None else ratio(_speeds(measurement, chosen), _speeds(measurement, base)),
+        gain=None if base is None else ratio(_speeds_of_cell(measurement, chosen), _speeds_of_cell(measurement, base)),
         over=None if base is None else base.way,
     )
 
 
-def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
+def _speeds_of_cell(measurement: Measurement, cell: BenchCell) -> list[float]:
     runs = [run for run in measurement.runs if CellName(run.way, run.copies) == cell.measured_as]
     return speeds(runs, measurement.settings.metric)
 
 
 def best_pick(metric: Metric, cells: Sequence[BenchCell], answers: Sequence[Pick]) -> Pick | None:
+    """Return the pick with the highest total speed, over all numbers of copies."""
     speed = {(cell.way, cell.copies): cell.speed(metric) for cell in cells}
     return max(answers, key=lambda pick: speed[pick.way, pick.copies], default=None)
 
@@ -218,7 +217,7 @@ def bench_answer(
     reason: Literal["finished", "interrupted", "failed"] = "interrupted" if measurement.interrupted else "finished"
     if measurement.error is not None:
         reason = "failed"
-    cells = judge(measurement)
+    cells = measured_cells(measurement)
     answers = picks(measurement, cells)
     chosen = {(pick.way, pick.copies) for pick in answers}
     return BenchAnswer(
@@ -251,7 +250,7 @@ def bench_answer(
     )
 
 
-def check_new(option: str, text: str) -> Path:
+def check_new_file(option: str, text: str) -> Path:
     """Check that a new file can be written, before anything is measured; return its path."""
     path = Path(text)
     if os.path.lexists(path):
@@ -342,13 +341,13 @@ def compare_cells(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
                 before=past.mean,
                 now=present.mean,
                 ratio=round(present.mean / past.mean, 6) if past.mean else None,
-                verdict=_change(present, past, higher=now.metric.higher_is_better),
+                verdict=_change_verdict(present, past, higher=now.metric.higher_is_better),
             )
         )
     return tuple(rows)
 
 
-def _change(
+def _change_verdict(
     present: Summary, past: Summary, *, higher: bool
 ) -> Literal["faster", "slower", "no difference", "unknown"]:
     """Return in words how a mean has changed; ``higher``: a larger one is faster."""
@@ -361,26 +360,22 @@ def _change(
 
 
 def profile_of(measurement: Measurement) -> Profile:
-    """Return what the runs of one copy alone say about the command."""
+    """Return the memory and GPU use of one copy alone, which later runs of the command read."""
     alone = alone_cell(measurement)
     percent = alone.utilization_percent if alone.sm_percent is None else alone.sm_percent
     return Profile(memory_bytes=alone.memory_peak_bytes, use_percent=percent)
 
 
 def best_caps(benchmark: Benchmark) -> list[BenchedCap]:
-    """Return the best cap under MPS for each number of copies that was measured under MPS without failure.
+    """Return the best cap under MPS for each number of copies measured without failure, for later runs to use.
 
     It is the pick of the benchmark if that is under MPS (the simplest of the ways that do not differ), else the fastest.
     """
     picks = {pick.copies: pick.way for pick in benchmark.picks}
     capped: dict[int, list[BenchCell]] = {}
     for cell in benchmark.cells:
-        if (
-            cell.way.startswith("mps")
-            and not cell.failures
-            and cell.throughput is not None
-            and cell.throughput.mean > 0
-        ):
+        has_speed = cell.throughput is not None and cell.throughput.mean > 0
+        if has_speed and cell.way.startswith("mps") and not cell.failures:
             capped.setdefault(cell.copies, []).append(cell)
     caps = []
     for copies, cells in capped.items():

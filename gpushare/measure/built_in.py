@@ -67,7 +67,7 @@ def built_in_workload(
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    backend = "simulated" if host.is_simulated else _backend(host, device, environment)
+    backend = "simulated" if host.is_simulated else _working_backend(host, device, environment)
     workload = BuiltInWorkload(
         title=f"{title} ({backend})",
         unit="multiplications per second",
@@ -95,8 +95,8 @@ def built_in_workload(
     )
 
 
-def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
-    """Return the library that multiplies correctly on this device, tried in a process of its own."""
+def _working_backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
+    """Return the library, torch or cupy, that multiplies correctly on this device, as a trial process found."""
     shown = device.uuid
     if device.mig is None and device.gpu.mig_instances:
         shown = device.gpu.mig_instances[0].uuid

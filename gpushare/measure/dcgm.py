@@ -75,7 +75,7 @@ def read_measured(path: str | Path) -> Recording:
 
 
 def _is_foreign(head: str) -> bool:
-    """Return whether a file begins like an answer of Prometheus or a scrape, and not like a recording."""
+    """Return whether a file begins like an answer of Prometheus or a scrape of DCGM, and not like our recording."""
     start = head.lstrip()
     if start.startswith(("{", "[")):
         is_answer = any(key in head for key in ('"metric"', '"resultType"', '"error"'))

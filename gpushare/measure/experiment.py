@@ -37,7 +37,7 @@ from gpushare.timeslice.slices import PASSING, apply_slice, find_channels, resto
 
 
 class Grounds:
-    """The share of all ways on one device: what they need is set up by `open`, and undone by `close`."""
+    """The MPS daemon and MIG instances that programs on one device need: set up by `open`, given back by `close`."""
 
     def __init__(self, host: Host, device: Device, program: str) -> None:
         self.host = host
@@ -53,9 +53,8 @@ class Grounds:
             GpushareError: the daemon could not be started.
         """
         make_private_directory(pipe_directory(self.host, self.device))
-        carry_out(
-            Plan(title=f"the time-slice level of {self.device.title} as it was", steps=self.steps_to_restore_level())
-        )
+        title = f"the time-slice level of {self.device.title} as it was"
+        carry_out(Plan(title=title, steps=self.steps_to_restore_level()))
         if mps:
             share = MpsShare(self.host, self.device, Limits())
             share.check(self._program)
@@ -76,7 +75,7 @@ class Grounds:
 
     @property
     def words_for_guard(self) -> tuple[str, ...]:
-        """Return the words as `Held.words_for_guard`: of the daemon's lease only where there is a daemon."""
+        """Return the words that tell the guard which claims, and which lease of a daemon, to give back after a death."""
         claims = [claim for _, claim in self._instances]
         if self._share is None:
             return guard_words(INSTANCE, None, *claims)
@@ -187,7 +186,7 @@ class Running:
 
     @property
     def runs(self) -> bool:
-        """Return whether it was still running at the last look."""
+        """Return whether it was still running when outputs were last read."""
         return self.program.runs
 
 
@@ -244,6 +243,7 @@ class Experiment(Group):
         return self._opened
 
     def restore_slices(self) -> None:
+        """Give the processes that still run the slices that they had before this experiment."""
         for pid in list(self._sliced):
             channels = self._sliced.pop(pid)
             # Most processes have ended.

@@ -73,7 +73,7 @@ class Printed:
             if value is not None:
                 self.percentiles[int(match.group(1))].append((at, value))
 
-    def between(self, start: float, end: float) -> float | None:
+    def mean_between(self, start: float, end: float) -> float | None:
         """Return the mean of the numbers seen after ``start`` up to ``end``, or None."""
         return mean_known(within(self.values, start, end))
 
@@ -82,7 +82,7 @@ class Printed:
         return self.values[-1][1] if self.values else None
 
     def latency(self, percent: int, since: float) -> float | None:
-        """Return the 50th or 99th percentile of the latencies, else the last one that the program printed, in its unit."""
+        """Return the 50th or 99th percentile of the latencies, else the last one that the program printed; in its unit."""
         latencies = within(self.latencies, since, math.inf)
         if latencies:
             return percentile(latencies, percent)
@@ -102,12 +102,11 @@ class Printed:
         if self.metric.printed:
             # A rate of 0 counts: the program was held up. A time of 0 per step is invalid.
             is_rate = self.metric.higher_is_better
-            values = [
-                value for value in within(self.values, start, end)[skip:] if value > 0 or (is_rate and value == 0)
-            ]
+            printed = within(self.values, start, end)[skip:]
+            values = [value for value in printed if value > 0 or (is_rate and value == 0)]
             rate = math.fsum(map(self.metric.speed, values)) / len(values) if values else None
         else:
-            done = self._done(end) - self._done(start)
+            done = self._lines_done(end) - self._lines_done(start)
             rate = done / (end - start) if done > 0 and end > start else None
         p99s = within(self.percentiles[99], start, end)
         return Window(
@@ -116,7 +115,7 @@ class Printed:
             printed_p99=percentile(p99s, 50) if p99s else None,
         )
 
-    def _done(self, at: float) -> float:
+    def _lines_done(self, at: float) -> float:
         """Return how many lines were done at a time, with a part of the one in work: progress is even between two lines."""
         done = bisect.bisect_right(self.lines, at)
         if done == 0 or len(self.lines) == 1:

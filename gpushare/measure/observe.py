@@ -110,7 +110,7 @@ class Sampler:
     # in the recording: they may hold a secret.
     commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
-    # The processes that were seen, the last ones at the end, and those of them that the present look saw.
+    # The processes that were seen, the last ones at the end, and those of them in the present sample.
     _known: dict[_ProcessKey, RecordedProcess] = field(default_factory=dict)
     _present: set[_ProcessKey] = field(default_factory=set)
     # MIG devices without their use, by which one that has another name is another one.
@@ -120,10 +120,10 @@ class Sampler:
     # The MPS daemons, which write each question into their log, and when they were last asked.
     _daemons: tuple[MpsDaemon, ...] = ()
     _asked_at: float = -math.inf
-    # The jobs of the present look by the PIDs of their processes; None: not needed yet.
+    # The jobs of the present sample by the PIDs of their processes; None: not needed yet.
     _jobs: dict[int, ListedJob] | None = None
     _gpus: tuple[Gpu, ...] = ()
-    # The processes and MIG devices that the present look saw for the first time.
+    # The processes and MIG devices that the present sample has for the first time.
     first_seen: list[RecordedProcess | RecordedInstance] = field(default_factory=list)
 
     def take(self, at: float) -> Sample:
@@ -152,7 +152,7 @@ class Sampler:
             sm_percents = self._sm_percents(gpu)
             gpu_samples.append(self._sample_gpu(gpu, sm_percents))
             process_samples += self._sample_processes(gpu, sm_percents, since)
-        self._forget()
+        self._forget_ended()
         return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples))
 
     def _ask_daemons(self) -> None:
@@ -167,7 +167,7 @@ class Sampler:
             self._daemons = tuple(candidate.daemon for candidate in or_none(lambda: state.daemons) or ())
 
     def _job_of(self, pid: int) -> ListedJob | None:
-        """Return the job of a process, or what is known of a client of MPS without one."""
+        """Return the job of a process; of a client of MPS without a job, the entry that `gpushare jobs` has for it."""
         if self._jobs is None:
             snapshot = Snapshot(host=self.host.spec, gpus=self._gpus, daemons=self._daemons)
             jobs = or_none(lambda: listed_jobs(self.host, snapshot, everything=True, most_ended=0)) or []
@@ -181,7 +181,7 @@ class Sampler:
         self._meters.clear()
 
     def _sm_percents(self, gpu: Gpu) -> dict[int | None, float | None]:
-        """Return the SM activity of a GPU (under None) and of each of its GPU instances since the look before."""
+        """Return the SM activity of a GPU (under None) and of each of its GPU instances since the last sample."""
         percents: dict[int | None, float | None] = {}
         for instance in (None, *(mig.gpu_instance_id for mig in gpu.mig_instances)):
             if (gpu.index, instance) not in self._meters:
@@ -205,7 +205,7 @@ class Sampler:
             way=None if way is None else way.value,
             instances=tuple(
                 PartSample(
-                    id=self._meet_instance(mig).id,
+                    id=self._record_of_instance(mig).id,
                     sm_percent=None if mig.gpu_instance_id is None else sm_percents[mig.gpu_instance_id],
                     memory_used_bytes=mig.memory_used_bytes,
                 )
@@ -217,12 +217,12 @@ class Sampler:
         self, gpu: Gpu, sm_percents: Mapping[int | None, float | None], since: float
     ) -> list[PartSample]:
         """Return the samples of the processes on a GPU, also of those that worked on it and are gone."""
-        utilization_of = self._utilization(gpu.index, since)
+        utilization_of = self._utilization_by_pid(gpu.index, since)
         processes = list(gpu.processes or ())
         listed = {process.pid for process in processes}
-        # Gone before this look: only its work shows that it was there. Under MPS, work is booked on the server.
+        # Gone before this sample: only its work shows that it was there. Under MPS, work is booked on the server.
         processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((utilization_of or {}).keys() - listed)]
-        records = [self._meet(gpu, process) for process in processes]
+        records = [self._record_of(gpu, process) for process in processes]
         # The activity of a GPU or GPU instance is that of a process that is alone on it, MPS servers aside.
         pids_on: dict[int | None, set[int]] = {}
         for process, record in zip(processes, records, strict=True):
@@ -247,7 +247,7 @@ class Sampler:
             )
         return samples
 
-    def _meet_instance(self, mig: MigInstance) -> RecordedInstance:
+    def _record_of_instance(self, mig: MigInstance) -> RecordedInstance:
         """Return the record of a MIG device, a new one if it is seen for the first time."""
         device = replace(mig, memory_used_bytes=None, jobs_reserved_bytes=None)
         if device not in self._instances:
@@ -257,7 +257,7 @@ class Sampler:
             self.first_seen.append(record)
         return self._instances[device]
 
-    def _utilization(self, index: int, since: float) -> dict[int, float] | None:
+    def _utilization_by_pid(self, index: int, since: float) -> dict[int, float] | None:
         """Return the mean SM % by PID since then; None is unknown (MIG, old GPUs)."""
         rows = samples_since(self.host.nvml, index, since)
         if rows is None:
@@ -267,15 +267,15 @@ class Sampler:
             of_pid.setdefault(pid, []).append(percent)
         return {pid: round(sum(values) / len(values), 2) for pid, values in of_pid.items()}
 
-    def _meet(self, gpu: Gpu, process: GpuProcess) -> RecordedProcess:
+    def _record_of(self, gpu: Gpu, process: GpuProcess) -> RecordedProcess:
         """Return the record of a process, a new one if it is seen for the first time."""
         key = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
         self._present.add(key)
         info = self.host.processes.describe(process.pid)
-        known = self._known.get(key)
-        # Nothing can be read of a process that has just ended.
-        if known is not None and (info is None or known.started in {None, info.started}):
-            return known
+        last_record = self._known.get(key)
+        # Nothing can be read of a process that has just ended; another start means that the PID was given again.
+        if last_record is not None and (info is None or last_record.started in {None, info.started}):
+            return last_record
         record = self._new_record(gpu, process, info)
         self.first_seen.append(record)
         own = info is not None and info.uid == self.host.uid and record.container is None and record.mig is None
@@ -311,7 +311,7 @@ class Sampler:
             slice_us=None if job is None else job.slice_us,
         )
 
-    def _forget(self) -> None:
+    def _forget_ended(self) -> None:
         """Forget the oldest of the processes that are gone, if there are many."""
         ended = [key for key in self._known if key not in self._present]
         for key in ended[: max(0, len(ended) - _REMEMBERED)]:
@@ -333,7 +333,7 @@ def observe(
 ) -> Recording:
     """Record for some seconds, and return the summary of the recording.
 
-    One sample per interval of the header, counted from the start: a slow look does not delay later ones, and samples not
+    One sample per interval of the header, counted from the start: a slow sample does not delay later ones, and samples not
     taken in time are counted as missed. Ctrl-C, SIGTERM and SIGHUP (KeyboardInterrupt) end it and keep what was recorded.
     A lost GPU, and processes that come and go, do not end it. ``progress`` gets the seconds that are over.
 
@@ -352,9 +352,9 @@ def observe(
         """Return a sample; what is seen for the first time comes before it in the file."""
         sample = sampler.take(at)
         for record in sampler.first_seen:
-            file.meet(record)
+            file.write_record(record)
             if isinstance(record, RecordedProcess):
-                tally.meet(record)
+                tally.add_process(record)
         return sample
 
     try:
@@ -367,7 +367,7 @@ def observe(
             due = start + number * interval
             clock.sleep(max(0.0, due - clock.monotonic()))
             sample = take(clock.monotonic() - start)
-            file.sample(sample)
+            file.write_sample(sample)
             tally.add(sample)
             progress(min(number * interval, seconds))
             intervals_over = int((clock.monotonic() - start) / interval)
@@ -381,7 +381,7 @@ def observe(
         reason = "interrupted"
     finally:
         sampler.close()
-    file.end(tally.seconds, reason, missed)
+    file.write_end(tally.seconds, reason, missed)
     recording = tally.recording(missed=missed, reason=reason)
     # In another PID namespace, NVML's PIDs are not those of this user's commands.
     if host.processes.namespace_is_host() is not False:
@@ -390,7 +390,7 @@ def observe(
 
 
 def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequence[str]]) -> None:
-    """Keep the peak and the use of this user's commands that were alone on their GPU; a failure to do so changes nothing."""
+    """Keep, for later runs, the peak and the use of this user's commands that were alone on their GPU; ignore failures."""
     gpus = {gpu.index: gpu for gpu in recording.header.gpus}
     for use in recording.processes:
         command = commands.get(use.process.id)

@@ -59,7 +59,7 @@ class GpuSample(Figures):
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One look: seconds since the start, the GPUs, and the processes on them."""
+    """All GPUs and the processes on them at one moment, ``at`` seconds after the start."""
 
     at: float
     gpus: tuple[GpuSample, ...]
@@ -126,7 +126,7 @@ class Header:
 
 def sample_line(sample: Sample) -> str:
     gpus = [[gpu.index, gpu.error] if gpu.error is not None else _gpu_row(gpu) for gpu in sample.gpus]
-    return _line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
+    return _json_line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
 
 
 def _row(sample: PartSample) -> list[Any]:
@@ -140,7 +140,7 @@ def _gpu_row(gpu: GpuSample) -> list[Any]:
     return [*figures, gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way, instances]
 
 
-def _line(value: Mapping[str, Any]) -> str:
+def _json_line(value: Mapping[str, Any]) -> str:
     # ASCII: a name may contain half of a character.
     return json.dumps(value, separators=(",", ":")) + "\n"
 
@@ -195,12 +195,10 @@ BUSY_SM_PERCENT: Final = 0.1
 # Next to processes that used this much of a GPU, no visible work of another one does not prove that it had none: the
 # driver books each of its periods on one process (H200, driver 580: two busy ones show 0 and 99 in turn).
 CROWDED_PERCENT: Final = 80.0
-# A working process is seen sooner or later: this many looks without any work mean that it has none.
+# A working process is seen sooner or later: this many samples without any work mean that it has none.
 IDLE_SAMPLES: Final = 30
 # In days of recording, at most this many ended processes are kept; those with the fewest samples are dropped.
 MOST_PROCESSES: Final = 5000
-
-
 # Busy in fewer samples than the first is interactive; in more than the second, without peaks, steady; else bursty.
 INTERACTIVE_BELOW: Final = 0.2
 STEADY_FROM: Final = 0.8
@@ -329,8 +327,8 @@ class _Sums:
         if memory is not None:
             self.peak = max(self.peak or 0, memory)
 
-    def common(self) -> dict[str, Any]:
-        """Return the fields of `Use`."""
+    def use_fields(self) -> dict[str, Any]:
+        """Return the sums as the fields of `Use`."""
         # A process that was never seen to work in many samples has no work, even next to busy ones.
         busy_share = 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
         if self.known and 2 * self.conclusive >= self.known:
@@ -355,12 +353,12 @@ class Tally:
         self._gpus = {gpu.index: _Sums() for gpu in header.gpus}
         self._processes: dict[int, tuple[RecordedProcess, _Sums]] = {}
 
-    def meet(self, process: RecordedProcess) -> None:
+    def add_process(self, process: RecordedProcess) -> None:
         """Add a process, before its first sample."""
         self._processes.setdefault(process.id, (process, _Sums()))
 
     def add(self, sample: Sample) -> None:
-        """Add one sample; processes that `meet` does not know are left out."""
+        """Add one sample; processes that `add_process` does not know are left out."""
         self.samples += 1
         self.seconds = max(self.seconds, sample.at)
         for gpu in sample.gpus:
@@ -379,9 +377,9 @@ class Tally:
         for seen, process, sums in rows:
             sums.add(sample.at, seen, others=of_all[process.gpu] - (seen.utilization_percent or 0.0))
         if len(self._processes) > MOST_PROCESSES + MOST_PROCESSES // 10:
-            self._drop({seen.id for seen in sample.processes})
+            self._drop_ended({seen.id for seen in sample.processes})
 
-    def _drop(self, present: set[int]) -> None:
+    def _drop_ended(self, present: set[int]) -> None:
         """Forget the processes with the fewest samples, of those that are gone."""
         ended = [(use.samples, key) for key, (_, use) in self._processes.items() if key not in present]
         for _, key in sorted(ended)[: len(self._processes) - MOST_PROCESSES]:
@@ -395,7 +393,7 @@ class Tally:
             seconds=self.seconds,
             samples=self.samples,
             gpus=tuple(
-                GpuUse(gpu=gpu, unanswered=sums.unanswered, error=sums.error, **sums.common())
+                GpuUse(gpu=gpu, unanswered=sums.unanswered, error=sums.error, **sums.use_fields())
                 for gpu in self.header.gpus
                 for sums in [self._gpus[gpu.index]]
             ),
@@ -405,7 +403,7 @@ class Tally:
                     seen_from_seconds=sums.seen_from_seconds,
                     seen_to_seconds=sums.seen_to_seconds,
                     contended_share=round(sums.contended / sums.samples, 4),
-                    **sums.common(),
+                    **sums.use_fields(),
                 )
                 for process, sums in self._processes.values()
                 if sums.samples
@@ -438,23 +436,23 @@ class RecordingFile(contextlib.AbstractContextManager["RecordingFile"]):
             raise BadUsage(
                 f"{path} already exists", "give another name with --to, or remove it first", code="file_exists"
             ) from None
-        self._write(_line({MARK: SCHEMA, **asdict(header)}))
+        self._write(_json_line({MARK: SCHEMA, **asdict(header)}))
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def meet(self, record: RecordedProcess | RecordedInstance) -> None:
+    def write_record(self, record: RecordedProcess | RecordedInstance) -> None:
         """Write a process or an instance, before its first sample; OperationFailed where it cannot be written."""
         key = "process" if isinstance(record, RecordedProcess) else "instance"
-        self._write(_line({key: asdict(record)}))
+        self._write(_json_line({key: asdict(record)}))
 
-    def sample(self, sample: Sample) -> None:
+    def write_sample(self, sample: Sample) -> None:
         """Write a sample; OperationFailed where it cannot be written."""
         self._write(sample_line(sample))
 
-    def end(self, at: float, reason: str, missed: int) -> None:
+    def write_end(self, at: float, reason: str, missed: int) -> None:
         """Write the end; OperationFailed where it cannot be written."""
-        self._write(_line({"end": {"t": at, "reason": reason, "missed": missed}}))
+        self._write(_json_line({"end": {"t": at, "reason": reason, "missed": missed}}))
 
     def close(self) -> None:
         self._file.close()
@@ -574,7 +572,7 @@ def read_recording(path: str | Path) -> Recording:
                 if "t" in raw:
                     tally.add(sample_of(raw))
                 elif "process" in raw:
-                    tally.meet(parsed(RecordedProcess, raw["process"], more_keys=True))
+                    tally.add_process(parsed(RecordedProcess, raw["process"], more_keys=True))
                 elif "end" in raw:
                     # Both or none: a damaged line counts for nothing.
                     missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
@@ -631,8 +629,8 @@ class Underuse:
     pids: tuple[int, ...] = ()
 
 
-def underused(recording: Recording) -> tuple[Underuse, ...]:
-    """Return what is underused, by GPU.
+def find_underuse(recording: Recording) -> tuple[Underuse, ...]:
+    """Return what `observe` reports as underused, by GPU.
 
     empty: no process was on it. held_idle: memory is held, and no kernel ran in 99 % of the samples. low: the mean is
     below 30 %. idle_process: a process that holds memory without work next to others that work.
@@ -655,7 +653,7 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
 
 
 def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool) -> Underuse:
-    """Return that a GPU had no work: held_idle if memory is held on it, else empty."""
+    """Return the finding for a GPU without work: held_idle if memory is held on it, else empty."""
     holders = [each for each in processes if _holds_memory(each)]
     gpu_peak = use.memory_peak_bytes or 0
     if holders:
@@ -667,9 +665,8 @@ def _idle_gpu(use: GpuUse, processes: list[ProcessUse], *, processes_known: bool
     else:
         why = "idle: no process was on it" if processes_known and not processes else "idle: no kernel ran"
         return Underuse(gpu=use.gpu.index, kind="empty", why=why, pids=_pids(processes))
-    return Underuse(
-        gpu=use.gpu.index, kind="held_idle", why=f"memory is held with no work: {held}", pids=_pids(holders)
-    )
+    why = f"memory is held with no work: {held}"
+    return Underuse(gpu=use.gpu.index, kind="held_idle", why=why, pids=_pids(holders))
 
 
 def _idle_processes(gpu: int, processes: list[ProcessUse]) -> list[Underuse]:

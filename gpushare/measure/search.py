@@ -76,7 +76,7 @@ class Setting:
     """How the opportunistic jobs run: the thread cap of each in percent (100 is none) and priority.
 
     With ``other_slice_us`` and ``production_slice_us``, production runs outside MPS, and the opportunistic jobs share one
-    time-slice (`sliced`).
+    time-slice (`slice_setting`).
     """
 
     threads: float
@@ -103,7 +103,7 @@ class Setting:
         return self.other_slice_us or self.threads
 
 
-def sliced(production_us: int, other_us: int) -> Setting:
+def slice_setting(production_us: int, other_us: int) -> Setting:
     """Return the setting with these time-slices: production's, and that of all opportunistic jobs together."""
     return Setting(threads=100.0, low=False, production_slice_us=production_us, other_slice_us=other_us)
 
@@ -169,7 +169,7 @@ class Figures:
         return True if rate_is_met and self._p99_margin(goal, self.p99_high) >= 1 else None
 
     def ample(self, goal: Goal) -> bool:
-        """Return whether production loses at most half of what it may lose."""
+        """Return whether production loses at most half of what it may lose: then the search takes a larger step."""
         rate_is_ample = self.waits or self.kept >= (1 + goal.keep) / 2
         p99_is_ample = goal.p99_factor is None or self.p99 is None or self.p99 <= (1 + goal.p99_factor) / 2
         return rate_is_ample and p99_is_ample
@@ -202,12 +202,12 @@ class Figures:
         return self.error <= max(0.001, min(_RATE_ERROR, (1 - goal.keep) / 6))
 
     def _kept_plus(self, errors: float) -> float:
-        """Return the part of its rate that production kept, moved by so many standard errors."""
+        """Return the part of its rate that production kept, plus so many standard errors (minus, if negative)."""
         return self.kept + errors * self.error
 
     @staticmethod
     def _p99_margin(goal: Goal, p99: float | None) -> float:
-        """Return how far a p99 meets the goal: at least 1; 0 for an unknown one, infinite without a goal for the p99."""
+        """Return how far a p99 meets the goal: 1 and more if so; 0 if it is unknown, infinite without a goal for the p99."""
         if goal.p99_factor is None:
             return math.inf
         if p99 is None:
@@ -216,10 +216,10 @@ class Figures:
 
 
 class Wanted(NamedTuple):
-    """The setting to measure next; ``again``: why, if it was measured before."""
+    """The setting to measure next; ``why_again``: the reason, if it was measured before."""
 
     setting: Setting
-    again: str | None = None
+    why_again: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ class Search:
     def lines(self, way: Way) -> list[list[Setting]]:
         """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
         if way is Way.SLICES:
-            return [[sliced(own, other) for other in OTHER_US] for own in self.production_us]
+            return [[slice_setting(own, other) for other in OTHER_US] for own in self.production_us]
         caps = sorted(self.caps)
         return [[Setting(threads=threads, low=low) for threads in caps] for low in (True, False)]
 
@@ -271,11 +271,11 @@ def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures], *, 
         return wanted
     lines = search.lines(way)
     for number, line in enumerate(lines):
-        setting = _next_on(search, line, lines[:number], known)
+        setting = _next_on_line(search, line, lines[:number], known)
         if setting is not None:
             return Wanted(setting)
     least = search.least_share(way)
-    return _undecided(search.goal, [each for each in of_way if each.share is None or each.share >= least])
+    return _setting_to_watch_longer(search.goal, [each for each in of_way if each.share is None or each.share >= least])
 
 
 def reason_to_skip(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
@@ -289,7 +289,7 @@ def reason_to_skip(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> st
     return None
 
 
-def _next_on(
+def _next_on_line(
     search: Search, line: Sequence[Setting], lines_before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]
 ) -> Setting | None:
     """Return the setting of a line to measure next: one between the last that meets the goal and the first that fails.
@@ -301,7 +301,7 @@ def _next_on(
     best = best_of(goal, known.values())
     measured = {index: known[setting] for index, setting in enumerate(line) if setting in known}
     if not measured:
-        return _first_on(search, line, lines_before, known, best)
+        return _first_on_line(search, line, lines_before, known, best)
     way = line[0].way
     meeting = max((index for index, figures in measured.items() if figures.meets_so_far(goal)), default=-1)
     failing = min((index for index in measured if index > meeting), default=len(line))
@@ -366,7 +366,7 @@ def _crossing(low: int, high: int, measured: Mapping[int, Figures], goal: Goal) 
     return min(high - 1, max(low + 1, round(index)))
 
 
-def _first_on(
+def _first_on_line(
     search: Search,
     line: Sequence[Setting],
     lines_before: Sequence[Sequence[Setting]],
@@ -401,7 +401,7 @@ def _may_be_best(share: float | None, best: Figures | None, least: float = 0.0) 
     return share >= least and (best is None or best.share is None or share > FASTER * best.share)
 
 
-def _undecided(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+def _setting_to_watch_longer(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     """Return a setting to be watched for longer before the answer stands, and why; None: the answer stands.
 
     First the best one, if it is known from an earlier search only; then one that would be better, and meets or misses the
@@ -439,13 +439,9 @@ def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
     meeting = [figures for figures in measured if figures.meets(goal)]
     safe = [figures for figures in meeting if figures.safe(goal)]
     # A setting under which production waits less than under a safe one is as sure, though it was measured less.
-    sure = [
-        figures
-        for figures in meeting
-        if figures in safe or any(_waits_less(figures.setting, other.setting) for other in safe)
-    ]
-    best_sure = _most_of(sure)
-    best_likely = _most_of(meeting)
+    sure = [each for each in meeting if each in safe or any(_waits_less(each.setting, other.setting) for other in safe)]
+    best_sure = _best_for_others(sure)
+    best_likely = _best_for_others(meeting)
     if best_sure is None or best_likely is None:
         return best_sure or best_likely
     starved = (best_sure.share or 0.0) < _LEAST_OF_LIKELY * (best_likely.share or 0.0)
@@ -469,28 +465,28 @@ def _surely_gives_less(figures: Figures, most: Figures) -> bool:
     return most.share - scatter > FASTER * figures.share
 
 
-def _most_of(meeting: Sequence[Figures]) -> Figures | None:
-    """Return the figures of the setting that lets the opportunistic jobs do the most, of those that meet the goal.
+def _best_for_others(meeting: Sequence[Figures]) -> Figures | None:
+    """Return the setting, of those that meet the goal, under which the opportunistic jobs do the most.
 
     Time-slices are better than a cap with the same share, because production keeps its own address space. The best of each
     way is found first: a share of caps must not decide between two slices.
     """
     # Of slices the shortest of those that production notices least; of caps the largest, with low priority if equal.
-    slices = _alike_in_share(meeting, Way.SLICES)
+    slices = _as_good_for_others(meeting, Way.SLICES)
     calmest = min((each.p99 for each in slices if each.p99 is not None), default=0.0)
     calm = [each for each in slices if (each.p99 or 0.0) - (each.p99_error or 0.0) <= _P99_ALIKE * calmest]
     shortest = min(
         calm, key=lambda each: (each.setting.production_slice_us or 0, each.setting.given_others), default=None
     )
-    caps = _alike_in_share(meeting, Way.CAPS)
+    caps = _as_good_for_others(meeting, Way.CAPS)
     largest = max(caps, key=lambda each: (each.setting.threads, each.setting.low), default=None)
     if shortest is None or largest is None:
         return shortest or largest
     return largest if _surely_gives_less(shortest, largest) else shortest
 
 
-def _alike_in_share(meeting: Sequence[Figures], way: Way) -> list[Figures]:
-    """Return the figures of a way under which the others get as much as under its best, but for the scatter."""
+def _as_good_for_others(meeting: Sequence[Figures], way: Way) -> list[Figures]:
+    """Return the settings of a way under which the others get as much as under its best one, but for the scatter."""
     of_way = [each for each in meeting if each.setting.way is way]
     most = max(of_way, key=lambda each: -1.0 if each.share is None else each.share, default=None)
     return [] if most is None else [each for each in of_way if not _surely_gives_less(each, most)]

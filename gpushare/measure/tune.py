@@ -140,6 +140,7 @@ class TuneOptions:
 
     @property
     def most_seconds(self) -> float:
+        """Return the budget in seconds, by the ways if the user gives none."""
         if self.budget_seconds is not None:
             return self.budget_seconds
         return BUDGET_SECONDS if Way.CAPS in self.search.ways else SLICES_BUDGET_SECONDS
@@ -171,7 +172,7 @@ class Alone:
     busy: float | None = None
 
     def profile(self, *, is_single: bool) -> Profile:
-        """Return what is kept of the job; its use only if it is a single one, and the only one that used the GPU."""
+        """Return the profile that later runs of the job read; its use only if it is one job, alone on the GPU."""
         memory = self.peak or None
         percent = self.busy if self.sm is None else self.sm
         if percent is None or not is_single:
@@ -318,12 +319,12 @@ class Tuner:
             except _Over:
                 over = True
             except (KeyboardInterrupt, GpushareError) as error:
-                if not self._measured_now():
+                if not self._fresh_figures():
                     raise
                 stopped = error
             began = self._began or started
             ended = self._experiment.now()
-        if not self._measured_now():
+        if not self._fresh_figures():
             if not over and self._refused:
                 raise self._refused[0]
             raise TimedOut(
@@ -335,7 +336,7 @@ class Tuner:
 
     def _search_or_leave_out(self, way: Way) -> None:
         """Search a way, unless it cannot be used here or cannot be better; keep its result, or why it was left out."""
-        reason = reason_to_skip(way, self._measured_now(), self._search.goal)
+        reason = reason_to_skip(way, self._fresh_figures(), self._search.goal)
         if reason is None and next_setting(self._search, way, self._known) is None:
             reason = "an earlier search found nothing better in it"
         try:
@@ -348,8 +349,8 @@ class Tuner:
         if reason is not None:
             self._ways[way] = WayResult(way=way, left_out=reason)
 
-    def _measured_now(self) -> dict[Setting, Figures]:
-        """Return what this search has measured."""
+    def _fresh_figures(self) -> dict[Setting, Figures]:
+        """Return the figures that this search measured itself, without those of an earlier one."""
         return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
 
     def _run_stage(self, way: Way) -> None:
@@ -419,18 +420,22 @@ class Tuner:
             if wanted is None:
                 stage.finished = True
                 return
-            setting, again = wanted
-            had_its_part = not is_last and self._spent() > _SLICES_PART * self.options.most_seconds
-            if again and had_its_part and reason_to_skip(Way.CAPS, self._measured_now(), self._search.goal) is None:
+            setting, why_again = wanted
+            slices_had_their_part = not is_last and self._seconds_spent() > _SLICES_PART * self.options.most_seconds
+            if (
+                why_again
+                and slices_had_their_part
+                and reason_to_skip(Way.CAPS, self._fresh_figures(), self._search.goal) is None
+            ):
                 # Caps may be better.
                 return
-            known = self._known.get(setting)
-            text = setting.title if again is None else f"{setting.title} again: {again}"
+            figures_before = self._known.get(setting)
+            text = setting.title if why_again is None else f"{setting.title} again: {why_again}"
             self.check_budget(stage.least_seconds(setting))
             self.reporter.doing(text)
-            self.reporter.progress(text, self._spent(), self.options.most_seconds)
+            self.reporter.progress(text, self._seconds_spent(), self.options.most_seconds)
             try:
-                stage.measure(setting, longer=known is not None and known.earlier is None)
+                stage.measure(setting, longer=figures_before is not None and figures_before.earlier is None)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for each in stage.settings:
@@ -438,8 +443,8 @@ class Tuner:
                         self._known[each] = figures
             figures_now = self._known[setting]
             self.reporter.measured(figures_now)
-            if known is not None and known.earlier is not None:
-                self._forget_if_changed(way, known, figures_now)
+            if figures_before is not None and figures_before.earlier is not None:
+                self._forget_if_changed(way, figures_before, figures_now)
 
     def _forget_if_changed(self, way: Way, earlier: Figures, present: Figures) -> None:
         """Forget earlier figures of a way if one of them no longer holds."""
@@ -461,14 +466,14 @@ class Tuner:
 
     def seconds_left(self) -> float:
         """Return how much of the budget is left; infinite until all jobs have printed, because it does not count yet."""
-        return math.inf if self._began is None else self.options.most_seconds - self._spent()
+        return math.inf if self._began is None else self.options.most_seconds - self._seconds_spent()
 
     def begin_budget(self) -> None:
         """Begin to count the budget, as all jobs have printed; later calls change nothing."""
         if self._began is None:
             self._began = self._experiment.now()
 
-    def _spent(self) -> float:
+    def _seconds_spent(self) -> float:
         """Return the seconds of the budget that are used; 0 until all jobs have printed."""
         return 0.0 if self._began is None else self._experiment.now() - self._began
 
@@ -478,9 +483,9 @@ class Tuner:
             self._measuring_seconds += seconds
 
     def first_cap_limits(self) -> Limits:
-        """Return the limits of the others at their start under MPS: the first cap, once their rate without one is known."""
+        """Return the limits of the others at their start under MPS: none until their rate without a cap is known, then the first cap."""
         wanted = next_setting(self._search, Way.CAPS, self._known) if self.others_alone else None
-        return Limits() if wanted is None else _limits(wanted.setting)
+        return Limits() if wanted is None else _mps_limits(wanted.setting)
 
     def _result(
         self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
@@ -494,17 +499,17 @@ class Tuner:
         others = self._figures_of_others()
         strangers = {pid: name for stage in self._stages for pid, name in stage.usage.usage().other_names.items()}
         whole = outcome(goal, measured, stable=stable)
-        sliced = whole.best is not None and whole.best.setting.way is Way.SLICES
+        best_is_slice = whole.best is not None and whole.best.setting.way is Way.SLICES
         return TuneResult(
             outcome=whole,
             ways=tuple(self._ways.values()),
             production=production,
             others=others,
-            warning=None if sliced else memory_warning(others.dram, production.dram),
+            warning=None if best_is_slice else memory_warning(others.dram, production.dram),
             seconds=seconds,
             measuring_seconds=self._measuring_seconds,
             starting_seconds=starting,
-            waits=any(figures.waits for figures in self._measured_now().values()),
+            waits=any(figures.waits for figures in self._fresh_figures().values()),
             over=over,
             stopped=stopped,
             strangers=strangers,
@@ -597,7 +602,7 @@ class Stage:
             # Where slices cannot be read and set, all jobs end, and the search goes on in the other way.
             try:
                 self.default_us = self.experiment.slice_of(self._production.program) or None
-                self._set_server(FIRST_SERVER_US)
+                self._set_server_slice(FIRST_SERVER_US)
             except GpushareError as error:
                 self.end()
                 if error.code == "job_ended":
@@ -658,7 +663,7 @@ class Stage:
                     reported.add(title)
                     more = f"{max(0.0, most_seconds - waited):.0f} s more (--timeout)"
                     self._tuner.reporter.doing(
-                        f"the {title} job has not printed {_awaited(job)} yet; tune waits for it for {more}"
+                        f"the {title} job has not printed {_awaited_output(job)} yet; tune waits for it for {more}"
                     )
             return not silent
 
@@ -666,7 +671,7 @@ class Stage:
             job = silent[0]
             last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
             raise TimedOut(
-                f"the {job.program.title} job did not print {_awaited(job)} in {most_seconds:g} s{last}",
+                f"the {job.program.title} job did not print {_awaited_output(job)} in {most_seconds:g} s{last}",
                 "make it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )
@@ -689,7 +694,7 @@ class Stage:
             self.experiment.stop(job.program)
         self._paused = True
         if self._server_us < DEFAULT_SERVER_US:
-            self._set_server(DEFAULT_SERVER_US)
+            self._set_server_slice(DEFAULT_SERVER_US)
         self.experiment.wait(self._options.drain_seconds)
 
     def _resume_others(self) -> None:
@@ -698,7 +703,7 @@ class Stage:
             return
         if self._server_us < DEFAULT_SERVER_US:
             # While they were paused, they had a longer one.
-            self._set_server(self._server_us)
+            self._set_server_slice(self._server_us)
         self._paused = False
         self._resumed = self.experiment.now()
         for job in self._others:
@@ -718,7 +723,7 @@ class Stage:
         self.experiment.end([self._production.program])
         self.experiment.forget_ended()
 
-    def _set_server(self, microseconds: int) -> None:
+    def _set_server_slice(self, microseconds: int) -> None:
         """Set the slice of the MPS server, which all opportunistic jobs share."""
         self.experiment.set_server_slice([job.program for job in self._others], microseconds)
 
@@ -730,7 +735,7 @@ class Stage:
         if setting.production_slice_us is not None and setting.other_slice_us is not None:
             self._set_slices(setting.production_slice_us, setting.other_slice_us)
             return False
-        limits = _limits(setting)
+        limits = _mps_limits(setting)
         if limits == self._limits:
             return False
         began = self.experiment.now()
@@ -746,14 +751,15 @@ class Stage:
         self.experiment.set_slice(self._production.program, production_us)
         self._server_us = server_us
         if not self._paused:
-            self._set_server(server_us)
+            self._set_server_slice(server_us)
             # Until the requests that began before are over.
             self.experiment.wait(self._options.settle_seconds / 2)
 
     def least_seconds(self, setting: Setting) -> float:
         """Return the least time that measuring a setting takes."""
-        starts = self._way is Way.CAPS and _limits(setting) != self._limits
-        return (self.start_took if starts else 0.0) + self._window + self._together_seconds + 1.0
+        needs_start = self._way is Way.CAPS and _mps_limits(setting) != self._limits
+        # The last second is for the pause and the resumption of the others.
+        return (self.start_took if needs_start else 0.0) + self._window + self._together_seconds + 1.0
 
     # -- windows -------------------------------------------------------------------------------------------------------
 
@@ -818,7 +824,8 @@ class Stage:
                 self.request_us = printed.latency_us * percentile(window.latencies, 50)
 
     def _measure_alone(self) -> None:
-        """Watch production while the others are paused; now and then the others first, while production is."""
+        """Watch production alone; before that, if it is time, the others alone, with whose rates their shares are compared."""
+        # The rate of capped others is no base for a share.
         uncapped = self._limits == Limits()
         last = self._tuner.others_alone[-1].end if self._tuner.others_alone else -math.inf
         if uncapped and self.experiment.now() - last > _OTHERS_ALONE_SECONDS:
@@ -1029,7 +1036,7 @@ class Stage:
         return [seen for seen in self._log if seen.setting is None]
 
     def _error_of_kept(self, own_error: float | None, count: int) -> float:
-        """Return the standard error of the rate that is kept, from ``count`` pairs of windows, together and alone.
+        """Return the standard error of the part of its rate that production keeps, from ``count`` pairs of windows.
 
         It is the pairs' own, or that of production's windows alone if they scatter more.
         """
@@ -1068,7 +1075,7 @@ class Stage:
         return Estimate(shares[0], None if spread is None else spread * shares[0])
 
     def _share_in(self, seen: _Seen) -> float | None:
-        """Return the mean share of its rate alone that each of the others has in a window; None: one is not known."""
+        """Return the share of its rate alone that each of the others has in a window, on average; None: one is unknown."""
         nearest = sorted(self._tuner.others_alone, key=lambda alone: abs(alone.start - seen.start))[:2]
         shares = []
         for job, rate in enumerate(seen.rates):
@@ -1089,9 +1096,8 @@ class Stage:
         if scatter is None:
             return False
         # Requests per second, times the seconds that each takes.
-        load = (
-            len(latencies) / math.fsum(end - start for start, end in spans) * mean(latencies) * printed.latency_us / 1e6
-        )
+        per_second = len(latencies) / math.fsum(end - start for start, end in spans)
+        load = per_second * mean(latencies) * printed.latency_us / 1e6
         return scatter >= _RANDOM_SCATTER and load < _WAITING_LOAD
 
     def production_alone(self) -> Alone:
@@ -1106,13 +1112,13 @@ class Stage:
         )
 
 
-def _awaited(job: Running) -> str:
+def _awaited_output(job: Running) -> str:
     """Return what a job must print before it can be measured."""
     return "a number that --metric matches" if job.printed.metric.printed else "a line"
 
 
-def _limits(setting: Setting) -> Limits:
-    """Return the limits as MPS sets them; at 100 % there is no cap."""
+def _mps_limits(setting: Setting) -> Limits:
+    """Return the limits of the opportunistic MPS clients under a setting; at 100 % there is no cap."""
     return Limits(
         threads_percent=None if setting.threads >= 100 else setting.threads,
         priority=Priority.LOW if setting.low else Priority.NORMAL,

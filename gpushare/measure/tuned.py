@@ -24,8 +24,8 @@ from gpushare.show.tune import Row, TuneAnswer, WayAnswer
 _MOST_DAYS: Final = 30
 
 
-def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str | None) -> TuneAnswer:
-    """Return the answer; ``name`` is that under which it is kept, None if it is not."""
+def tune_answer(host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str | None) -> TuneAnswer:
+    """Return the printed answer of a search; ``name`` is that under which it is kept, None if it is not."""
     goal = options.search.goal
     whole = result.outcome
     ended: Literal["answer", "budget", "interrupted"] = "budget" if result.over else "answer"

@@ -15,10 +15,10 @@ from gpushare.host.host import Host
 from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
 
-# Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
+# Each sample is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early samples.
 _INTERVAL_SECONDS: Final = 0.5
 _FIRST_INTERVAL_SECONDS: Final = 0.1
-_FIRST_LOOKS: Final = 10
+_FIRST_SAMPLES: Final = 10
 # A CUDA program that starts on another GPU is listed here for a moment (seen on two H200).
 _STAYS_SECONDS: Final = 0.4
 
@@ -50,7 +50,7 @@ class UsageMeter:
         self._clock = clock
         self._clients = clients
         self._gpu_instances = gpu_instances
-        # The PIDs of the run; of these, copies that are no clients of the daemon, and those that seemed so at the last look.
+        # The PIDs of the run; of these, copies that are no clients of the daemon, and those that seemed so in the last sample.
         self._mine: set[int] = set()
         self._outside: set[int] = set()
         self._suspects: set[int] = set()
@@ -62,11 +62,10 @@ class UsageMeter:
         self._pids_are_ours = host.processes.namespace_is_host() is not False
         self._used_before = None if self._pids_are_ours else self._used_bytes()
         self._due = 0.0
-        self._looks = 0
+        self._samples = 0
         # GPM counts between two samples: one at the start, one at the end.
-        self._recorders = (
-            [kind(host.nvml, device.gpu.index) for kind in (ActivityRecorder, BandwidthRecorder)] if activity else []
-        )
+        kinds = (ActivityRecorder, BandwidthRecorder) if activity else ()
+        self._recorders = [kind(host.nvml, device.gpu.index) for kind in kinds]
         self._shares: list[float | None] = [None, None]
         self._busy: list[float] = []
         self._stopped: tuple[float | None, float] | None = None
@@ -93,8 +92,8 @@ class UsageMeter:
         at = self._clock()
         if at < self._due:
             return
-        self._looks += 1
-        self._due = at + (_FIRST_INTERVAL_SECONDS if self._looks < _FIRST_LOOKS else _INTERVAL_SECONDS)
+        self._samples += 1
+        self._due = at + (_FIRST_INTERVAL_SECONDS if self._samples < _FIRST_SAMPLES else _INTERVAL_SECONDS)
         busy = utilization(self._host.nvml, self._device.gpu.index) if self._recorders else None
         if busy is not None:
             self._busy.append(busy)
@@ -106,14 +105,14 @@ class UsageMeter:
             self._peak = max(self._peak or 0, used - self._used_before)
 
     def _sample_processes(self, programs: Collection[int]) -> None:
-        """Look at the processes on the GPU: which are the run's, which are outside MPS, and what memory those of the run hold."""
+        """Note which processes on the GPU are the run's, which of these are outside MPS, and how much memory the run holds."""
         processes = or_none(lambda: self._host.nvml.processes(self._device.gpu.index) or ())
         if processes is None:
             return
         self._mine |= set(programs)
         on_gpu = [process for process in processes if process.compute or process.mps]
-        self._sort_out(on_gpu, programs)
-        self._look_outside(on_gpu)
+        self._sort_processes(on_gpu, programs)
+        self._note_copies_outside_mps(on_gpu)
         sizes = [process.memory_used_bytes for process in on_gpu if process.pid in self._mine]
         if sizes and None not in sizes:
             self._peak = max(self._peak or 0, sum(size or 0 for size in sizes))
@@ -140,10 +139,10 @@ class UsageMeter:
             busy_percent=mean_known(self._busy),
         )
 
-    def _look_outside(self, processes: Collection[GpuProcess]) -> None:
+    def _note_copies_outside_mps(self, processes: Collection[GpuProcess]) -> None:
         """Note copies that run outside MPS: CUDA does that silently when no daemon answers, and MPS is not measured then.
 
-        Two looks must agree, and the daemon must not know the process: NVML lists a client a moment before the daemon.
+        Two samples must agree, and the daemon must not know the process: NVML lists a client a moment before the daemon.
         """
         if self._clients is None:
             return
@@ -154,9 +153,9 @@ class UsageMeter:
         if clients is not None:
             self._outside |= seen_twice - clients
 
-    def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
+    def _sort_processes(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
-        listed = {process.pid for process in processes if self._is_beside(process)}
+        listed = {process.pid for process in processes if self._is_where_run_is(process)}
         for ended in set(self._seen) - listed:
             del self._seen[ended]
         new = listed - self._mine - set(self._others)
@@ -173,7 +172,7 @@ class UsageMeter:
             if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 
-    def _is_beside(self, process: GpuProcess) -> bool:
+    def _is_where_run_is(self, process: GpuProcess) -> bool:
         """Return whether a process is where the run is: in one of its MIG instances, else on its device."""
         if self._gpu_instances is not None:
             return process.gpu_instance_id in self._gpu_instances

@@ -134,7 +134,7 @@ def parse_copies(text: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reasons:
+class Obstacles:
     """Why each kind of way cannot run here; None: it can."""
 
     # Outside MPS: one program alone, in turns, or as streams.
@@ -154,6 +154,7 @@ class Reasons:
     in_one: bool = False
 
     def why_not(self, way: BenchWay) -> str | None:
+        """Return why a way cannot run here; None: it can."""
         if way.kind in IN_ONE and not self.in_one:
             return f"only the built-in workload runs as {way.kind.value} of one process"
         if way.kind in {Way.WHOLE, *IN_ONE}:
@@ -172,8 +173,8 @@ class Reasons:
         return f"an MPS server takes {self.most_clients} clients" if too_many else None
 
 
-def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reasons:
-    """Find out what this host and user can run on a device, without changing anything."""
+def find_obstacles(host: Host, device: Device, program: str, *, in_one: bool) -> Obstacles:
+    """Return why this host and user cannot run each kind of way on a device; nothing is changed."""
     # Whether an MPS daemon that answers serves the GPU of the device.
     daemons = [row.daemon for row in or_none(lambda: find_daemons(host, [device.gpu], deep=False)) or ()]
     served = any(device.gpu.index in daemon.gpu_indexes and daemon.error is None for daemon in daemons)
@@ -185,7 +186,7 @@ def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reason
     caps = None
     if capability is not None and capability < VOLTA:
         caps = "thread caps need a GPU of the Volta architecture or later"
-    return Reasons(
+    return Obstacles(
         outside=_why_not_outside_mps(device, served=served),
         timeslice=timeslice,
         mps=_why_not_mps(host, device, program, served=served),
@@ -220,7 +221,7 @@ def _why_not_in_mode(device: Device, mode: ComputeMode, effect: str = "") -> str
 
 
 def one_at_a_time(device: Device) -> bool:
-    """Return whether the compute mode admits one process: while an MPS server runs, only its clients get in."""
+    """Return whether the compute mode admits a single process: while that is an MPS server, only its clients get in."""
     return device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
 
 
@@ -279,7 +280,7 @@ def sort_out(
     why_not_copies: Callable[[BenchWay, int], str | None],
     why_not: Callable[[BenchWay], str | None] = lambda _: None,
 ) -> tuple[list[Cell], list[LeftOut]]:
-    """Return which ways are measured with how many copies, and which are left out and why.
+    """Return the cells to measure, and those left out with the reason.
 
     ``why_not`` returns why a way cannot be measured, ``why_not_copies`` why it cannot with a number of copies; None: it can.
     """

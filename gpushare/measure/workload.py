@@ -212,6 +212,7 @@ def first_usable(names: list[str]) -> str:
     reasons = []
     for name in names:
         try:
+            # The product of two 32 x 32 matrices of ones is 32 everywhere.
             multiplier = BACKENDS[name](32, 1, 0)
             multiplier.launch(0)
             multiplier.synchronize()
@@ -277,7 +278,7 @@ def run(multiplier: Multiplier, options: argparse.Namespace, signals: Sequence[i
     """Multiply, and print the rate, and of several streams the latencies of the first, until there is one of ``signals``."""
     multiply_on_cpu = cpu_multiplication(options.size) if options.cpu else lambda: None
     parts = options.threads or options.streams
-    batch = 1 if options.cpu else _batch(multiplier, parts)
+    batch = 1 if options.cpu else _batch_size(multiplier, parts)
     started = since = time.perf_counter()
     done = 0
     latencies_ms: list[float] = []
@@ -325,6 +326,7 @@ class _Round:
         for stream in range(1, parts):
             self._queue(stream, self.batch)
         latencies_ms = [self._first_latency_ms()] if parts > 1 else []
+        # The one whose latency was measured is part of the batch.
         self._queue(0, self.batch - len(latencies_ms))
         return latencies_ms
 
@@ -342,8 +344,8 @@ class _Round:
                 self.multiplier.copy(stream)
 
 
-def _batch(multiplier: Multiplier, streams: int) -> int:
-    """Return how many multiplications a stream gets between two waits: enough to take `_BATCH_SECONDS`."""
+def _batch_size(multiplier: Multiplier, streams: int) -> int:
+    """Return how many multiplications are queued in a stream between two waits: enough to take `_BATCH_SECONDS`."""
     batch = 1
     while batch < _MOST_BATCH:
         start = time.perf_counter()

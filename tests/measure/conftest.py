@@ -72,10 +72,10 @@ class Told:
 class Watched(Copies):
     """Copies that the clock's owner can see."""
 
-    def _look(self, copies: Sequence[Any], usage: UsageMeter | None) -> float:
+    def _poll(self, copies: Sequence[Any], usage: UsageMeter | None) -> float:
         assert isinstance(self.signals, Told)
         self.signals.copies = copies
-        return super()._look(copies, usage)
+        return super()._poll(copies, usage)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def together(host: Host) -> Callable[..., CopiesResult]:
         group = group_with(host, told, grace_seconds=durations.pop("grace", 2.0))
         copies = Watched(group, metric or Metric(), told, clock=told.clock, **durations)  # type: ignore[arg-type]
         meter = usage or meter_of(host)
-        return copies.in_turn(launches, meter) if in_turn else copies.together(launches, meter)
+        return copies.run_in_turn(launches, meter) if in_turn else copies.run_together(launches, meter)
 
     return run
 

@@ -21,9 +21,9 @@ from gpushare.measure.bench_data import (
     bench_answer,
     best_pick,
     check_comparable,
-    check_new,
+    check_new_file,
     compare_cells,
-    judge,
+    measured_cells,
     picks,
     read_bench,
     write_bench,
@@ -143,18 +143,18 @@ def test_mps_wins_for_a_job_that_needs_less_than_half() -> None:
         ("mps:100/n", 2): [99.5, 100, 100.5],
     }
     found = measured("queue,timeslice,mps,mps:100/n", (2,), figures)
-    (pick,) = picks(found, judge(found))
+    (pick,) = picks(found, measured_cells(found))
     assert pick.way == "mps", "the simpler of two that do not differ"
     assert pick.fastest in {"mps", "mps:100/n"}
     assert pick.gain.value == pytest.approx(2, rel=0.02)
     assert pick.over == "timeslice"
-    assert best_pick(RATE, judge(found), [pick]) == pick
+    assert best_pick(RATE, measured_cells(found), [pick]) == pick
 
 
 def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() -> None:
     figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [40.0, 60.0, 44.0], ("mps", 2): [55.0, 70.0, 60.0]}
     found = measured("timeslice,mps", (2,), figures)
-    (pick,) = picks(found, judge(found))
+    (pick,) = picks(found, measured_cells(found))
     assert pick.no_difference == ("timeslice",)
     assert pick.way == "mps"
 
@@ -165,7 +165,7 @@ def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() ->
 def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[float]]) -> None:
     figures = dict(zip([("alone", 1), ("timeslice", 2), ("mps", 2)], rounds, strict=True))
     found = measured("queue,timeslice,mps", (2,), figures)
-    verdicts = judge(found)
+    verdicts = measured_cells(found)
     (pick,) = picks(found, verdicts)
     means = {cell.way: cell.throughput.mean for cell in verdicts if cell.throughput is not None}
     assert means[pick.way] >= 0.97 * max(means.values()) * (1 - 1e-9)
@@ -175,7 +175,7 @@ def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[floa
 def test_lower_is_better_turns_it_round() -> None:
     figures = {("alone", 1): [10.0, 10.1, 9.9], ("timeslice", 2): [20.0, 20.2, 19.8], ("mps", 2): [10.0, 10.1, 9.9]}
     found = measured("timeslice,mps", (2,), figures, LOWER)
-    by_name = {one.way: one for one in judge(found)}
+    by_name = {one.way: one for one in measured_cells(found)}
     (pick,) = picks(found, list(by_name.values()))
     assert pick.way == "mps"
     assert by_name["mps"].slowdown == pytest.approx(1, rel=0.01)
@@ -190,14 +190,14 @@ def test_streams_share_what_their_process_prints() -> None:
         one = run("streams", [150.0], place)
         runs.append(RunResult(**{**vars(one), "copies": 2}))
     found = Measurement(settings=settings("streams", (2,)), runs=runs)
-    (verdict,) = judge(found)
+    (verdict,) = measured_cells(found)
     assert verdict.gain.value == pytest.approx(1.5)
     assert verdict.slowdown == pytest.approx(100 / 75)
 
 
 def test_single_runs_are_not_called_certain() -> None:
     found = measured("timeslice,mps", (2,), {("alone", 1): [100.0], ("timeslice", 2): [50.0], ("mps", 2): [99.0]})
-    (pick,) = picks(found, judge(found))
+    (pick,) = picks(found, measured_cells(found))
     assert (pick.way, pick.certain) == ("mps", False)
 
 
@@ -336,7 +336,7 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(GpushareError):
         read_bench(str(tmp_path))
     with fails(BadUsage, "file_exists"):
-        check_new("--to", str(tmp_path))
+        check_new_file("--to", str(tmp_path))
     with pytest.raises(NotFound):
-        check_new("--to", str(tmp_path / "none" / "x.json"))
-    assert check_new("--to", str(tmp_path / "x.json")) == tmp_path / "x.json"
+        check_new_file("--to", str(tmp_path / "none" / "x.json"))
+    assert check_new_file("--to", str(tmp_path / "x.json")) == tmp_path / "x.json"

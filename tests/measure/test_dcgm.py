@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.units import MIB
 from gpushare.measure.dcgm import read_measured
-from gpushare.measure.recording import underused
+from gpushare.measure.recording import find_underuse
 from tests.errors import fails
 
 START = 1_795_000_000
@@ -75,7 +75,7 @@ def test_a_range_answer(file: Callable[[object], Path]) -> None:
     assert use.activity.mean == pytest.approx(20, abs=0.5)
     assert use.source == "gpm"
     assert (use.memory_peak_bytes, use.gpu.memory_total_bytes) == (3000 * MIB, 10000 * MIB)
-    (low,) = underused(found)
+    (low,) = find_underuse(found)
     assert low.kind == "low"
 
 
@@ -110,7 +110,7 @@ def test_memory_held_without_work_and_nothing_at_all(file: Callable[[object], Pa
         )
     )
     # Processes are unknown, so none is claimed to be missing.
-    assert [(device.gpu, device.kind, device.why) for device in underused(found)] == [
+    assert [(device.gpu, device.kind, device.why) for device in find_underuse(found)] == [
         (0, "held_idle", "memory is held with no work: 19.5 GiB"),
         (1, "empty", "idle: no kernel ran"),
     ]

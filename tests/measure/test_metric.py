@@ -77,8 +77,8 @@ def test_only_the_numbers_of_the_window_count() -> None:
     found = Printed(RATE)
     for at in range(1, 6):
         found.listen(f"rate={at}0", float(at))
-    assert found.between(2.0, 4.0) == 35.0
-    assert found.between(5.0, 9.0) is None
+    assert found.mean_between(2.0, 4.0) == 35.0
+    assert found.mean_between(5.0, 9.0) is None
 
 
 def test_latencies_of_single_requests() -> None:

@@ -351,7 +351,7 @@ def test_a_disk_that_fills_up_ends_it_and_keeps_the_rest(tmp_path: Path, monkeyp
         raise OperationFailed("cannot write: no space left", "free some", code="not_written")
 
     with pytest.raises(OperationFailed):
-        recorded("sim:h200", tmp_path, events={4: lambda: monkeypatch.setattr(RecordingFile, "sample", full)})
+        recorded("sim:h200", tmp_path, events={4: lambda: monkeypatch.setattr(RecordingFile, "write_sample", full)})
     found = read_recording(tmp_path / "r.jsonl")
     assert (found.samples, found.reason) == (4, None)
 

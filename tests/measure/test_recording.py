@@ -29,10 +29,10 @@ from gpushare.measure.recording import (
     Sample,
     Samples,
     Tally,
+    find_underuse,
     read_recording,
     sample_line,
     sample_of,
-    underused,
     workloads_of,
 )
 from gpushare.measure.statistics import Histogram
@@ -60,8 +60,8 @@ def process(number: int = 0, gpu: int = 0, **named: Any) -> RecordedProcess:
 def written(path: Path, loads: list[float], *, end: str | None = "finished") -> Recording:
     """Write a recording of one process on GPU 0 with these loads; return it as summed up meanwhile."""
     file, tally = RecordingFile(path, HEADER), Tally(HEADER)
-    file.meet(process())
-    tally.meet(process())
+    file.write_record(process())
+    tally.add_process(process())
     for second, load in enumerate(loads, 1):
         sample = Sample(
             at=float(second),
@@ -71,10 +71,10 @@ def written(path: Path, loads: list[float], *, end: str | None = "finished") -> 
             ),
             processes=(PartSample(id=0, utilization_percent=50.0, sm_percent=load, memory_used_bytes=GIB),),
         )
-        file.sample(sample)
+        file.write_sample(sample)
         tally.add(sample)
     if end:
-        file.end(float(len(loads)), end, 2)
+        file.write_end(float(len(loads)), end, 2)
     file.close()
     return tally.recording(missed=2 if end else 0, reason=end)
 
@@ -235,11 +235,11 @@ class Full:
 def test_a_full_disk_is_said_and_what_is_there_stays(tmp_path: Path, number: int, kind: type[GpushareError]) -> None:
     path = tmp_path / "r.jsonl"
     file = RecordingFile(path, HEADER)
-    file.sample(Sample(at=1.0, gpus=()))
+    file.write_sample(Sample(at=1.0, gpus=()))
     file.close()
     file._file = Full(number)  # type: ignore[assignment]
     with fails(kind, "not_written") as caught:
-        file.sample(Sample(at=2.0, gpus=()))
+        file.write_sample(Sample(at=2.0, gpus=()))
     assert ("can be read" in caught.value.hint) is (number == errno.ENOSPC)
     assert read_recording(path).samples == 1
 
@@ -257,7 +257,7 @@ def test_short_writes_are_finished(tmp_path: Path) -> None:
     file.close()
     file._file = slow = Slow()  # type: ignore[assignment]
     sample = Sample(at=1.0, gpus=(GpuSample(index=0, sm_percent=3.0),))
-    file.sample(sample)
+    file.write_sample(sample)
     assert slow.data.decode() == sample_line(sample)
 
 
@@ -317,7 +317,7 @@ def summed(
     """Return a recording of one process; without it (memory None) of a GPU alone."""
     tally = Tally(Header(host="h", started_at=0.0, interval_seconds=1.0, gpus=HEADER.gpus[:1]))
     if memory is not None:
-        tally.meet(process(**named))
+        tally.add_process(process(**named))
     for second, load in enumerate(loads):
         whole = load if gpu_loads is None else gpu_loads[second]
         rows = () if memory is None else (PartSample(id=0, sm_percent=load, memory_used_bytes=memory),)
@@ -373,7 +373,7 @@ def test_servers_and_desktops_are_no_workloads(named: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_underused_is_named_with_why(recording: Recording, kind: str | None) -> None:
-    found = underused(recording)
+    found = find_underuse(recording)
     assert [one.kind for one in found] == ([kind] if kind else [])
     for one in found:
         assert one.gpu == 0
@@ -381,15 +381,15 @@ def test_what_is_underused_is_named_with_why(recording: Recording, kind: str | N
 
 
 def test_memory_held_with_no_work_says_how_much() -> None:
-    assert "1.0 GiB" in underused(summed([0.0] * 20))[0].why
+    assert "1.0 GiB" in find_underuse(summed([0.0] * 20))[0].why
 
 
 def test_memory_of_the_tally_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "MOST_PROCESSES", 20)
     tally = Tally(HEADER)
-    tally.meet(process(0))
+    tally.add_process(process(0))
     for number in range(1, 200):
-        tally.meet(process(number))
+        tally.add_process(process(number))
         rows = (PartSample(id=0, sm_percent=10.0), PartSample(id=number, sm_percent=1.0))
         tally.add(Sample(at=float(number), gpus=(), processes=rows))
         assert len(tally._processes) <= 22
@@ -403,7 +403,7 @@ def beside(own: Sequence[float], others: Sequence[float]) -> ProcessUse:
     """Return how a process was used that shared its GPU by time with another one."""
     tally = Tally(HEADER)
     for number in range(2):
-        tally.meet(process(number))
+        tally.add_process(process(number))
     for second, loads in enumerate(zip(own, others, strict=True)):
         rows = tuple(PartSample(id=number, utilization_percent=load) for number, load in enumerate(loads))
         tally.add(Sample(at=float(second), gpus=(), processes=rows))

@@ -24,7 +24,7 @@ from gpushare.measure.search import (
     next_setting,
     outcome,
     reason_to_skip,
-    sliced,
+    slice_setting,
 )
 
 Model = Callable[[Setting], Figures]
@@ -40,7 +40,7 @@ def searched(search: Search, model: Model, known: dict[Setting, Figures] | None 
         while (wanted := next_setting(search, way, known)) is not None:
             before = known.get(wanted.setting)
             # Nothing is measured twice without saying why.
-            assert (before is None) == (wanted.again is None)
+            assert (before is None) == (wanted.why_again is None)
             now = model(wanted.setting)
             longer = now.seconds if before is None or before.earlier else MOST_SECONDS
             known[wanted.setting] = replace(now, seconds=longer)
@@ -148,7 +148,7 @@ def test_an_earlier_search_is_gone_on_from() -> None:
     first = searched(search, model, known)
     earlier = {setting: replace(figures, earlier="2026-11-25 10:00") for setting, figures in known.items()}
     wanted = next_setting(search, Way.CAPS, earlier)
-    assert "measured on 2026-11-25 10:00" in (wanted.again or "")
+    assert "measured on 2026-11-25 10:00" in (wanted.why_again or "")
     again = searched(search, model, earlier)
     assert set(again) < set(first)
     assert len(again) <= 2
@@ -204,7 +204,7 @@ def test_production_gets_a_slice_that_is_longer_than_its_request() -> None:
 def test_among_slices_with_the_same_share_the_calmest_is_the_best() -> None:
     goal = Goal(keep=0.9, p99_factor=1.5)
     calm, loud = (
-        Figures(setting=sliced(16000, us), kept=1.0, error=0.001, p99=p99, p99_low=p99, p99_high=p99, share=0.5)
+        Figures(setting=slice_setting(16000, us), kept=1.0, error=0.001, p99=p99, p99_low=p99, p99_high=p99, share=0.5)
         for us, p99 in ((100, 1.1), (500, 1.3))
     )
     assert best_of(goal, [loud, calm]) == calm
@@ -217,14 +217,16 @@ def test_where_the_scatter_decides_the_shorter_slice_is_the_best() -> None:
     goal = Goal(keep=0.95, p99_factor=1.5)
     # Requests at random: a longer slice cannot spare production more, as it seems to.
     short, long = (
-        Figures(setting=sliced(16000, us), kept=1.0, p99=p99, p99_low=0.96, p99_high=high, share=share, waits=True)
+        Figures(
+            setting=slice_setting(16000, us), kept=1.0, p99=p99, p99_low=0.96, p99_high=high, share=share, waits=True
+        )
         for us, p99, high, share in ((100, 1.30, 2.0, 0.74), (2048, 1.27, 1.63, 0.73))
     )
     assert (short.safe(goal), long.safe(goal)) == (False, True)
     assert best_of(goal, [short, long]) == short
     assert best_of(goal, [replace(short, p99=1.52), long]) == long
     assert best_of(goal, [replace(short, share=0.6), long]) == long
-    assert best_of(goal, [short, replace(long, setting=sliced(4000, 2048))]).setting.other_slice_us == 2048
+    assert best_of(goal, [short, replace(long, setting=slice_setting(4000, 2048))]).setting.other_slice_us == 2048
     # The share of a training fed by the CPU scatters: 1.06 is not more than .94 if both are known within .1.
     calm, fast = (
         replace(each, p99=p99, p99_low=p99, p99_high=p99, share=share)
@@ -240,8 +242,8 @@ def test_a_share_of_caps_does_not_decide_between_slices() -> None:
     short, long, capped = (
         Figures(setting=setting, kept=kept, error=error, share=share, share_error=share_error)
         for setting, kept, error, share, share_error in (
-            (sliced(16000, 100), 0.984, 0.039, 0.796, 0.007),
-            (sliced(16000, 2048), 1.055, 0.086, 0.815, 0.009),
+            (slice_setting(16000, 100), 0.984, 0.039, 0.796, 0.007),
+            (slice_setting(16000, 2048), 1.055, 0.086, 0.815, 0.009),
             (Setting(threads=100.0), 1.055, 0.058, 0.84, 0.006),
         )
     )
@@ -315,7 +317,7 @@ def test_a_p99_that_stays_uncertain_is_not_watched_for_the_longest_time() -> Non
             setting=setting, kept=0.99, error=0.001, p99=late, p99_low=0.5, p99_high=3.0, share=0.4, seconds=6.0
         )
 
-    uncertain = stalled(sliced(16000, 100))
+    uncertain = stalled(slice_setting(16000, 100))
     assert uncertain.most_seconds(goal) < MOST_SECONDS
     assert replace(uncertain, p99_low=1.19, p99_high=1.21).most_seconds(goal) == MOST_SECONDS
     searched(Search(goal=goal, ways=(Way.SLICES,)), stalled)

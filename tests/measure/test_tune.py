@@ -20,7 +20,7 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
 from gpushare.measure.metric import p99
-from gpushare.measure.search import FIRST_SECONDS, Goal, Search, Setting, sliced
+from gpushare.measure.search import FIRST_SECONDS, Goal, Search, Setting, slice_setting
 from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -97,7 +97,7 @@ def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) ->
     result = tuned(job(*SHORT), goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
     best = result.outcome.best
     # A request waits for one slice and a switch: 1 + .25 + .1. Longer ones give the other no more.
-    assert best.setting == sliced(2048, 100)
+    assert best.setting == slice_setting(2048, 100)
     assert (best.p99, best.kept) == (pytest.approx(1.35, abs=0.02), pytest.approx(1.0, abs=0.005))
     assert best.safe(Goal(keep=0.97, p99_factor=1.5))
     assert result.seconds < 60

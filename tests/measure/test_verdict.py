@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.base.benchmark import BenchCell, CopiesResult, CopyResult, Metric, RunResult, Usage
 from gpushare.measure.bench import Measurement
-from gpushare.measure.bench_data import alone_cell, best_pick, judge, picks, speeds
+from gpushare.measure.bench_data import alone_cell, best_pick, measured_cells, picks, speeds
 from tests.measure.test_bench import LOWER, RATE, copy, measured, run, settings
 
 RUNS = Metric()
@@ -17,14 +17,14 @@ RUNS = Metric()
 def verdict_of(*runs: RunResult, metric: Metric = RATE, window: float | None = 1.0) -> BenchCell:
     """Return what is known of two copies under MPS, from these runs."""
     found = Measurement(settings=settings("mps", (2,), metric, window), runs=list(runs))
-    (verdict,) = judge(found)
+    (verdict,) = measured_cells(found)
     return verdict
 
 
 def test_a_way_in_which_nothing_was_done_is_compared_too() -> None:
     figures = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [0.0, 0.0], ("mps", 2): [50.0, 51.0]}
     found = measured("timeslice,mps", (2,), figures)
-    verdicts = judge(found)
+    verdicts = measured_cells(found)
     (pick,) = picks(found, verdicts)
     assert (pick.way, pick.no_difference) == ("mps", ())
     # Over nothing there is no factor.
@@ -33,7 +33,7 @@ def test_a_way_in_which_nothing_was_done_is_compared_too() -> None:
     assert by_name["timeslice"].gain is None
     assert by_name["timeslice"].slowdown is None
     nothing = measured("timeslice,mps", (2,), {**figures, ("mps", 2): [0.0, 0.0]})
-    (pick,) = picks(nothing, judge(nothing))
+    (pick,) = picks(nothing, measured_cells(nothing))
     assert pick.way == "timeslice"
 
 
@@ -48,7 +48,7 @@ def test_a_run_in_which_nothing_was_done_is_not_left_out_of_the_speeds() -> None
 def test_less_than_a_hundredth_is_no_difference_however_narrow_the_intervals(mps: float, same: bool) -> None:
     figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [100.0] * 3, ("mps", 2): [mps] * 3}
     found = measured("timeslice,mps", (2,), figures)
-    (pick,) = picks(found, judge(found))
+    (pick,) = picks(found, measured_cells(found))
     assert list(pick.no_difference) == (["timeslice"] if same else [])
     assert pick.way == ("timeslice" if same else "mps")
     assert pick.certain
@@ -73,7 +73,7 @@ def test_one_copy_alone_is_no_slower_than_one_copy_alone(rates: list[float]) -> 
 def test_of_a_printed_time_no_joules_are_known() -> None:
     """Its unit is not: power over 1 / 10 ms is not 10 J."""
     found = measured("mps", (2,), {("alone", 1): [5.0], ("mps", 2): [10.0]}, metric=LOWER)
-    assert [one.joules for one in judge(found)] == [None]
+    assert [one.joules for one in measured_cells(found)] == [None]
     assert verdict_of(run("mps", [50.0, 100.0])).slowdown is None
 
 
@@ -154,7 +154,7 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
         ("mps", 4): [50.0] * 2,
     }
     found = measured("timeslice,mps", (2, 3, 4), figures)
-    cells = judge(found)
+    cells = measured_cells(found)
     answers = picks(found, cells)
     assert [pick.copies for pick in answers] == [2, 3, 4]
     best = best_pick(RATE, cells, answers)
@@ -164,7 +164,7 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
 
 def test_a_way_that_was_not_measured_or_failed_gives_no_answer() -> None:
     found = measured("timeslice,mps", (2,), {("alone", 1): [100.0], ("mps", 2): [50.0]})
-    assert picks(found, judge(found)) == []
+    assert picks(found, measured_cells(found)) == []
 
 
 def test_no_factor_says_how_much_slower_a_copy_is_that_stood_still() -> None:
@@ -199,14 +199,14 @@ def test_a_way_whose_every_run_failed_is_not_picked_and_hinders_no_pick() -> Non
     for failed, chosen, over in (("mps", "timeslice", "timeslice"), ("timeslice", "mps", "queue")):
         runs = [replace(one, throughput=None) if one.way == failed else one for one in found.runs]
         other = replace(found, runs=runs)
-        (pick,) = picks(other, judge(other))
+        (pick,) = picks(other, measured_cells(other))
         assert (pick.way, pick.over, pick.ways) == (chosen, over, 2)
         assert failed not in pick.no_difference
 
 
 def test_an_answer_is_not_certain_while_a_way_was_not_measured() -> None:
     figures = {("alone", 1): [100.0, 101.0], ("queue", 2): [50.0, 51.0], ("timeslice", 2): [70.0, 71.0]}
-    (pick,) = picks(found := measured("queue,timeslice,mps", (2,), figures), judge(found))
+    (pick,) = picks(found := measured("queue,timeslice,mps", (2,), figures), measured_cells(found))
     assert (pick.way, pick.certain, pick.ways, pick.open_ways) == ("timeslice", False, 2, 1)
-    (pick,) = picks(found := measured("queue,timeslice", (2,), figures), judge(found))
+    (pick,) = picks(found := measured("queue,timeslice", (2,), figures), measured_cells(found))
     assert (pick.certain, pick.open_ways) == (True, 0)

@@ -9,17 +9,17 @@ from hypothesis import strategies as st
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.measure.ways import DEFAULT_WAYS, Reasons, parse_copies, parse_ways, reasons, sort_out
+from gpushare.measure.ways import DEFAULT_WAYS, Obstacles, find_obstacles, parse_copies, parse_ways, sort_out
 from gpushare.sim import admin
 from gpushare.sim.state import StateFile
 from tests.errors import fails
 
-ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, most_clients=None)
+ALL = Obstacles(outside=None, timeslice=None, mps=None, caps=None, mig=None, most_clients=None)
 
 
-def here(spec: str = "sim:h200") -> Reasons:
+def here(spec: str = "sim:h200") -> Obstacles:
     host = connect(spec)
-    return reasons(host, select_one("0", host.nvml.sweep()), "true", in_one=False)
+    return find_obstacles(host, select_one("0", host.nvml.sweep()), "true", in_one=False)
 
 
 def test_names_in_their_order_each_once() -> None:
@@ -115,7 +115,7 @@ def test_compute_modes(mode: int) -> None:
 
 def test_left_out_are_named_with_reason() -> None:
     ways = parse_ways("queue,mps,mps:100/n,mig,streams")
-    why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", most_clients=4)
+    why = Obstacles(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", most_clients=4)
     cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.why_not_copies, why.why_not)
     assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
     assert {(one.way, one.copies): one.reason for one in left} == {

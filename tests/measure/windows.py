@@ -16,7 +16,7 @@ _WITHIN = 3
 
 def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each copy print some numbers after all have begun and before its window opens, and some in it."""
-    look = Copies._look
+    look = Copies._poll
     stages: dict[int, tuple[Any, int]] = {}
 
     def patient(self: Copies, copies: Any, usage: Any) -> float:
@@ -36,4 +36,4 @@ def wait_for_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             at = look(self, copies, usage)
         return at
 
-    monkeypatch.setattr(Copies, "_look", patient)
+    monkeypatch.setattr(Copies, "_poll", patient)

@@ -266,14 +266,14 @@ def test_a_copy_that_hangs_is_ended_and_not_tried_again(
     lock, tried = tmp_path / "lock", tmp_path / "tried"
     script = f"mkdir {lock} 2>/dev/null || {{ echo try >>{tried}; exec sleep 600; }}; "
     script += f'while [ "$BESIDE" ] && ! [ -e {tried} ]; do sleep 0.02; done; rmdir {lock}'
-    look = Copies._look
+    look = Copies._poll
 
     def late(self: Copies, copies: Any, usage: Any) -> float:
         # The time is over when one is left of two that hangs, however slow the machine is.
         left = sum(copy.program.runs for copy in copies)
         return look(self, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
 
-    monkeypatch.setattr(Copies, "_look", late)
+    monkeypatch.setattr(Copies, "_poll", late)
     words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500s")
     data = bench(cli, *words, "--", "sh", "-c", script)
     cell = next(cell for cell in data["cells"] if cell["way"] == "timeslice")

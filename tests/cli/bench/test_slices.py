@@ -68,9 +68,9 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
         levels[-1] = (levels[-1][0], level(world))
         return run(self, *words)
 
-    run = Copies.together
+    run = Copies.run_together
     monkeypatch.setattr(Bench, "_launches", seen)
-    monkeypatch.setattr(Copies, "together", together)
+    monkeypatch.setattr(Copies, "run_together", together)
     data = bench(cli, "--ways", "timeslice,timeslice:short,timeslice:long")
     assert set(levels) == {("alone", 0), ("timeslice", 0), ("timeslice:short", 1), ("timeslice:long", 3)}
     assert level(world) == TimeSlice.DEFAULT
@@ -84,14 +84,14 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
 def test_a_level_is_set_back_whatever_ends_the_run(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int
 ) -> None:
-    together = Copies.together
+    together = Copies.run_together
 
     def ended(self: Copies, *words: Any) -> Any:
         if level(world):
             raise error
         return together(self, *words)
 
-    monkeypatch.setattr(Copies, "together", ended)
+    monkeypatch.setattr(Copies, "run_together", ended)
     assert cli("bench", "--ways", "timeslice:short", *WINDOW, *JOB).code == exit_code
     assert level(world) == TimeSlice.DEFAULT
 
