@@ -13,7 +13,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.host.store import MOST_SECONDS
-from gpushare.pause.change import changing
+from gpushare.pause.change import pauses_locked
 from gpushare.pause.record import PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
@@ -46,16 +46,16 @@ def pause(
         result = ask_and_carry_out(
             work.plan(begin=not settings.dry_run),
             replan=lambda: work.plan(begin=True),
-            locked=lambda: changing(host),
+            locked=lambda: pauses_locked(host),
         )
         result = with_answer(
             result,
             PauseAnswer,
-            already_paused=work.already,
+            already_paused=work.was_paused,
             driver_seconds=round(work.seconds, 6),
             job=paused_row(work.job, host),
         )
-        if work.already:
+        if work.was_paused:
             # Nothing has changed, so there is nothing to undo.
             until = "" if work.job.until is None else f", until {date_text(wall_time(work.job.until))}"
             text = f"{work.job.title} is already paused, since {date_text(wall_time(work.job.since))}{until}"
@@ -117,7 +117,7 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
         by=user_name(host.uid if job.keeper_uid is None else job.keeper_uid),
         by_run=job.by_run,
         guard=None if job.keeper is None else job.keeper.pid,
-        guarded=job.kept(host),
+        guarded=job.has_live_keeper(host),
         processes=tuple(process.pid for process in job.channels),
     )
 
@@ -145,7 +145,7 @@ def list_paused(host: Host) -> Any:
     for job in jobs:
         if job.resumed_by_run(host):
             notes.append(f"{job.title}: its gpushare run pauses it while production works, and resumes it")
-        elif not job.kept(host):
+        elif not job.has_live_keeper(host):
             notes.append(f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}")
     return Result(
         command="pause list",

@@ -10,7 +10,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, Refused, argument, flag, refuse, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.host.host import Host
-from gpushare.pause.change import changing, resume_step
+from gpushare.pause.change import pauses_locked, resume_step
 from gpushare.pause.record import PausedJob, paused_jobs, processes_paused_by_root
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.run.jobs import find_paused_job
@@ -44,7 +44,7 @@ def resume(
         # The process that calls the driver loads while the records are read.
         control.start()
         if _jobs_to_resume(host, job):
-            with changing(host):
+            with pauses_locked(host):
                 # Under the lock: the guard may have resumed one.
                 for paused in _jobs_to_resume(host, job):
                     step = resume_step(host, control, paused)

@@ -516,7 +516,7 @@ def _pauses(seen: Examination) -> Iterator[Check]:
     jobs = paused_jobs(seen.host)
     wrong = False
     for job in jobs:
-        if not job.kept(seen.host):
+        if not job.has_live_keeper(seen.host):
             wrong = True
             remedy = _command_for(job.keeper_uid, job.path, f"resume {job.pid}")
             keeper = "the gpushare run that paused it" if job.by_run else "its guard"

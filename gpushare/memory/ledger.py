@@ -308,6 +308,7 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
 
 
 def _parse_number(text: str) -> int | None:
+    """Return a number in a claim; None: it is none, or has more digits than 64 bits hold."""
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
@@ -336,11 +337,10 @@ def line_of(
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
     unlisted = max(0, used - _used_bytes(processes))
     # What is there without any job. Much unlisted memory is not: it is of processes that have ended or cannot be seen.
-    own_bytes = _used_bytes(process for process, info in strangers if not _is_job(process, info))
+    own_bytes = _used_bytes(process for process, info in strangers if not _does_work(process, info))
     if unlisted <= MUCH_UNLISTED:
         own_bytes += unlisted
     room = Room(memory_bytes=max(0, device.job_memory_bytes), clients=clients, alone=alone, own_bytes=own_bytes)
-
     # The jobs there, with what counts for each.
     holders: list[Reservation] = []
     running: list[Running] = []
@@ -412,7 +412,7 @@ def _seconds_left(job: Reservation) -> float | None:
     return left_ns / 1e9 if left_ns > 0 else None
 
 
-def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
+def _does_work(process: GpuProcess, info: ProcessInfo | None) -> bool:
     """Return whether a process is work of its own, and not a display or an MPS server that waits for clients."""
     # Anybody can take the name of a server.
     if (process.memory_used_bytes or 0) > MUCH_UNLISTED:
@@ -482,7 +482,7 @@ class Patience:
     """Which waiting jobs are passed: all of a user whose jobs could take a place for `PATIENCE_SECONDS`, and none did."""
 
     def __init__(self) -> None:
-        # The jobs that could take a place at the last look.
+        # The jobs that could take a place when the claims were read last.
         self._could_start: set[str] = set()
         # By user: since when jobs of that user could take a place, and none has.
         self._since: dict[int, float] = {}
@@ -562,7 +562,7 @@ class Place:
         self._before: frozenset[str] | None = None
 
     def take(self, *keys: str) -> None:
-        """Hold devices whether or not there is room, for a job that does not wait."""
+        """Hold devices for certain, whether or not there is room. The time of a job that was given one counts from now on."""
         self.claim.add_fact(f"sure {','.join(keys)}")
         self.held = keys
         if self.request.run_seconds is not None:
@@ -639,9 +639,9 @@ class Place:
         return free[: self.request.count]
 
     def _claims_with_tickets(self) -> list[Claim] | None:
-        """Return all claims; at the first look, wait a moment until all have tickets, as one of them may be before this job.
+        """Return all claims. Until this job knows who came before it, wait a moment for those that have no ticket yet.
 
-        To draw a ticket takes microseconds: a claim that shows none even after the wait has drawn none before this job did.
+        To draw a ticket, a place in the line, takes microseconds: a claim without one after the wait comes after this job.
         """
         claims = all_claims(self._host, PREFIX)
         while (
@@ -700,7 +700,7 @@ class Place:
             time.sleep(_CHOOSING_POLL_SECONDS)
 
     def tell_limit(self, limit_bytes: int, above: str) -> None:
-        """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
+        """Write the limit of the job and what happens above it (`ABOVE`) for others to read; the last one written counts."""
         fact = f"limit {limit_bytes} {above}"
         if fact != self._told_limit:
             self.claim.add_fact(fact)
@@ -713,15 +713,15 @@ class Place:
             self.claim.add(pid)
 
     def tell_that_it_stays(self) -> None:
-        """Say that this job cannot leave the GPU for production."""
+        """Say that this job cannot leave the GPU for production, so that others do not count on its memory."""
         self.claim.add_fact("stays there")
 
     def touch(self) -> None:
-        """Say that the job uses its device; to be called every 20 s or so."""
+        """Say that the job uses its device, every 20 s or so: its reservation then outlasts its last process there by 60 s."""
         self.claim.touch()
 
     def leave(self) -> None:
-        """Leave the ledger."""
+        """Leave the ledger: other jobs may take what this one held, or its place in the line."""
         self.claim.release()
 
 

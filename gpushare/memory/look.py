@@ -23,7 +23,7 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
     indexes = _index_by_uuid(snapshot.gpus)
     absent = [swap for swap in swaps(host) if swap.state != BACK]
-    shown = indexes.keys() | _lost(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
+    shown = indexes.keys() | _lost_devices(host, snapshot.gpus, (swap.gpu_uuid for swap in absent))
     out = tuple(
         ListedJob(
             name=job_name(swap.name),
@@ -69,7 +69,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
         return []
     indexes = _index_by_uuid(gpus)
     now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    lost = _lost(host, gpus, (key for job in waiting for key in job.keys))
+    lost = _lost_devices(host, gpus, (key for job in waiting for key in job.keys))
     instances = (Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances)
     lines = lines_of(host, [*(Device(gpu=gpu) for gpu in gpus if gpu.uuid), *instances], ledger)
     jobs = []
@@ -113,7 +113,7 @@ def _index_by_uuid(gpus: Sequence[Gpu]) -> dict[str, int]:
     return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
 
 
-def _lost(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
+def _lost_devices(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[str]:
     """Return which of these devices, by UUID, no GPU of the host has now, if one of ``gpus`` does not answer.
 
     A lost GPU does not tell its UUID, nor those of its MIG instances.

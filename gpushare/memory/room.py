@@ -232,7 +232,7 @@ def wait_for_room(
         raise
 
 
-def reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -> int | None:
+def bytes_reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -> int | None:
     """Return what a job with these processes has reserved on its GPU; 0: nothing, None: all of the GPU.
 
     Raises NotSupported: it has reserved several GPUs, even if it uses only one of them now (code ``several_gpus``).
@@ -265,11 +265,11 @@ def _has_own_place(host: Host, jobs: Iterable[Reservation], swap: Swap, key: str
 
     ``need`` None: it has to be of the whole device.
     """
-    family = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
+    ancestors = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
     return any(
         key in job.held
         and (job.memory_bytes is None or (need is not None and job.memory_bytes >= need))
-        and not family.isdisjoint(process.pid for process in job.claim.processes)
+        and not ancestors.isdisjoint(process.pid for process in job.claim.processes)
         for job in jobs
     )
 

@@ -61,7 +61,7 @@ _END_SECONDS: Final = 30.0
 _REPAIR_PAUSES_SECONDS: Final = (0.0, 1.0, 5.0, 30.0)
 
 
-def swapped_out(host: Host, job: Job) -> Swap | None:
+def find_swapped_out(host: Host, job: Job) -> Swap | None:
     """Return the record of a job that is out, lost or on its way; None: it is on the GPU, whatever an old record says."""
     swap = find_swap(host, job.pid, job.name)
     return None if swap is None or swap.state == BACK or is_back(host, swap) else swap
@@ -88,7 +88,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     gpus = sorted({gpu for process in processes for gpu in process.gpus})
     if len(gpus) > 1:
         raise several_gpus_error(job, gpus)
-    _check_stopped(host, job, processes)
+    _refuse_stopped(host, job, processes)
     need = host_bytes(sum(process.memory_bytes or 0 for process in processes))
     for process in processes:
         # Each process may be in a cgroup with a limit of its own.
@@ -103,7 +103,7 @@ def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
 
 
 def check_driver(host: Host, first: int, task: str, hint: str = "") -> None:
-    """Raise NotSupported if the driver is older than the ``first`` that does this (code ``driver_too_old``)."""
+    """Raise NotSupported if the driver is older than version ``first``, which can do a ``task`` (code ``driver_too_old``)."""
     version = host.nvml.driver_version() or ""
     major = version.partition(".")[0]
     if major.isdecimal() and int(major) < first:
@@ -124,7 +124,7 @@ def check_host(host: Host) -> None:
     host.open_checkpoint().demand()
 
 
-def _check_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
+def _refuse_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     """Raise InUse if a process of a job is paused or stopped: then the driver's lock would hang."""
     paused = paused_processes(host)
     for process in processes:
@@ -150,7 +150,7 @@ def _stopped_error(whose: str, pid: int) -> InUse:
     return InUse(f"{whose} is stopped: a checkpoint would hang", f"continue it first: kill -CONT {pid}", code="stopped")
 
 
-def check_continues(host: Host, swap: Swap) -> None:
+def refuse_stopped_swap(host: Host, swap: Swap) -> None:
     """Raise InUse if a process of a swapped job is stopped (SIGSTOP, Ctrl-Z): no call of the driver for it returns."""
     pid = next((image.pid for image in swap.living(host) if _is_stopped(host, image.pid)), None)
     if pid is not None:
@@ -198,7 +198,7 @@ def go_out(
     SWAPS.sweep(host)
     earlier_record = SWAPS.read(swap.path)
     SWAPS.write(swap)
-    _check_alone(host, swap, earlier_record)
+    _give_way_to_other_swap(host, swap, earlier_record)
     try:
         locked_pids: set[int] = set()
         for number in range(_ROUNDS + 1):
@@ -225,7 +225,7 @@ def go_out(
             with _unless_ended(host, image.pid):
                 checkpoint.checkpoint(image.pid, image.memory_bytes)
     except GpushareError:
-        take_back(host, swap, checkpoint)
+        settle_half_out(host, swap, checkpoint)
         raise
     if not swap.living(host):
         raise _forget_and_ended_error(swap)
@@ -247,7 +247,7 @@ def _images_now(swap: Swap, processes: Sequence[JobProcess]) -> tuple[Image, ...
     return tuple(images.values())
 
 
-def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
+def _give_way_to_other_swap(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
     """Give way if root, or for root the job's user, is swapping this job too: their locks do not exclude each other.
 
     Each writes its record before it reads that of the other, so at least one of them sees the other. Root gives the user
@@ -309,7 +309,7 @@ def come_in(host: Host, swap: Swap) -> Swap:
         raise lost_error(swap)
     checkpoint = host.open_checkpoint()
     checkpoint.demand()
-    check_continues(host, swap)
+    refuse_stopped_swap(host, swap)
     _check_gpus(host, swap)
     need = sum(image.memory_bytes for image in living if checkpoint.state(image.pid) != RUNNING)
     if has_room(host, swap, need) is False:
@@ -323,7 +323,7 @@ def come_in(host: Host, swap: Swap) -> Swap:
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
         SWAPS.write(returning)
-    _check_alone(host, returning, earlier_record)
+    _give_way_to_other_swap(host, returning, earlier_record)
     try:
         _restore_all(host, swap, checkpoint)
     except OperationFailed as error:
@@ -394,7 +394,7 @@ def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code:
     elif code == "restore_refused":
         # Here, not by the guard: it would ask the driver for as long as half a minute.
         with contextlib.suppress(GpushareError):
-            take_back(host, swap, checkpoint, was_refused=True)
+            settle_half_out(host, swap, checkpoint, was_refused=True)
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
@@ -432,7 +432,7 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
 # -- what a death left -------------------------------------------------------------------------------------------------
 
 
-def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, *, was_refused: bool = False) -> None:
+def settle_half_out(host: Host, swap: Swap, checkpoint: Checkpoint, *, was_refused: bool = False) -> None:
     """Bring a job that is half out to one state: all of it running if the GPU has room, else all of it out.
 
     ``was_refused``: the driver has just refused to restore it, so what is out stays out. The caller holds the lock.
@@ -446,7 +446,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, *, was_refused: bo
         forget(swap)
         return
     checkpoint.demand()
-    check_continues(host, swap)
+    refuse_stopped_swap(host, swap)
     states = {image.pid: checkpoint.state(image.pid) for image in living}
     hanging = next((pid for pid in states if checkpoint.hangs(pid)), None)
     if hanging is not None:
@@ -527,7 +527,7 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None) -> list[Swap
             record = SWAPS.read(swap.path)
             if record is None or not needs_repair(record):
                 continue
-            take_back(host, record, host.open_checkpoint())
+            settle_half_out(host, record, host.open_checkpoint())
             if record.state != OUT:
                 changed.append(record)
     return changed

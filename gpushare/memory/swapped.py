@@ -108,11 +108,11 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
         # Where the times are the same, root has put back what its user had taken out.
         return not is_out_by_root, -swap.since, not is_of_root
 
-    counted: list[Swap] = []
+    chosen: list[Swap] = []
     for swap in sorted(living_swaps, key=rank):
-        if not any(same_job(swap, other) for other in counted):
-            counted.append(swap)
-    return [swap for swap in living_swaps if swap in counted]
+        if not any(same_job(swap, other) for other in chosen):
+            chosen.append(swap)
+    return [swap for swap in living_swaps if swap in chosen]
 
 
 def same_job(swap: Swap, other: Swap) -> bool:
@@ -144,7 +144,7 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     return min(candidates, key=lambda swap: swap.state == BACK, default=None)
 
 
-def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
+def swap_from_driver_state(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
     """Return a record made up for a job that has no readable one but is swapped out by the driver's word; else None.
 
     It says at least what the job needs: as bytes all that its processes have in host memory, as GPU, which is unknown, the

@@ -226,10 +226,10 @@ class Eviction:
         """End the processes, and claim the devices for the rest of the change. Raises InUse if one does not end."""
         self.begun = True
         if has_records(self._host, "pause"):
-            from gpushare.pause.change import resume_to_end
+            from gpushare.pause.change import resume_before_end
 
             # A handler that waits for the GPU does not end a paused program.
-            resume_to_end(self._host, self.started)
+            resume_before_end(self._host, self.started)
         alive = self._signal_and_wait(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
         alive = self._signal_and_wait(alive, signal.SIGKILL, _KILL_SECONDS)
         if alive:

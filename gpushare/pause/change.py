@@ -78,7 +78,7 @@ class JobPause:
         self._earlier: PausedJob | None = None
         # Seconds spent in the driver, and whether the job was paused already.
         self.seconds = 0.0
-        self.already = False
+        self.was_paused = False
 
     def __enter__(self) -> JobPause:
         return self
@@ -99,7 +99,7 @@ class JobPause:
             InUse: a `gpushare run` pauses it.
         """
         in_force = self._pause_in_force()
-        self.already = in_force is not None
+        self.was_paused = in_force is not None
         if in_force is not None:
             self.job = in_force
             return Plan(title=f"pause {self.job.title}", steps=())
@@ -150,7 +150,7 @@ class JobPause:
             if job.resumed_by_run(self._host):
                 raise paused_by_run_error(job)
             # A pause or resume that was killed halfway, or whose guard has ended, is completed.
-            return job if job.state == PAUSED and job.kept(self._host) else None
+            return job if job.state == PAUSED and job.has_live_keeper(self._host) else None
         return None
 
     def _add_new_processes(self, pids: Iterable[int]) -> list[Channels]:
@@ -346,7 +346,7 @@ def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> No
     # What root has paused too stays off until root resumes it.
     kept_by_root = processes_paused_by_root(host) if job.ours else set()
     resumable = [process for process in job.living(host) if (process.pid, process.started) not in kept_by_root]
-    error = _put_back(control, resumable)
+    error = _enable_all(control, resumable)
     if error is not None:
         raise error.restated(hint=f"try again: gpushare resume {job.selector}; see: sudo dmesg | tail")
     PAUSES.forget(job.path)
@@ -370,13 +370,13 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     )
 
 
-def _put_back(control: ChannelControl, channels: Iterable[Channels]) -> GpushareError | None:
+def _enable_all(control: ChannelControl, channels: Iterable[Channels]) -> GpushareError | None:
     """Enable the channels of several processes, whichever of them fail; return the first error."""
     errors = [error_of(partial(enable, control, process)) for process in channels]
     return next(filter(None, errors), None)
 
 
-def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
+def paused_jobs_among(host: Host, pids: Iterable[int]) -> list[PausedJob]:
     """Return the paused jobs to which any of these processes, or a child of them, belongs."""
     jobs = paused_jobs(host)
     if not jobs:
@@ -385,12 +385,12 @@ def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
     return [job for job in jobs if family & job.pids]
 
 
-def resume_to_end(host: Host, pids: Iterable[int]) -> None:
+def resume_before_end(host: Host, pids: Iterable[int]) -> None:
     """Resume the jobs to which these processes belong, because a paused process does not end on a signal that it handles.
 
     What fails is left: the process is killed in the end.
     """
-    jobs = jobs_of(host, pids)
+    jobs = paused_jobs_among(host, pids)
     if not jobs:
         return
     with host.open_channels() as control:
@@ -403,11 +403,11 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
                             resume_and_forget(host, control, current)
                 elif job.keeper_uid == 0:
                     # We may not remove root's record. It no longer counts once the job has ended.
-                    _put_back(control, job.living(host))
+                    _enable_all(control, job.living(host))
                 else:
                     # We are root, and do not believe what a user's record says of channels.
                     scanned = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
-                    _put_back(control, scanned)
+                    _enable_all(control, scanned)
 
 
 def find_paused(host: Host, text: str) -> PausedJob:
@@ -487,7 +487,7 @@ def _paused_by_user_error(job: PausedJob) -> NoPermission:
 
 
 @contextlib.contextmanager
-def changing(host: Host) -> Iterator[Sequence[str]]:
+def pauses_locked(host: Host) -> Iterator[Sequence[str]]:
     """Hold the lock of this user's records, and remove those of ended jobs first. Yields the notes to print: none."""
     with PAUSES.locked(host):
         PAUSES.sweep(host)

@@ -64,17 +64,17 @@ class PausedJob(Kept, Named):
         """Return whether any of it still runs."""
         return host.processes.identity(self.pid) == (self.pid, self.started) or bool(self.living(host))
 
-    def kept(self, host: Host) -> bool:
-        """Return whether the guard, or the `gpushare run`, that is to end the pause is alive."""
+    def has_live_keeper(self, host: Host) -> bool:
+        """Return whether its keeper lives; else nobody ends the pause in time, and it is to be completed or resumed."""
         return self.keeper is not None and host.processes.identity(self.keeper.pid) == self.keeper
 
     def resumed_by_run(self, host: Host) -> bool:
         """Return whether a living `gpushare run` pauses and resumes the job: nobody else may."""
-        return self.by_run and self.kept(host)
+        return self.by_run and self.has_live_keeper(host)
 
     def is_paused(self, host: Host) -> bool:
         """Return whether the job counts as paused: not between two pauses of a `gpushare run` that lives."""
-        return self.state != RUNNING or not self.kept(host)
+        return self.state != RUNNING or not self.has_live_keeper(host)
 
 
 PAUSES: Final = RecordStore(PausedJob, "pause", "the record of a pause", durable=True)

@@ -85,10 +85,10 @@ def end_programs(
     if not pids:
         return None
     if has_records(host, "pause"):
-        from gpushare.pause.change import resume_to_end
+        from gpushare.pause.change import resume_before_end
 
         # A handler that waits for the GPU would never end a paused program.
-        resume_to_end(host, pids)
+        resume_before_end(host, pids)
     if has_records(host, "swap"):
         # Those that the signal kills at once: they handle neither it nor another one that asks them to end.
         signals = {number, signal.SIGINT, signal.SIGTERM}

@@ -16,16 +16,16 @@ from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory import move
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.room import Draw, bytes_to_come_in, keeps_place, read_lines, reserved_by, room_reserved
+from gpushare.memory.room import Draw, bytes_reserved_by, bytes_to_come_in, keeps_place, read_lines, room_reserved
 from gpushare.memory.swap import (
-    check_continues,
     check_driver,
     check_host,
     come_in,
     device_pairs,
+    find_swapped_out,
     guarded,
     leaving_record,
-    swapped_out,
+    refuse_stopped_swap,
 )
 from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, gpu_of, locked, lost_error, own_record
 from gpushare.plan import Plan, Step
@@ -200,17 +200,17 @@ class Mover:
             GpushareError: it cannot move: the driver has lost it, a part of it is out, its GPU is gone, or as
                 `jobs.processes_to_swap`.
         """
-        swap = swapped_out(self._host, job)
+        swap = find_swapped_out(self._host, job)
         if swap is not None and swap.state == LOST:
             raise lost_error(swap)
         if swap is not None:
-            check_continues(self._host, swap)
+            refuse_stopped_swap(self._host, swap)
             self._check_whole(job, swap)
             return own_record(self._host, swap), gpu_of(self._gpus, swap.gpu_uuid, job.title)
         processes = processes_to_swap(self._host, job)
         move.check_single_rank(self._host, job.title, processes)
         source = gpu_of(self._gpus, processes[0].gpus[0], job.title)
-        reserved_bytes = reserved_by(self._host, job, processes)
+        reserved_bytes = bytes_reserved_by(self._host, job, processes)
         return leaving_record(self._host, job, source.uuid or "", processes, reserved_bytes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
@@ -290,7 +290,7 @@ class Mover:
         room = room_reserved(host, devices, job_move.swap, self._seconds, self._limits, self._waiting)
         with room as device, guarded(host, self._say), locked(host, say=self._say):
             # Read under the lock: it may have been swapped out or in while we waited.
-            present = swapped_out(host, job_move.job)
+            present = find_swapped_out(host, job_move.job)
             if present is not None and present.state in {OUT, LOST}:
                 moved = come_in(host, move.retargeted(own_record(host, present), device.gpu.uuid or ""))
             else:

@@ -172,18 +172,18 @@ class Job:
 
     def pause(self, seconds: float | str | None = None) -> None:
         """Take it off the GPU, until `resume` or for this time. Raises GpushareError."""
-        from gpushare.pause.change import changing
+        from gpushare.pause.change import pauses_locked
         from gpushare.run.jobs import pause_of
 
-        with pause_of(self._host, self._checked_name, _seconds(seconds)) as work, changing(self._host):
+        with pause_of(self._host, self._checked_name, _seconds(seconds)) as work, pauses_locked(self._host):
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:
         """Put it back on the GPU after `pause`. Raises GpushareError."""
-        from gpushare.pause.change import changing, resume_step
+        from gpushare.pause.change import pauses_locked, resume_step
         from gpushare.run.jobs import find_paused_job
 
-        with changing(self._host), self._host.open_channels() as control:
+        with pauses_locked(self._host), self._host.open_channels() as control:
             resume_step(self._host, control, find_paused_job(self._host, self._checked_name)).do()
 
     def stop(self, grace: float | str | None = None) -> None:

@@ -37,7 +37,7 @@ from gpushare.mps.kill import (
     read_state,
     serves_clients_error,
 )
-from gpushare.pause.change import jobs_of
+from gpushare.pause.change import paused_jobs_among
 from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
@@ -293,7 +293,7 @@ class Stop:
     def _may_be_off_gpu(self, tree: Sequence[int]) -> bool:
         """Return whether a program is paused or swapped out, or cannot be seen on the GPU from this PID namespace."""
         host = self._host
-        if has_records(host, "pause") and jobs_of(host, [self._job.pid]):
+        if has_records(host, "pause") and paused_jobs_among(host, [self._job.pid]):
             return True
         if has_records(host, "swap") and any(image.pid in tree for swap in swaps(host) for image in swap.images):
             return True
@@ -363,7 +363,7 @@ class Stop:
         job = self._job
         grace = GRACE_SECONDS if self._grace is None else self._grace
         what = f"end {job.title}: SIGTERM, and SIGKILL after {format_duration(grace)}"
-        if has_records(host, "pause") and jobs_of(host, [job.pid]):
+        if has_records(host, "pause") and paused_jobs_among(host, [job.pid]):
             what = f"resume it, so that it can end, then {what}"
         pids = " ".join(map(str, tree))
 

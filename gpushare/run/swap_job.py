@@ -14,16 +14,16 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.hostfile.kept import kept_limits
-from gpushare.memory.room import Draw, reserved_by, room_reserved
+from gpushare.memory.room import Draw, bytes_reserved_by, room_reserved
 from gpushare.memory.swap import (
-    check_continues,
     check_host,
     come_in,
+    find_swapped_out,
     go_out,
     guarded,
     leaving_record,
+    refuse_stopped_swap,
     repair_first,
-    swapped_out,
 )
 from gpushare.memory.swapped import (
     BACK,
@@ -36,8 +36,8 @@ from gpushare.memory.swapped import (
     is_on_its_way,
     locked,
     lost_error,
-    out_by_driver,
     own_record,
+    swap_from_driver_state,
     swaps,
 )
 from gpushare.plan import Plan, Step
@@ -78,7 +78,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     consent_to(host, job, "swaps out")
     check_host(host)
     repair_first(host, say, dry_run=dry_run)
-    present = swapped_out(host, job)
+    present = find_swapped_out(host, job)
     # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
     if present is not None and not is_on_its_way(present):
         raise _already_out_error(present)
@@ -92,13 +92,13 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
             gpu=gpu.index,
             code="mig_enabled",
         )
-    swap = leaving_record(host, job, gpu.uuid or "", processes, reserved_by(host, job, processes))
+    swap = leaving_record(host, job, gpu.uuid or "", processes, bytes_reserved_by(host, job, processes))
     done: list[Swap] = []
 
     def act() -> None:
         """Swap the job out, unless that was done meanwhile."""
         with guarded(host, say), locked(host, say=say):
-            present = swapped_out(host, job)
+            present = find_swapped_out(host, job)
             if present is not None and present.state in {OUT, LOST}:
                 raise _already_out_error(present)
             done.append(go_out(host, swap, lambda: processes_to_swap(host, job)))
@@ -159,7 +159,7 @@ def back_to_gpu(
     is_own_swap = any(each.pid == named.pid and each.keeper_uid is None for each in swaps(host))
     if swap.state == LOST:
         raise lost_error(swap)
-    check_continues(host, swap)
+    refuse_stopped_swap(host, swap)
     device = Device(gpu=gpu_of(host.nvml.sweep(), swap.gpu_uuid, swap.title))
     if device.gpu.mig_enabled:
         raise NotSupported(
@@ -269,7 +269,7 @@ def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
         ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None:
-        swap = out_by_driver(host, job.pid, job.name, job.uid)
+        swap = swap_from_driver_state(host, job.pid, job.name, job.uid)
     if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see swapped jobs: gpushare swap list", code="not_out")
     return swap

@@ -36,7 +36,7 @@ from gpushare.memory.ledger import (
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.move import check_single_rank, move, possible_targets
 from gpushare.memory.room import bytes_to_come_in, client_limit
-from gpushare.memory.swap import check_continues, come_in, go_out, guarded, leaving_record
+from gpushare.memory.swap import come_in, go_out, guarded, leaving_record, refuse_stopped_swap
 from gpushare.memory.swapped import (
     BACK,
     GPU_MARGIN_BYTES,
@@ -799,7 +799,7 @@ class Swapping(Part):
             return
         swap = own_record(self._host, swap)
         # Before it takes a place: while it is stopped, others can have the room.
-        check_continues(self._host, swap)
+        refuse_stopped_swap(self._host, swap)
         if self._place is None:
             self._place = Place(self._host, self._request_of_return(swap), self._patience)
         has_place = bool(self._place.held) or self._try_to_take(self._place)

@@ -18,7 +18,7 @@ from gpushare.host.identity import Identity
 from gpushare.host.store import Job, JobProcess
 from gpushare.host.users import has_records
 from gpushare.pause import change as module
-from gpushare.pause.change import JobPause, changing, find_paused, resume_and_forget, resume_to_end
+from gpushare.pause.change import JobPause, find_paused, pauses_locked, resume_and_forget, resume_before_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
 from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_processes, write
 from gpushare.plan import NotUndone, carry_out
@@ -108,7 +108,7 @@ class Paused:
         )
 
     def pause(self, count: int = 2, seconds: float | None = None) -> JobPause:
-        with self.pause_of(count, seconds=seconds) as work, changing(self.host):
+        with self.pause_of(count, seconds=seconds) as work, pauses_locked(self.host):
             carry_out(work.plan(begin=True))
         return work
 
@@ -173,14 +173,14 @@ def test_what_cannot_be_taken_back_stays_on_record(job: Paused) -> None:
     # The one whose driver did not answer was enabled, too.
     assert ("enable", job.pids[1]) in job.control.done
     job.control.fails.clear()
-    with changing(job.host):
+    with pauses_locked(job.host):
         resume_and_forget(job.host, job.control, find_paused(job.host, "train"))  # type: ignore[arg-type]
     assert job.off == [False, False]
     assert not job.path.exists()
 
 
 def test_a_process_that_joins_while_the_others_are_paused_is_paused_too(job: Paused) -> None:
-    with job.pause_of(1, 2) as work, changing(job.host):
+    with job.pause_of(1, 2) as work, pauses_locked(job.host):
         carry_out(work.plan(begin=True))
     assert job.off == [True, True]
     assert [process.pid for process in job.job().channels] == job.pids
@@ -211,21 +211,21 @@ def test_channels_that_changed_since_the_scan_are_found_again(job: Paused) -> No
 def test_a_pause_that_died_half_way_is_made_whole(job: Paused) -> None:
     job.pause()
     old = job.job()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, state=PAUSING))
     with job.world.file.changed() as state:
         state.processes[1].channels_off = []
     work = job.pause()
-    assert not work.already
+    assert not work.was_paused
     assert job.off == [True, True]
     assert job.job().state == PAUSED
-    assert job.pause().already
+    assert job.pause().was_paused
 
 
 def test_a_failure_keeps_an_older_record(job: Paused) -> None:
     job.pause()
     old = job.job()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, keeper=Identity(1, 1)))
     job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
     with pytest.raises(OperationFailed):
@@ -235,7 +235,7 @@ def test_a_failure_keeps_an_older_record(job: Paused) -> None:
 
 def test_what_cannot_be_taken_back_stays_on_record_instead_of_an_older_one(job: Paused) -> None:
     job.pause(1)
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(job.job(), keeper=Identity(1, 1)))
     job.control.fails["disable", job.pids[1]] = TimedOut("no answer", "see")
     job.control.fails["enable", job.pids[1]] = OperationFailed("broken", "see")
@@ -255,7 +255,7 @@ def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
         work.plan(begin=False)
     assert paused_processes(user).keys() == set(job.pids)
     # For the end of a job that root has paused, its owner enables the channels; the record is root's.
-    resume_to_end(user, [job.pids[1]])
+    resume_before_end(user, [job.pids[1]])
     assert job.off == [False, False]
     assert job.path.exists()
 
@@ -283,14 +283,14 @@ def test_what_root_has_paused_too_stays_off(job: Paused, tmp_path: Path) -> None
 def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
     job.pause()
     old = job.job()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, by_run=True))
     with pytest.raises(InUse) as caught:
         find_paused(job.host, "train")
     assert caught.value.hint == "end the job, and its run with it: gpushare stop train"
     with pytest.raises(InUse):
         job.pause()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, by_run=True, keeper=Identity(1, 1)))
     assert find_paused(job.host, "train")
 
@@ -332,7 +332,7 @@ def test_it_looks_again_and_changes_nothing(job: Paused, keeper: Keeper) -> None
 
 def test_it_ends_when_the_record_is_gone_or_names_another(job: Paused, keeper: Keeper) -> None:
     old = job.job()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, keeper=Identity(1, 1)))
     assert keeper.step() is None
     job.path.unlink()
@@ -370,7 +370,7 @@ def test_it_resumes_in_time_and_tries_again(job: Paused, monkeypatch: pytest.Mon
 
 def test_it_completes_a_resume_that_died(job: Paused, keeper: Keeper) -> None:
     old = job.job()
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, state=RESUMING))
     assert keeper.step() is None
     assert job.off == [False, False]
@@ -400,7 +400,7 @@ def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper)
     old = job.job()
     first = old.channels[0]
     fewer = tuple(replace(group, channels=group.channels[:4]) for group in first.groups)
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(old, channels=(replace(first, groups=fewer), old.channels[1])))
     with job.world.file.changed() as state:
         state.processes[0].channels_off = OFF[:4]
@@ -423,7 +423,7 @@ def test_a_process_that_grows_before_it_could_be_paused_is_recorded_once(
         """Return the first process with this number of channels."""
         return replace(first, groups=tuple(replace(group, channels=group.channels[:count]) for group in first.groups))
 
-    with changing(job.host):
+    with pauses_locked(job.host):
         write(replace(job.job(), channels=(channels_now(3), job.job().channels[1])))
     job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
     for count in (4, 5):

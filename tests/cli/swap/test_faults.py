@@ -109,7 +109,7 @@ def test_a_repair_writes_no_record_of_a_job_that_has_ended(world: World, pid: in
     (swap,) = swaps(world.host)
     admin.end_process(SPEC, pid)
     for state in (LEAVING, RETURNING):
-        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint())
+        module.settle_half_out(world.host, replace(swap, state=state), world.host.open_checkpoint())
         assert not swap.path.exists()
 
 
@@ -123,7 +123,7 @@ def test_a_job_that_ends_during_a_repair_leaves_no_record(cli: Cli, world: World
     before(call, once(lambda: [admin.end_process(SPEC, pid) for pid in (first, second)]))
     checkpoint = world.host.open_checkpoint()
     with contextlib.suppress(GpushareError):
-        module.take_back(world.host, replace(swap, state=RETURNING), checkpoint, was_refused=call == "checkpoint")
+        module.settle_half_out(world.host, replace(swap, state=RETURNING), checkpoint, was_refused=call == "checkpoint")
     repair(world.host)
     assert not swap.path.exists()
 
