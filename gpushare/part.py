@@ -76,7 +76,7 @@ class Watch(abc.ABC):
         return max(self._due, self.started + _FIRST_SECONDS) - time.monotonic()
 
     def poll(self) -> None:
-        """Look for the program's processes, and set the time of the next poll."""
+        """Note where the program's processes are now, and set the time of the next poll."""
         self.find_processes()
         self._due = time.monotonic() + self.poll_interval()
 
@@ -87,10 +87,10 @@ class Watch(abc.ABC):
 
     @abc.abstractmethod
     def find_processes(self) -> None:
-        """Look for the program's processes."""
+        """Note which processes of the program are inside its share and which outside, and their memory."""
 
     def note_memory(self, processes: Iterable[GpuProcess]) -> None:
-        """Note the memory of the program's processes on its device."""
+        """Raise the peak of memory if the program's processes on its device hold more now; later runs reserve the peak."""
         held = memory_held(processes)
         if held is not None:
             self.peak_bytes = max(self.peak_bytes or 0, held)
@@ -101,7 +101,7 @@ class Watch(abc.ABC):
         return False
 
     def settle(self) -> None:  # noqa: B027 - outside MPS there is no log
-        """Find out what can still be found out about a program that has ended."""
+        """Note what no poll saw of a program that has ended, such as that it was a client: the report needs that."""
 
     @abc.abstractmethod
     def clients(self) -> set[int] | None:
@@ -112,7 +112,7 @@ class Part:
     """A part of a job.
 
     Its methods are called in this order: check, open, enter, started, poll until the program ends, settle, close,
-    raise_end. When gpushare ends the program, it calls asked (if the user wants it), release, and from time to time grows.
+    raise_end. When gpushare ends the program, it calls note_user_ends (if the user wants it), release, and from time to time grows.
     """
 
     # When to poll next (monotonic seconds).
@@ -148,22 +148,19 @@ class Part:
         """Do what is due, and return whether gpushare should end the program now."""
         return False
 
-    def asked(self) -> None:
-        """Note that the user, not a part, ends the program."""
+    def note_user_ends(self) -> None:
+        """Note that the user ends the program, so its end is not counted as a failure such as for want of memory."""
 
     def grows(self) -> bool:
         """Return whether the program still allocates memory although this part ended it: then its grace period is over."""
         return False
 
     def release(self) -> Mapping[int, int]:
-        """Let a paused program continue, so that it can end. Return processes to end with it that are not its descendants.
-
-        They are start times by PID.
-        """
+        """Let a paused program continue, so that it can end. Return its strays, which left its tree: start times by PID."""
         return {}
 
     def moved(self, device: Device) -> None:
-        """Note that the program is on another device now."""
+        """Note that the program was moved to another device, on which the part goes on."""
 
     def settle(self) -> None:
         """Finish the work on the program, which has ended; not called if it never started."""

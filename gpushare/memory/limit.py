@@ -251,7 +251,7 @@ class JobMemory(Part):
         below = set(self._host.processes.descendants(self._program_pid)) if alive else set()
         return {pid: at for pid, at in alive.items() if pid not in below}
 
-    def asked(self) -> None:
+    def note_user_ends(self) -> None:
         """Note that the user has asked for the end of the program."""
         self.asked_to_end = True
 

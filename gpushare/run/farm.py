@@ -439,7 +439,7 @@ class _CopiesOnGpu:
         """Return whether a program that has ended was a client of MPS, by the daemon's log; None: it ran outside MPS."""
         if not isinstance(self.share, MpsShare):
             return None
-        return bool(self.share.watch(os.getpid()).accepted({pid}))
+        return bool(self.share.watch(os.getpid()).accepted_clients({pid}))
 
 
 @dataclass

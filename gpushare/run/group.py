@@ -59,14 +59,14 @@ _RESTORE_TRIES: Final = 3
 
 def why_not_settable(host: Host, device: Device) -> GpushareError | None:
     """Return why the slices of a group cannot be set on this host; None: as far as can be told before, they can."""
-    own = home = own_home(host, device.uuid)
+    users_home = home = own_home(host, device.uuid)
     # Without a daemon the job will start one of its own.
     try:
         with contextlib.suppress(NotFound):
             home, _ = own_daemon(host, device)
     except GpushareError as error:
         return error
-    if home.directory != own.directory:
+    if home.directory != users_home.directory:
         return NotSupported(
             f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
             " of its server",
@@ -136,7 +136,7 @@ class GroupSlice(Part):
         check_production_outside(self.host, self.device)
 
     def started(self, watch: Watch) -> None:
-        """Become a member of the group."""
+        """Become a member of the group: the shortest slice that a member wants is set."""
         # A job with this part is always in a share under MPS.
         self._watch = cast("Attachment", watch)
         self.set_wanted(self.slice_us if self.keep is None else LEAST_US)
@@ -157,7 +157,7 @@ class GroupSlice(Part):
         return False
 
     def _has_new_process(self, watch: Attachment) -> bool:
-        """Return whether NVML lists a process of the program that the daemon was not asked about."""
+        """Return whether NVML lists a process of the program that no poll of the watch has placed yet: it may be a new client."""
         listed = {process.pid for process in processes_on(self.host, self.device.gpu.index) or ()}
         on_gpu = listed.intersection(self.host.processes.descendants(watch.program_pid))
         return not on_gpu <= {*watch.attached, *watch.outside}
@@ -225,6 +225,7 @@ class GroupSlice(Part):
         )
 
     def release(self) -> Mapping[int, int]:
+        """Let the program continue if it is paused, so that it can end; it has no strays."""
         if self.gave_up and self.instead is not None:
             self.instead.release()
         return {}
@@ -266,6 +267,7 @@ class AdaptedSlice(Part):
         self.pauser.tell = watch.tell
 
     def poll(self) -> bool:
+        """Read production's numbers, and once a second adapt the slice; return False, as the program need not end."""
         at = time.monotonic()
         self.due = at + _READ_SECONDS
         if self.group.gave_up:
@@ -294,7 +296,7 @@ class AdaptedSlice(Part):
     def _adapt(self, at: float) -> None:
         """Choose the slice by what production has printed; without a production job the slice is the longest."""
         if not self.production.lives():
-            # Nobody is there to be spared.
+            # There is no production to be spared.
             self._forget_progress()
             self._set_held(held=False)
             self.group.set_wanted(MOST_US)
@@ -360,6 +362,7 @@ class AdaptedSlice(Part):
             self._watch.troubles.append(text)
 
     def release(self) -> Mapping[int, int]:
+        """Let the program continue for good, so that it can end; it has no strays."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()

@@ -298,7 +298,7 @@ def past_jobs(host: Host) -> list[PastJob]:
 
 
 def last_past(host: Host, name: str) -> PastJob | None:
-    """Return how the last job of a name of this user has ended; None: nothing is known of its end."""
+    """Return how this user's last job of a name has ended; None: it runs, or nothing is known of its end."""
     record = JOBS.read(JOBS.path(host, name))
     unseen = None if record is None or is_running(host, record) else _unseen_end(host, record)
     return unseen or PAST.read(PAST.path(host, name))
@@ -569,11 +569,11 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     own = [record for record in meant if record.keeper_uid is None]
     of_root = [record for record in meant if record.keeper_uid == 0]
     nearest = own or of_root or meant
-    return only_one(text, nearest, [record.pid for record in nearest])
+    return only_job(text, nearest, [record.pid for record in nearest])
 
 
-def only_one(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:
-    """Return the job that is meant; None: there is none. Raises BadUsage if there are several (``ambiguous_job``)."""
+def only_job(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:
+    """Return the only one of some jobs; None: there is none. Raises BadUsage, which names ``pids``: several (``ambiguous_job``)."""
     if len(jobs) > 1:
         numbers = ", ".join(map(str, pids[:5]))
         raise BadUsage(f"{len(jobs)} jobs have the name '{text}'", f"give a PID: {numbers}", code="ambiguous_job")
@@ -589,7 +589,7 @@ def job_in_line(host: Host, text: str) -> Reservation | None:
         job for job in matching if (info := host.processes.describe(job.claim.pid)) is not None and info.uid == host.uid
     ]
     jobs = own or matching
-    return only_one(text, jobs, [job.claim.pid for job in jobs])
+    return only_job(text, jobs, [job.claim.pid for job in jobs])
 
 
 def check_not_in_line(host: Host, name: str) -> None:
@@ -709,8 +709,8 @@ def _processes_of_others(host: Host, pids: Iterable[int], except_uids: Container
         if info is not None and (info.uid is None or info.uid not in except_uids):
             pids_of.setdefault(_owner(info.uid, info.user), []).append(pid)
     return {
-        owner: f"process {own[0]}" if len(own) == 1 else f"{counted(len(own), 'process')} such as {own[0]}"
-        for owner, own in pids_of.items()
+        owner: f"process {owned[0]}" if len(owned) == 1 else f"{counted(len(owned), 'process')} such as {owned[0]}"
+        for owner, owned in pids_of.items()
     }
 
 

@@ -75,7 +75,7 @@ class _Present:
 
     def __init__(self, host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> None:
         self._host, self._ledger = host, ledger
-        self._devices = _devices(snapshot)
+        self._devices = _devices_by_uuid(snapshot)
         self.records = {record.pid: record for record in running_records(host)}
         self._on_gpu = list(_processes_on_gpus(snapshot))
         self._clients: dict[int, MpsClient] = {
@@ -86,6 +86,7 @@ class _Present:
         self._swaps = self._read_swaps() if has_records(host, "swap") else {}
 
     def _read_pauses(self) -> dict[int, PausedJob]:
+        """Return the paused jobs, each by its first process."""
         from gpushare.pause.record import paused_jobs
 
         paused: dict[int, PausedJob] = {}
@@ -95,7 +96,7 @@ class _Present:
         return paused
 
     def _read_swaps(self) -> dict[int, Swap]:
-        """Return the jobs that are swapped out, or on their way."""
+        """Return the jobs that are swapped out, or on their way, each by its first process."""
         from gpushare.memory.swapped import BACK, swaps
 
         absent: dict[int, Swap] = {}
@@ -114,26 +115,26 @@ class _Present:
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by name; then those without a record that are paused or swapped out; then, if wanted, all else on GPUs."""
         # A process of no job is its own root. Each is taken out with its job.
-        left_by_root: dict[int, list[_OnGpu]] = {}
+        unlisted: dict[int, list[_OnGpu]] = {}
         if self.records or self._paused or everything:
             for entry in self._on_gpu:
-                left_by_root.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
+                unlisted.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
         for root, record in sorted(self.records.items(), key=lambda entry: natural_key(entry[1].name)):
-            yield self._recorded_job(root, record, left_by_root.pop(root, []))
+            yield self._recorded_job(root, record, unlisted.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
             members = {pid}
             if pid in self._paused:
                 members |= self._paused[pid].pids
             if pid in self._swaps:
                 members.update(image.pid for image in self._swaps[pid].images)
-            yield self._unrecorded_job(pid, [entry for member in members for entry in left_by_root.pop(member, [])])
+            yield self._unrecorded_job(pid, [entry for member in members for entry in unlisted.pop(member, [])])
         if everything:
-            for pid, processes in left_by_root.items():
+            for pid, processes in unlisted.items():
                 yield self._unrecorded_job(pid, processes)
 
     def _recorded_job(self, pid: int, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
         """Return a job that has a record, by the process in it."""
-        info = self._info(pid, processes)
+        info = self._first_process_info(pid, processes)
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         device_uuids = record.devices
         was_moved = processes and {entry.gpu for entry in processes}.isdisjoint(device.gpu.index for device in devices)
@@ -155,7 +156,7 @@ class _Present:
             state=WAITING if waits else job.state,
             role=record.role,
             device_uuids=device_uuids,
-            way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
+            way=_way_of(mps=mps, mig=bool(devices) and devices[0].mig is not None),
             threads_percent=record.threads_percent or job.threads_percent,
             # Under MPS it has the slice of the server; a process on the GPU without a record of a slice has the driver's.
             slice_us=job.slice_us if processes and not record.mps else record.slice_us,
@@ -167,7 +168,7 @@ class _Present:
 
     def _unrecorded_job(self, pid: int, processes: Sequence[_OnGpu]) -> ListedJob:
         """Return as a job what gpushare did not start, or whose record is gone."""
-        info = self._info(pid, processes)
+        info = self._first_process_info(pid, processes)
         swap = self._swaps.get(pid)
         device = None if swap is None else self._devices.get(swap.gpu_uuid)
         if processes:
@@ -181,13 +182,13 @@ class _Present:
             job,
             name=next(filter(None, names), None),
             device_uuids=() if device is None else (device.uuid,),
-            way=None if device is None else _way(mps=mps, mig=device.mig is not None),
+            way=None if device is None else _way_of(mps=mps, mig=device.mig is not None),
             memory_used_bytes=None if is_unknown else job.memory_used_bytes,
             command=None if info is None else _command_text(info.command_line or ()) or info.name,
             container=None if info is None else info.container,
         )
 
-    def _info(self, pid: int, processes: Sequence[_OnGpu]) -> ProcessInfo | GpuProcess | None:
+    def _first_process_info(self, pid: int, processes: Sequence[_OnGpu]) -> ProcessInfo | GpuProcess | None:
         """Return what the snapshot knows of the first process of a job, or else the host; None: it has ended since."""
         seen = (entry.process for entry in processes if entry.process.pid == pid and entry.process.name)
         return next(seen, None) or self._host.processes.describe(pid)
@@ -200,7 +201,7 @@ class _Present:
         processes: Sequence[_OnGpu],
         running_seconds: float | None,
     ) -> ListedJob:
-        """Return what is listed of a job with or without a record."""
+        """Return the part of a listed job that its processes, its pause and its swap tell; the rest is in its record."""
         swap = self._swaps.get(pid)
         pause = self._paused.get(pid)
         mig = devices[0].mig if devices else None
@@ -223,7 +224,7 @@ class _Present:
             mig_name=None if mig is None else mig.name,
             threads_percent=self._common_threads(processes),
             slice_us=min(slices, default=None),
-            # 0 without any.
+            # Without processes 0.
             memory_used_bytes=None if None in sizes else sum(size or 0 for size in sizes),
             swapped_bytes=None if swap is None else swap.memory_bytes,
             sm_percent=_sm_percent(processes),
@@ -244,13 +245,13 @@ class _Present:
         return sum(limits) // max(1, len(record.devices)) if limits else None
 
     def _common_threads(self, processes: Iterable[_OnGpu]) -> float | None:
-        """Return the limit of its clients, if all have the same."""
+        """Return the thread percentage that all MPS clients of a job have; None: it has none, or they differ."""
         clients = [self._clients.get(entry.process.pid) for entry in processes]
         limits = {client.threads_percent for client in clients if client is not None}
         return limits.pop() if len(limits) == 1 else None
 
 
-def _devices(snapshot: Snapshot) -> dict[str, Device]:
+def _devices_by_uuid(snapshot: Snapshot) -> dict[str, Device]:
     """Return the GPUs of a host and their instances, by UUID."""
     return {
         device.uuid: device
@@ -274,8 +275,8 @@ def _age(info: ProcessInfo | GpuProcess | None) -> float | None:
     return None if started is None else max(0.0, time.time() - started)
 
 
-def _way(*, mps: bool, mig: bool) -> JobWay:
-    """Return how a job shares its device, by where it runs."""
+def _way_of(*, mps: bool, mig: bool) -> JobWay:
+    """Return how a job shares its device: under MPS, in a MIG instance, both, or by time-slices."""
     if mig:
         return Way.MIG_MPS if mps else Way.MIG
     return Way.MPS if mps else Way.TIMESLICE

@@ -284,7 +284,7 @@ class Relay:
     def close(self) -> None:
         """Copy the rest; the program has ended."""
         self._ended.set()
-        # Nobody may read our stdout.
+        # Not without end: nobody may read our stdout.
         self._thread.join(5.0)
         os.close(self._descriptor)
 
@@ -391,6 +391,7 @@ class Session:
         self.mps_fault = False
 
     def close(self) -> bool:
+        """Give back what the job has; return whether others go on using its MPS daemon."""
         lives = self._child is not None and self._child.poll() is None
         return _give_back(self._share, self._parts, program_lives=lives)
 
@@ -439,7 +440,7 @@ class Session:
             self._say(self._reporter.unproved)
 
     def _begin(self, watch: Watch) -> None:
-        """Let the parts begin: the program runs."""
+        """Watch the program, which runs now, and hand the watch to the parts."""
         self._watch = watch
         self._running = self._parts
         watch.tell = self._tell
@@ -447,7 +448,7 @@ class Session:
             part.started(watch)
 
     def _begin_in_container(self, container: Container, client: int) -> None:
-        """Begin as soon as the container runs: the program is its first process, and not below our child."""
+        """Begin once the container runs, else return: the program is its first process, which is not below our child."""
         pid = container.first_process()
         if pid is None:
             return
@@ -515,9 +516,9 @@ class Session:
             self._end(signal.SIGTERM, wakeups)
 
     def _notify_parts(self) -> None:
-        """Tell the parts that the user has asked for the end of the program."""
+        """Tell the parts that the user ends the program: its end is not for want of memory then."""
         for part in self._running:
-            part.asked()
+            part.note_user_ends()
 
     def _would_kill_a_client(self, number: int) -> bool:
         """Return whether passing a signal on would end an MPS client, which has no handler for it, with its queue in flight."""
@@ -529,7 +530,7 @@ class Session:
         return any(processes.catches(pid, number) is False for pid in may_be_clients)
 
     def _say(self, report: Callable[..., None], *facts: object) -> None:
-        """Report something; a failure to do so must not end the program."""
+        """Report something; if that fails, such as on a closed stderr, the program goes on."""
         with contextlib.suppress(Exception):
             report(*facts)
 

@@ -116,7 +116,9 @@ class Spared:
 
 
 def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
-    """Return the UUID of the first device of the running job of this name or PID; None: not all its devices are on ``gpus``.
+    """Return the UUID of the first device of the job that ``--for`` names: a job without ``-g`` runs there.
+
+    ``target`` is its name or PID. None: it runs in no job of gpushare now, or not all its devices are on ``gpus``.
 
     Raises:
         NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
@@ -143,7 +145,7 @@ def _uuids_of_job(host: Host, target: str) -> Sequence[str]:
 
 
 def devices_beside(host: Host, devices: Sequence[Device], target: str) -> Sequence[Device]:
-    """Return those of some devices that the job or process of this name or PID uses; all of them if it uses none."""
+    """Return those of some devices that the job or process of ``--for`` (name or PID) uses; all of them if it uses none."""
     uuids = _uuids_of_job(host, target)
     pid = pid_of(target)
     if pid and not uuids:
@@ -230,7 +232,7 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
-    """Return what to say of the tuning: that there is none, or that it was measured elsewhere."""
+    """Return what to tell the user of the tuning: that there is none, or that it was measured elsewhere; empty: it holds here."""
     if tuned is None:
         return [
             f"no tuning result found; using the default: cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
@@ -295,7 +297,7 @@ class PauseForProduction(Part):
 
     def started(self, watch: Watch) -> None:
         self._watch = watch
-        # It needs no GPU to begin.
+        # A program that has just started is not on the GPU yet.
         self.due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
             channels = ChannelPauser(self.host, watch.program_pid) if self.by_channels else None
@@ -328,13 +330,14 @@ class PauseForProduction(Part):
             pauser.resume()
 
     def release(self) -> Mapping[int, int]:
+        """Let the program continue for good, so that it can end; it has no strays."""
         self._released = True
         if self.pauser is not None:
             self.pauser.resume()
         return {}
 
     def settle(self) -> None:
-        """Continue what the program left behind, such as a worker in its own session."""
+        """Let what the program left behind continue, such as a worker in its own session."""
         self._released = True
         if self.pauser is not None:
             self.pauser.close()

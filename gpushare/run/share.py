@@ -117,6 +117,7 @@ class Attachment(Watch):
         return any(info is not None and info.uid not in {None, self.host.uid} for info in servers)
 
     def mps_fault(self) -> bool:
+        """Return whether its daemon or a server of it has died, or the servers' log tells of a new fatal error."""
         if fatal_errors(self.home) > self.faults:
             return True
         record = self.home.read()
@@ -135,9 +136,9 @@ class Attachment(Watch):
         """Note the clients of a program that ended between two looks, by the daemon's log."""
         if not self.attached:
             # Their servers are unknown.
-            self.attached.update(dict.fromkeys(self.accepted(self.seen - self.pending - self.outside), None))
+            self.attached.update(dict.fromkeys(self.accepted_clients(self.seen - self.pending - self.outside), None))
 
-    def accepted(self, pids: Collection[int]) -> set[int]:
+    def accepted_clients(self, pids: Collection[int]) -> set[int]:
         """Return which of these processes, which may have ended, the daemon has accepted as clients, by its log."""
         in_log = self._clients_in_log(_ACCEPTED).intersection(pids)
         # The daemon hands a client on to a server, which refuses it in FAULT.

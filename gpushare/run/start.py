@@ -273,14 +273,11 @@ class JobStart:
         if len(devices) > 1:
             self._say_dropped()
             return self._carry_out(self._plain_share(devices), options)
-
-        group = slices_of_group(self.host, device)
-        if group:
+        if group := slices_of_group(self.host, device):
             self.say(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
                 f" {format_slice(min(group.values()))}; to run outside it: --slice 2ms"
             )
-
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
 
     def _plain_share(self, devices: Sequence[Device]) -> PlainShare:

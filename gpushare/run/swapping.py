@@ -216,10 +216,7 @@ class Idle(Policy):
         return sample.now - self._still_since >= self._stay_factor * self.seconds
 
     def _has_used_cpu(self, earlier: Sample, sample: Sample, elapsed: float) -> bool:
-        """Return whether all processes of the job together work on the CPU: they use more than an idle job, over some seconds.
-
-        What they use adds up in a window; more than all of it may have counts as work before the window is over.
-        """
+        """Return whether the job works on the CPU: its processes together use more than an idle job's, in a window of seconds."""
         used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._window = None
