@@ -26,6 +26,7 @@ class Value:
     hint: str
 
     def error(self, problem: str, hint: str = "", *, at: Mark | None = None) -> BadUsage:
+        """Return the error ``FILE:3:7: 'threads' PROBLEM``; ``at`` is another place than that of the value."""
         return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
     def is_not_error(self, meaning: str) -> BadUsage:
@@ -33,6 +34,7 @@ class Value:
 
     @property
     def short_text(self) -> str:
+        """Return the value for messages; of a mapping or a list only what it is."""
         if isinstance(self.raw, dict | list):
             return "a mapping" if isinstance(self.raw, dict) else "a list"
         return repr(self.raw)[:60] if self.raw is not None else "empty"
@@ -42,6 +44,7 @@ class Value:
         return self.what.strip("'")
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
+        """Return the values of a mapping by key. Raises BadUsage for a key that is not ``known``, or lacks of those in ``need``."""
         if not isinstance(self.raw, Mapping):
             raise self.error(f"is {self.short_text}, not a mapping (keys: {', '.join(known)})")
         located = self.raw if isinstance(self.raw, Located) else Located()
@@ -59,6 +62,7 @@ class Value:
         }
 
     def items(self) -> list[Value]:
+        """Return the items of a list, each with its place. Raises BadUsage: it is no list."""
         if not isinstance(self.raw, list):
             raise self.is_not_error("a list")
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()

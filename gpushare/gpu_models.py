@@ -111,8 +111,7 @@ def model_of(key: str) -> GpuModel:
 
 @lru_cache(maxsize=1)
 def _catalogue() -> dict[str, dict[str, Any]]:
-    raw = json.loads(_CATALOGUE.read_text(encoding="utf-8"))
-    return {entry["key"]: entry for entry in raw["models"]}
+    return {entry["key"]: entry for entry in json.loads(_CATALOGUE.read_text(encoding="utf-8"))["models"]}
 
 
 def find_model(name: str) -> GpuModel:

@@ -104,6 +104,7 @@ _NAMED: Final = 6
 
 def describe_losses(losses: Sequence[Loss]) -> str:
     """Return losses in words: ``destroys A (named 'train') and B (granted to alice), and ends C``."""
+    # Of more, the last place says how many are not named.
     shown = losses if len(losses) <= _NAMED else losses[: _NAMED - 1]
     actions = list(dict.fromkeys(loss.action for loss in shown))
     parts = [f"{action} {_join_words([str(loss) for loss in shown if loss.action == action])}" for action in actions]

@@ -53,12 +53,13 @@ def ending_signals_ignored() -> contextlib.AbstractContextManager[None]:
 
 
 def ended_by_exception() -> contextlib.AbstractContextManager[None]:
-    """Let SIGTERM and SIGHUP raise `Ended`, unless the caller handles or ignores them."""
+    """Let SIGTERM and SIGHUP raise `Ended`, as Ctrl-C raises KeyboardInterrupt; not if the caller handles or ignores them."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise Ended(number)
 
-    return signals_handled([number for number in ENDING[1:] if signal.getsignal(number) is signal.SIG_DFL], end)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    return signals_handled(numbers, end)
 
 
 # A screen that waits for a terminal that takes nothing cannot end in order.

@@ -73,7 +73,7 @@ class HostState:
         )
 
     def _has_names(self) -> bool:
-        """Return whether there is a file of `mig.ledger.NAMES`: to load what reads it takes longer than all of the look."""
+        """Return whether MIG instances have names: without any, the code that reads them, which loads slowly, is not loaded."""
         roots = (self.host.state_directory, *self.host.shared_state_directories)
         return any(os.path.exists(root / "names" / "mig.json") for root in roots)
 
@@ -99,7 +99,7 @@ class HostState:
 
     @property
     def daemon_signs(self) -> tuple[object, ...]:
-        """Return the records and processes of MPS daemons, which are read cheaply: if none is there or changed, no daemon is."""
+        """Return cheap evidence of MPS daemons, their records and processes: none is no daemon, the same is the same daemons."""
 
         def read() -> tuple[object, ...]:
             records = [each for directory in self.host.run_directories for each in _daemon_records(directory / "mps")]

@@ -80,7 +80,7 @@ class Way(str, Enum):
 
     @property
     def table_option(self) -> str | None:
-        """Return the key of its option in the table of `compare`, as static partitions are of MPS; None: it is no option."""
+        """Return the key of a way that `compare` lists as an option of its `outer` way: ``static`` of MPS; None: it is none."""
         return {Way.MPS_STATIC: "static", Way.VGPU: "mig-backed", Way.SLICES: "slices"}.get(self)
 
 

@@ -168,7 +168,7 @@ def candidates(
 
 def _select_visible(text: str, gpus: Sequence[Gpu], say: Callable[[str], None]) -> tuple[Device, ...]:
     """Return the GPUs that a batch system, or the user, has left to this job: the others belong to other jobs."""
-    # CUDA takes those before the first that there is not: "0,-1,1" is GPU 0.
+    # CUDA ignores all entries from the first one on that names no device: "0,-1,1" is GPU 0.
     words: list[str] = []
     for word in text.split(","):
         try:

@@ -139,7 +139,7 @@ def _type_hints(kind: Any) -> dict[str, Any]:
 @functools.cache
 def _stored(kind: Any) -> dict[str, bool]:
     """Return the fields of a value class that JSON has, and whether they have a default."""
-    # Without one, both are MISSING.
+    # Of a field without a default, `default` and `default_factory` both are MISSING.
     return {each.name: each.default is not each.default_factory for each in fields(kind) if each.metadata != NOT_STORED}
 
 

@@ -220,7 +220,7 @@ def format_percent(value: float | None) -> str:
 def parse_pinned_limits(text: str, uuid: str) -> int | None:
     """Return the limit in bytes that ``CUDA_MPS_PINNED_DEVICE_MEM_LIMIT`` sets for a process that sees one device.
 
-    ``0=1G`` or ``GPU-uuid=512M``. None for other text, and if an entry names another device: then CUDA drops all limits.
+    ``0=1G`` or ``GPU-uuid=512M``. None: 0, other text, or an entry that names another device: then CUDA drops all limits.
     """
     limit = None
     for entry in filter(None, (part.strip() for part in text.split(","))):

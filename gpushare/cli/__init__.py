@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             code = _run(words)
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
-        # The reader is gone (| head).
+        # The reader is gone (| head): the exit code is that of SIGPIPE (13).
         _discard_output(sys.stdout)
         return 128 + 13
     except OSError as error:

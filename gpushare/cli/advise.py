@@ -428,7 +428,7 @@ def case_of(words: Mapping[str, Any], production: int | None, opportunistic: int
     # A single size is that of both jobs.
     production_size, opportunistic_size = (sizes[0], sizes[-1]) if sizes else (None, None)
     workload = workload_of({**words, "memory": production_size})
-    # --opportunistic alone: there is one production process.
+    # --opportunistic alone: there is one production process. --bandwidth-bound is about the opportunistic job.
     production_job = replace(workload, role=Role.PRODUCTION, processes=production or 1, bandwidth_bound=None)
     if opportunistic is None:
         return Case(workloads=(production_job,), root=root)
@@ -515,7 +515,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
 
 
 def _workload_of_process(name: str | None, user: str | None, used_bytes: int | None, **properties: Any) -> Workload:
-    """Return a process that was seen; its memory is without its CUDA context, which the budget adds."""
+    """Return a seen process as a workload. Its memory is without its CUDA context, which the advice adds; at least 1 MiB."""
     memory = None if used_bytes is None else max(used_bytes - MPS_CONTEXT_BYTES, MIB)
     return Workload(name=name, user=user, processes=1, memory=memory, **properties)
 
@@ -552,8 +552,7 @@ def ask_numbers(situation: Situation) -> Situation:
     workloads: list[Workload] = []
     single = len(situation.case.workloads) == 1
     for workload in situation.case.workloads:
-        role = "" if workload.role is None else workload.role.value
-        name = workload.name or role
+        name = workload.name or ("" if workload.role is None else workload.role.value)
         of_name = f" of {name}" if name else ""
         if workload.processes is None and single:
             question = "How many processes are to share the GPU?"
@@ -803,7 +802,6 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
         prepared = prepare(host, device, replace(measuring, cells=[(way, copies) for way in ways]))
         if settings.dry_run:
             return bench_plan(host, device, prepared)
-
         data, measurement = measure_with_progress(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
@@ -885,7 +883,7 @@ def _set_up_or_show(
 def _with_chosen_way(bench: BenchAnswer, measured_advice: MeasuredAdvice) -> BenchAnswer:
     """Return the measurement with the cells of the final answer marked as chosen, instead of those with the best figures."""
     answer = measured_advice.measured
-    # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
+    # For two copies a cap of 200/n % is 100 %, so plain MPS was measured in its place, and that cell is marked.
     measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (answer.way, answer.copies)]
     name = next((cell.way for cell in measured_as if cell.copies == answer.copies), answer.way)
     return replace(bench, cells=tuple(replace(cell, chosen=cell.way == name) for cell in bench.cells))

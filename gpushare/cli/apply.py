@@ -95,7 +95,6 @@ def apply(
     keeping = _keep_plan(host, wanted, text, limits)
     if settings.dry_run:
         return _apply_result(rows, matched, keeping, limits, dry_run=True, undo=_prepare_undo(host, rows))
-
     changes_gpus = any(row.steps for row in rows)
     if changes_gpus and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
@@ -205,8 +204,7 @@ def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, fi
 def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
     """Return the plan that makes a GPU match its entry. A name that another GPU with an entry has may move to this GPU."""
     answering = (gpu for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.error is None)
-    others = {gpu.uuid for gpu in answering if gpu.uuid}
-    return plan_gpu(host, ledger, index, matched.entries[index], others=others)
+    return plan_gpu(host, ledger, index, matched.entries[index], others={gpu.uuid for gpu in answering if gpu.uuid})
 
 
 def _carry_out_rows(
@@ -228,8 +226,7 @@ def _carry_out_rows(
             _refuse_file(matched.missing)
             if is_agreed(_joined_plan(rows), agreed):
                 undo = _prepare_undo(host, rows)
-                applied = [_apply_row(host, ledger, row, matched, agreed) for row in rows]
-                return applied, matched, notes, undo
+                return [_apply_row(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
 
 
 def _prepare_undo(host: Host, rows: Sequence[_GpuRow]) -> str | None:

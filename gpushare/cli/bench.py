@@ -129,7 +129,6 @@ def bench(
         )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-
     if command:
         programs = [Settings(argv=command, metric=printed)]
         # Streams are copies inside one process, which only the built-in workload can be.
@@ -237,7 +236,7 @@ _AS_PLANNED: Final[_End] = ((), None)
 
 
 def _end_of(measurement: Measurement, runs: int) -> _End:
-    """Return how a benchmark ended. Raises Ended if a signal ended it and there are no ``runs`` to show."""
+    """Return the errors and the exit code of a benchmark that ended. Raises Ended after a signal if there are no ``runs``."""
     if measurement.error is not None:
         return (measurement.error,), None
     if not measurement.interrupted:
@@ -251,7 +250,7 @@ def _end_of(measurement: Measurement, runs: int) -> _End:
 def _with_files(
     result: Result, runs: int, to_file: Path | None, picture: Path | None, draw: Callable[[Any, str], bytes]
 ) -> Result:
-    """Write the files that were asked for, and return the result with what went wrong; ``runs`` were measured."""
+    """Write the files of --to and --plot, and return the result with the errors of those that could not be written."""
     failed: list[GpushareError] = []
     if to_file is not None:
         try:

@@ -48,8 +48,7 @@ def doctor(
 
     Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
-    host = settings.connect()
-    checks = examine(host)
+    checks = examine(settings.connect())
     columns = (
         Column("verdict", ""),
         Column("id", "check"),

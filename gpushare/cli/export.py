@@ -287,6 +287,7 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
         if engine in _WITH_SCRIPT:
             script = apply_script(engine, export)
             documents.append(script)
+            # Its first argument is the node.
             takes_node = "${1:" in script.text
             path = shlex.quote(os.path.join(to, script.name))
             notes = [f"apply: sh {path}{' NODE' if takes_node else ''}; it says what it needs"]
@@ -345,8 +346,7 @@ def _with_replicas(gpu: GpuDescription, replicas: int | None, mig_replicas: int 
         # None: a device that is not shared.
         of_instance = None if mig_replicas == 1 else mig_replicas
         instances = tuple(replace(mig, replicas=of_instance) for mig in gpu.mig)
-    is_shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
-    return replace(gpu, replicas=replicas if is_shared else None, mig=instances)
+    return replace(gpu, replicas=replicas if gpu.sharing in {Way.TIMESLICE, Way.MPS} else None, mig=instances)
 
 
 def _wanted_on_live_devices(
@@ -406,8 +406,7 @@ def k8s(
     node alike and cannot set a time-slice level. A host that needs more is refused: use `gpushare export dra`.
     """
     host = describe(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
-    export = operator_export(host, namespace=namespace)
-    return export_result("k8s", export, to)
+    return export_result("k8s", operator_export(host, namespace=namespace), to)
 
 
 app.command(cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)

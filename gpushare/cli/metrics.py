@@ -55,7 +55,6 @@ def metrics(
 
     registry = CollectorRegistry()
     registry.register(_Collector(settings.connect()))
-
     try:
         server = MetricsServer(address, port, make_wsgi_app(registry))
     except (OSError, OverflowError) as error:

@@ -297,7 +297,7 @@ def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
 
 
 def _merge_notes(notes: Sequence[str]) -> Iterator[str]:
-    """Yield notes once; one that is true of several GPUs names all of them."""
+    """Yield each note once: equal ones about ``GPU 0: `` and ``GPU 1: `` become one about ``each of GPU 0-1: ``."""
     gpus: dict[str, set[int]] = {}
     for text in notes:
         of_gpu = re.match(r"GPU (\d+): ", text)
@@ -689,17 +689,16 @@ def change_of(
         naming=naming.commands,
         after=[*name_steps(host, plan.gpus, {named.name for named in naming.bound}), *naming.after],
     )
-    plan_with_names = replace(change.plan, undo=one_shell_line(naming.undo))
-    return replace(change, plan=plan_with_names, names=naming.bound)
+    return replace(change, plan=replace(change.plan, undo=one_shell_line(naming.undo)), names=naming.bound)
 
 
 def _demands_on_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], config: Config | None, *, exact: bool
 ) -> tuple[Sequence[Gpu], Sequence[Layout], Mapping[int, Demand], tuple[str, ...]]:
-    """Return the GPUs that -g names, or that a ``config`` of a file has entries for, with their layouts.
+    """Return the GPUs that a change is for, their layouts, what each should have (by index), and notes.
 
-    Then what each should have, by its index, and notes. Without a file each of them should have the ``wish``. ``exact``: an entry without a GPU, or the other way round, is
-    an error.
+    They are those that -g names, and should have the ``wish``; or with a ``config`` of a file, those that it has entries for.
+    ``exact``: an entry without a GPU, or a GPU without an entry, is an error.
     """
     if config is None:
         gpus, layouts = current_layouts(host, gpu)

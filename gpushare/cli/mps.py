@@ -101,8 +101,7 @@ def logs(
     unless -v is given.
     """
     host = settings.connect()
-    device = select_one(gpu, gpus_of(host))
-    home = _home_with_logs(host, device)
+    home = _home_with_logs(host, select_one(gpu, gpus_of(host)))
     texts = {name: last_lines(home.log / name, lines) for name in ("control.log", "server.log")}
     if not settings.verbose:
         # Most of the log may be questions.
@@ -143,6 +142,7 @@ _LONG_LINE_BYTES: Final = 300
 def last_lines(path: Path, lines: int) -> list[str]:
     """Return the last lines of a log; none if there is no such file. Raises OperationFailed: it cannot be read."""
     try:
+        # A page more: a few lines may be longer than that.
         size = min(_LONG_LINE_BYTES * lines + 4096, _MOST_OF_A_LOG)
         return read_trusted_tail(path, size).splitlines()[-lines:]
     except FileNotFoundError:
@@ -268,8 +268,7 @@ def start(
     wanted = LimitOptions(threads, memory, priority)
     allowed = None if users is None else _parse_users(users)
     host = settings.connect()
-    gpus = gpus_of(host)
-    devices = select_for_change(gpu, gpus)
+    devices = select_for_change(gpu, gpus_of(host))
     limits = wanted.for_devices(devices)
 
     def plan() -> Plan:
@@ -364,7 +363,6 @@ def stop(
         stopped = tuple(stopped_row(each, dry_run=True) for each in stops)
         return with_answer(plan_result(plan, dry_run=True), MpsStopAnswer, stopped=stopped)
     consented(plan)
-
     rows: list[StoppedDaemon] = []
     errors: list[GpushareError] = []
     done: list[tuple[str, str | None]] = []
@@ -380,7 +378,6 @@ def stop(
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)
-
     if len(errors) == 1 and not rows:
         raise errors[0]
     return Result(

@@ -123,7 +123,7 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
 
 
 def date_text(at: float) -> str:
-    """Return a time for people."""
+    """Return a time in seconds since 1970 as ``2026-11-28 08:01:12``, local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 

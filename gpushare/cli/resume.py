@@ -37,7 +37,6 @@ def resume(
                 [_resume_plan(paused, resume_step(host, control, paused)) for paused in _jobs_to_resume(host, job)]
             )
             return plan_result(plan, dry_run=True)
-
     resumed: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
     with host.open_channels() as control:
@@ -53,7 +52,6 @@ def resume(
                         resumed.append((paused, step))
                     except GpushareError as error:
                         errors.append(error)
-
     plan = one_plan([_resume_plan(job, step) for job, step in resumed])
     result = plan_result(plan, dry_run=False, empty="no job is paused")
     all_failed = bool(errors) and not resumed

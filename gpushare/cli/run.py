@@ -121,8 +121,7 @@ def run(
     if metric is not None:
         check_pattern("--metric", metric)
         # Opportunistic jobs find the speed of production in the output that is kept of it.
-        rate = PrintedRate(str(output_path(host, production or "")), metric, not lower)
-        options = replace(options, rate=rate)
+        options = replace(options, rate=PrintedRate(str(output_path(host, production or "")), metric, not lower))
     role = Role(
         production=production,
         opportunistic=opportunistic,

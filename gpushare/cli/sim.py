@@ -172,8 +172,7 @@ def _models_result() -> Any:
         Column("mig", "MIG", rank=1),
         Column("time_slice", "time-slice", rank=3),
     )
-    table = Table(name="models", columns=columns, rows=rows)
-    return Result(data=SimModelsAnswer(models=rows), tables=(table,))
+    return Result(data=SimModelsAnswer(models=rows), tables=(Table(name="models", columns=columns, rows=rows),))
 
 
 def show(host: str | None = SPEC) -> Any:

@@ -115,8 +115,7 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         # Without a driver there is no nvidia-smi either, and NVML says the reason.
         gpus_of(host)
         raise
-    gpus = gpus_of(host)
-    devices = select(gpu, gpus)
+    devices = select(gpu, gpus_of(host))
     levels = policies_of(pending.result())
     processes = _process_rows(host, devices)
     rows = [
@@ -329,8 +328,7 @@ def reset(job: str | None = argument("[JOB]", "PID or name of a job."), gpu: str
     if job is not None:
         return _change_slices(job, plan_restore)
     host = settings.connect()
-    devices = select_for_change(gpu, gpus_of(host))
-    return ask_and_carry_out(plan_reset(host, devices))
+    return ask_and_carry_out(plan_reset(host, select_for_change(gpu, gpus_of(host))))
 
 
 # Twenty files more are loaded in the functions below: `timeslice set JOB` needs none of them.

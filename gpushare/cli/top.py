@@ -26,7 +26,6 @@ def top(
     if not _is_terminal():
         raise NotSupported("top needs a terminal", "for logs and pipes: gpushare status -w", code="no_terminal")
     seconds = positive_time("--interval", interval, **INTERVAL)
-
     # What is shown: this host, or a recording.
     from gpushare.top.watch import Watch
 
@@ -41,7 +40,6 @@ def top(
 
         reader = Replay(Samples(replay))
     watch = Watch(reader, seconds)
-
     # The first frame is read while Textual is loaded.
     watch.start()
     try:

@@ -135,8 +135,7 @@ def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
         elif heading and item != "step":
             lines += _wrapped(text, width, "  - ", "    ")
         else:
-            shown = text if item in {"why", "step"} else f"{item}: {text}"
-            lines += _wrapped(shown, width, "  ", style=style)
+            lines += _wrapped(text if item in {"why", "step"} else f"{item}: {text}", width, "  ", style=style)
     return lines
 
 

@@ -111,8 +111,7 @@ def _redraw_screen(read: Callable[[], Result], seconds: float, stream: IO[str], 
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as view:
         while True:
             started = time.monotonic()
-            result = read()
-            view.update(Group(*screen_lines(result, head, console)), refresh=True)
+            view.update(Group(*screen_lines(read(), head, console)), refresh=True)
             _sleep_until_due(started, seconds)
 
 

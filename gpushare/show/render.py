@@ -88,7 +88,6 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
     """Return a result as plain text, JSON, YAML or CSV in a stream's encoding."""
     if form is OutputFormat.PLAIN:
         return plain_text(result)
-
     ascii_only = not speaks_unicode(stream)
     if form is OutputFormat.JSON:
         return json_text(result, ascii_only=ascii_only)
@@ -324,7 +323,6 @@ def table_lines(table: Table, width: int, *, fold: bool = False) -> tuple[list[T
             busy = tuple(row for row in table.rows if not table.idle(row))
             lines, hidden = table_lines(replace(table, rows=busy, empty=None), width)
             return [*lines, Text(visible(table.folded(idle)), style="dim")], hidden
-
     title = [Text(table.title, style="bold")] if table.title else []
     if table.draw is not None:
         return title + table.draw(width), ()

@@ -110,8 +110,7 @@ def record_table(
 
     ``of`` has, by key, the functions of the columns that are no field of a row.
     """
-    functions = of or {}
-    columns = tuple(Column(key, key, of=functions.get(key)) for key in keys)
+    columns = tuple(Column(key, key, of=(of or {}).get(key)) for key in keys)
     return Table(name=name, columns=columns, rows=tuple(rows), **more)
 
 

@@ -78,6 +78,7 @@ class RunReport:
         )
 
     def pending(self, pid: int) -> None:
+        """Say that a process is no client yet: a server has the clients of one user."""
         self.news(
             f"process {pid} waits: another user's clients hold the MPS server of {self._device.title}; "
             "one user at a time (see: gpushare mps status)"
@@ -100,6 +101,7 @@ class RunReport:
         )
 
     def ended(self, drain: Drain) -> None:
+        """Say for how long the GPU worked off what a stopped program had queued, and why that was over."""
         how = {"idle": "the GPU was idle", "fall": "the GPU's activity fell"}.get(drain.by, "after the full time limit")
         self.news(f"the program was stopped, its queue drained for {drain.seconds:.2f} s ({how}), and killed")
 
@@ -204,8 +206,7 @@ class CopyLines:
         if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next_draw_at:
             return
         self._next_draw_at = time.monotonic() + _LINE_SECONDS
-        columns = shutil.get_terminal_size().columns
-        sys.stderr.write(f"\r\x1b[K{progress_text(copies, seconds)[: columns - 1]}")
+        sys.stderr.write(f"\r\x1b[K{progress_text(copies, seconds)[: shutil.get_terminal_size().columns - 1]}")
         sys.stderr.flush()
         self._drawn = True
 

@@ -27,6 +27,7 @@ _NARROWEST: Final = 20
 
 
 def _escape(match: re.Match[str]) -> str:
+    r"""Return a character as Python writes it in a string: ``\n``, ``\x1b``, ``\u202e``."""
     character = match.group()
     code = ord(character)
     return _NAMED.get(character) or (f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")

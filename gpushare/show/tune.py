@@ -241,8 +241,7 @@ def frontier_picture(data: TuneAnswer, form: str) -> bytes:
                 axes.scatter(*points, marker=marker, label=way.value)
         line = sorted((row.opportunistic_share or 0.0, cost(row)) for row in data.curve if row.frontier)
         axes.plot([x for x, _ in line], [y for _, y in line], alpha=0.5, label="frontier")
-        goal = data.p99_factor if by_p99 else data.keep
-        axes.axhline(goal or 0.0, linestyle="--", color="grey", label="goal")
+        axes.axhline((data.p99_factor if by_p99 else data.keep) or 0.0, linestyle="--", color="grey", label="goal")
         if data.best is not None and data.best.opportunistic_share is not None:
             axes.annotate(data.best.setting, (data.best.opportunistic_share, cost(data.best)))
         axes.set_xlabel("share of its rate alone that the opportunistic job has")

@@ -210,5 +210,5 @@ def device_sms(model: GpuModel, instance: SimulatedMigInstance) -> int:
 
 
 def share_of_sms(target: Target, instance: SimulatedMigInstance) -> float:
-    """Return the share of the GPU's SMs that a MIG device has."""
+    """Return the share of the GPU's SMs that a MIG device has; 0: the catalogue does not say how many the GPU has."""
     return device_sms(target.model, instance) / (target.model.multiprocessors or math.inf)

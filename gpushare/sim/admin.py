@@ -201,8 +201,7 @@ def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = 
         add_process(spec, gpu or "0", name=value or "busy", sm_percent=100)
         return
     with changing(_state_file(spec)) as (state, _):
-        chosen = state.gpus if gpu is None else [_find_gpu(state, gpu)[1]]
-        faults.apply(state, chosen, kind, value)
+        faults.apply(state, state.gpus if gpu is None else [_find_gpu(state, gpu)[1]], kind, value)
 
 
 def clear_faults(spec: str) -> None:

@@ -116,6 +116,6 @@ def _restore(state: SimulatedHostState, process: SimulatedProcess, new_uuids: di
         process.checkpoint = FAILED
         return OUT_OF_MEMORY
     process.memory_bytes, process.image_bytes = process.image_bytes, 0
-    # Whatever slice it had before: seen on an H200 (driver 580.159.04).
+    # A restore sets half of the default, whatever the slice was before: seen on an H200 (driver 580.159.04).
     process.slices = {"compute": DEFAULT_SLICE_US // 2}
     return _set_state(process, LOCKED)

@@ -105,6 +105,7 @@ def _run(file: StateFile, pid: int, options: argparse.Namespace, ended: list[int
         done, last = done + rate * (at - last), at
         sys.stdout.write(f"rate={rate:.3f}\n")
         if options.latency is not None and speed > 0:
+            # It scatters with the rate: ``pace.rate / speed`` is the same noise.
             sys.stdout.write(f"latency_ms={options.latency * options.streams * pace.latency * pace.rate / speed:.4f}\n")
         sys.stdout.flush()
         if done >= options.work or at - started >= options.seconds:
@@ -273,8 +274,7 @@ def _add_rank(file: StateFile, rank: int) -> None:
         return
     with changing(file) as (state, lines):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]}
-        process = add_real_process(state, own, [sys.executable, *sys.argv], environment)
-        lines += clients.attach(state, process)
+        lines += clients.attach(state, add_real_process(state, own, [sys.executable, *sys.argv], environment))
 
 
 def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:

@@ -140,8 +140,7 @@ def _name(_library: SimulatedLibrary, target: Target) -> str:
         return target.model.name
     from gpushare.sim.mig import device_name
 
-    profile = profile_of(target.model, target.instance)
-    return f"{target.model.name} MIG {device_name(profile, target.instance)}"
+    return f"{target.model.name} MIG {device_name(profile_of(target.model, target.instance), target.instance)}"
 
 
 def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:

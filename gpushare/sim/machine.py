@@ -84,6 +84,7 @@ class SimulatedCapabilities(Capabilities):
         return None if node is None else NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
+        """Set whether nvidia-modprobe may put the node back, which opens it to everybody (DeviceFileModify)."""
         with changing(self._state_file) as (state, _):
             _node_to_change(state, capability, capability.path).modify = modify
 

@@ -37,7 +37,10 @@ class Occupied:
 
 
 def gpu_instance_id(axis: int, start: int, size: int) -> int:
-    """Return the id that the driver gives a GPU instance with these memory slices; ValueError: none can lie there."""
+    """Return the id that the driver gives a GPU instance by its place: the memory slices, of the ``axis`` that the GPU has.
+
+    The places are numbered from the largest size to the smallest. ValueError: no instance can lie there.
+    """
     first_of_size = 0
     for node_size in _SIZES[axis]:
         if node_size == size and start % size == 0 and start + size <= axis:

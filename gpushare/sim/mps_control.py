@@ -281,7 +281,7 @@ def _client_cells(request: MpsRequest, client: SimulatedProcess) -> Sequence[str
     ids = (client.gpu_uuid, client.gpu_instance_id)
     devices = daemon_devices(request.state, request.daemon)
     uuids = [each.uuid for each in devices if each.mig and (each.gpu.uuid, each.mig.gpu_instance_id) == ids]
-    # The last group of the UUID is cut off.
+    # The last two groups of the UUID are cut off.
     shown_uuid = (uuids or [client.gpu_uuid])[0].rsplit("-", 2)[0]
     namespace = _HOST_NAMESPACE if request.state.pid_namespace_is_host else _OTHER_NAMESPACE
     command = client.command_line[0] if client.command_line else client.name

@@ -119,6 +119,7 @@ class SimulatedProcesses(Processes):
         return sorted(pids)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
+        """Return the PIDs of the processes that were started with this value of an environment variable."""
         simulated = (process for process in current(self._state_file).processes if not process.real)
         matching = (process.pid for process in simulated if process.environment.get(name) == value)
         return [*super().started_with(name, value), *matching]

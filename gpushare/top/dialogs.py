@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Line = tuple[str, str]
 # Of a log that is followed.
 _MOST_LINES: Final = 5000
+# The cells of a box that have no text: its padding (`Dialog.DEFAULT_CSS`), and one more on each side.
+_SIDES: Final = 6
 
 
 def wrap_lines(lines: Sequence[Line], width: int) -> list[Line]:
@@ -130,7 +132,7 @@ class Dialog(ModalScreen[object]):
     def add(self, lines: Sequence[Line]) -> None:
         """Add lines at the end, broken as the others."""
         self._given = [*self._given, *lines][-_MOST_LINES:]
-        self.lines.add(wrap_lines(lines[-_MOST_LINES:], self._width - 6))
+        self.lines.add(wrap_lines(lines[-_MOST_LINES:], self._width - _SIDES))
 
     def replace(self, lines: Sequence[Line]) -> None:
         """Show other lines instead, unless the dialog is closed."""
@@ -166,7 +168,7 @@ class Dialog(ModalScreen[object]):
             box.styles.width = self._width
         # Title, keys, and the blanks around them.
         self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.height_below)
-        self.lines.lines = self._break_lines(self._width - 6)
+        self.lines.lines = self._break_lines(self._width - _SIDES)
         self.lines.refresh(layout=True)
 
     def on_unmount(self) -> None:
@@ -177,11 +179,11 @@ class Dialog(ModalScreen[object]):
     def _title_text(self, text: str, *, bold: bool = False) -> Text:
         return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
 
-    # Of what stands below the lines.
+    # In lines.
     height_below = 0
 
     def widgets_below(self) -> ComposeResult:
-        """Return what stands below the lines."""
+        """Yield what stands below the lines, such as a field to type in: nothing, or what a subclass has there."""
         yield from ()
 
     def action_close(self) -> None:

@@ -147,7 +147,7 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]]) -> list[Piece]:
 
 
 def sparkline(values: Sequence[float | None], colour: str) -> Piece:
-    """Return values (0 to 1) as one line, a cell each; an unknown one is a blank."""
+    """Return values (0 to 1) as one line, a cell each, none as high as the cell (see `_CELL`); an unknown one is a blank."""
     return "".join(" " if value is None else _UP[min(7, _eighths(value, 1))] for value in values), colour
 
 

@@ -75,8 +75,7 @@ def layout_of(width: int, longest_name: int) -> Layout:
 
 def short_name(gpu: Gpu) -> str:
     """Return the model of a GPU without what all of them have."""
-    name = (gpu.name or "GPU").removeprefix("NVIDIA ")
-    return visible(name.replace("Tesla ", "").replace("GeForce ", ""))
+    return visible((gpu.name or "GPU").removeprefix("NVIDIA ").replace("Tesla ", "").replace("GeForce ", ""))
 
 
 def head_line(layout: Layout) -> list[Piece]:
@@ -103,8 +102,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout) -> list[P
         (fit(short_name(gpu)[: layout.name], layout.name) + " ", "text"),
     ]
     if gpu.error is not None:
-        word = silent_word(gpu.error)
-        return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]
+        return [*pieces, (f"{silent_word(gpu.error)}  ", "bad"), (visible(gpu.error), "dim")]
     util = gpu.utilization_percent
     pieces += bar(layout.util, [(None if util is None else util / 100, "util")])
     pieces.append(_percent_piece(util))
@@ -324,6 +322,7 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
     """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
     present = gpu_values(frame, gpu)
     shown = [key for key in SERIES if present[key] is not None or key in {"util", "memory"}]
+    # As many as have 24 cells each.
     count = max(1, min(len(shown), width // 24))
     # The cells of a chart; what is left over makes the first charts a cell wider.
     cells_each, extra_cells = divmod(width - 1 - count, count)

@@ -217,8 +217,7 @@ def rows_of(frame: Frame, view: View) -> list[Row]:
     ]
     present = [row for row in rows if row.job.line is None and row.job.state != ENDED]
     waiting = [row for row in rows if row.job.line is not None]
-    ended = [row for row in rows if row.job.state == ENDED]
-    lines = [*sorted_rows(present, view), *waiting, *ended]
+    lines = [*sorted_rows(present, view), *waiting, *(row for row in rows if row.job.state == ENDED)]
     if not view.tree:
         return lines
     return [line for row in lines for line in (row, *_member_rows(row, frame))]
@@ -289,6 +288,7 @@ def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[C
     last, last_width = chosen[-1]
     has_command = last.key == "command"
     longest_name = max((len(program_of(row.job)) for row in rows), default=0)
+    # The command has the most use for the rest; without it, long gaps after names would be hard to read across.
     most_wider = room // 3 if has_command else min(room, 12)
     wider_name = min(max(0, longest_name - COLUMNS[0].width), most_wider)
     chosen[0] = (COLUMNS[0], COLUMNS[0].width + wider_name)

@@ -59,8 +59,7 @@ class Replay:
     def seek(self, seconds: float) -> list[Frame]:
         """Move the time, and return the frames of the five minutes up to it."""
         samples = self._samples
-        at = samples.time(max(0, self._next - 1)) + seconds
-        last = samples.index_at(at)
+        last = samples.index_at(samples.time(max(0, self._next - 1)) + seconds)
         first = max(samples.index_at(samples.time(last) - SECONDS), last - _MOST_PAST)
         self._next = last + 1
         frames = [self._frame(sample) for sample in samples.read(first, last + 1)]

@@ -361,7 +361,7 @@ class Cockpit(App[None]):
             chosen = owners[0] if owners else None
         job_count = len(jobs.rows_of(frame, self.view))
         gpu_lines = min(len(rows), max(room_for_gpus, height_of_lists - max(3, job_count)))
-        # The jobs have at most two thirds of what is left. Charts, with a head, take the rest.
+        # The jobs have a few lines, and at most two thirds of what is left. Charts, with a head, take the rest.
         least_jobs = 6 if self.opened is None else 3
         room_for_jobs = max(least_jobs, min(job_count + 1, (height_of_lists - gpu_lines) * 2 // 3))
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
@@ -386,7 +386,7 @@ class Cockpit(App[None]):
         rows: list[list[Piece]] = []
         owners: list[int] = []
         below = {gpu.index: gpus.lines_below(frame, gpu, layout) for gpu in shown}
-        # Whatever the jobs leave: lines that come and go with them would make the screen jump.
+        # By the size of the screen alone: lines that come and go with the jobs would make it jump. At least 3 are for jobs.
         all_fit = len(shown) + sum(map(len, below.values())) <= max(room - 3, self.size.height // 3)
         for gpu in shown:
             rows.append(gpus.gpu_line(frame, gpu, self.past, layout))
@@ -400,7 +400,7 @@ class Cockpit(App[None]):
         return rows, owners
 
     def _draw_charts(self, frame: Frame, gpu: Gpu | None, room: int) -> None:
-        """Draw the charts of a GPU in ``room`` lines; none if there is no GPU that answers, or too little room."""
+        """Draw the charts of a GPU in at most ``room`` lines; none if there is no GPU that answers, or no room for 4 lines."""
         heads: list[Piece] = []
         areas: list[list[Piece]] = []
         if gpu is not None and room >= 4 and not gpu.error:
@@ -566,10 +566,12 @@ class Cockpit(App[None]):
         self.action_move(by * max(1, self._focused().room - 1))
 
     def action_columns(self, by: int) -> None:
+        """Scroll the columns of the list of jobs; the names stay."""
         self._first_column = min(max(1, self._first_column + by), len(jobs.COLUMNS) - 1)
         self.redraw()
 
     async def action_back(self) -> None:
+        """Show all GPUs again; if none is open, remove the filters."""
         if self.opened is not None:
             self._open_gpu(None)
         else:
@@ -628,6 +630,7 @@ class Cockpit(App[None]):
             self.say(f"plays {reader.seconds_per_sample / seconds:.3g} times as fast as it was recorded")
 
     def action_hold(self) -> None:
+        """Stop reading, so that the screen stands still, or go on."""
         self.watch_host.held = not self.watch_host.held
         self.watch_host.look_now()
         self._title.refresh()
