@@ -39,8 +39,8 @@ from gpushare.advice.steps import (
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, LEAVING
 from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import counted
-from gpushare.mig.planner import addable
-from gpushare.mig.wish import Request, merged, wish_of
+from gpushare.mig.planner import can_add
+from gpushare.mig.wish import Request, merge_equal, wish_of
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
@@ -134,15 +134,15 @@ def _create_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_T
         # In the order of the wish, which `Slices.wish` sorts by profile.
         by_profile = sorted(tenants, key=lambda tenant: tenant.profile.name, reverse=True)
         steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, names=tuple(tenant.name for tenant in by_profile))
-    elif not tenants and addable(layout, wish):
+    elif not tenants and can_add(layout, wish):
         steps.add_change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
     elif not tenants:
         # Those that stay are in the list too: what is not in it is destroyed.
         what = "create the instances; idle ones that are not in the list are destroyed"
-        wish = merged((*wish_of(s.kept), *wish))
+        wish = merge_equal((*wish_of(s.kept), *wish))
         steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, yes=_needs_yes(s))
     else:
-        if not addable(layout, wish):
+        if not can_add(layout, wish):
             idle = [f"{s.gpu.index}/{instance.id}" for instance in layout.instances if instance not in s.kept]
             words = ["mig", "destroy", *idle, *(["-y"] if _needs_yes(s) else [])]
             steps.lines.append(steps.command_line("make room: destroy the idle instances", *words, root=True))

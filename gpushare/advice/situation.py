@@ -16,7 +16,7 @@ from gpushare.advice.ways import ALL_MIG, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import NOT_STORED
-from gpushare.mig.planner import addable
+from gpushare.mig.planner import can_add
 from gpushare.mig.profile import GpuInstance, Layout, Placement, Profile
 from gpushare.mig.wish import Request, Wish
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
@@ -329,7 +329,7 @@ def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
     if any(profile.instances is not None and counts[profile.name] > profile.instances for profile in profiles):
         return False
     wish = tuple(Request(profile=name, count=count) for name, count in counts.items())
-    return addable(room, wish)
+    return can_add(room, wish)
 
 
 def _largest_equal(room: Layout, candidates: Sequence[Profile], least: Profile, count: int) -> Profile:

@@ -49,7 +49,7 @@ from gpushare.mig.grant import binding_commands, refuse_name_elsewhere, revocati
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
-from gpushare.mig.planner import plan_exact, untouched
+from gpushare.mig.planner import plan_exact, unchanged_plan
 from gpushare.mig.target import difference
 from gpushare.mps.daemons import own_daemon
 from gpushare.plan import Loss, Plan, Step
@@ -131,7 +131,7 @@ def _mig_change_of(live: LiveGpu, entry: Entry) -> GpuChange | None:
     wants_mig = entry.sharing is Way.MIG
     if layout is None:
         return None
-    plan = untouched(layout)
+    plan = unchanged_plan(layout)
     if (wants_mig and difference(layout, entry.wish)) or (not wants_mig and layout.instances):
         planned = plan_exact([layout], {gpu.index: entry.wish})
         if isinstance(planned, NoPlan):

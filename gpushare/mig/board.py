@@ -62,10 +62,9 @@ class Arrangement(NamedTuple):
 class Board:
     """One kind of board: its profiles and the rules among them. Get it from `board_of`."""
 
-    def __init__(self, profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> None:
+    def __init__(self, profiles: tuple[Profile, ...], memory_slices: int, compute_slices: int) -> None:
         self.profiles = profiles
-        # The number of memory slices.
-        self.axis = axis
+        self.memory_slices = memory_slices
         self.compute_slices = compute_slices
         self.number = {profile.name: number for number, profile in enumerate(profiles)}
         # By the number of a profile: its compute slices, its memory slices, and how many a GPU may have.
@@ -78,17 +77,17 @@ class Board:
         )
         self.places = tuple(_places_by_end(profile) for profile in profiles)
         # A search asks these again and again for the same instances.
-        self.rooms = cache(self._rooms)
-        self.free = cache(self._free)
-        self.lost = cache(self._lost)
-        self.reachable = cache(self._reachable)
-        self.complete = cache(self._complete)
+        self.room_by_profile = cache(self._room_by_profile)
+        self.count_free = cache(self._count_free)
+        self.capacity_lost = cache(self._capacity_lost)
+        self.most_usable = cache(self._most_usable)
+        self.exact_arrangements = cache(self._exact_arrangements)
         self._most_placed = cache(self._count_most_placed)
         self._all_arrangements = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
     # -- what is free ------------------------------------------------------------------------------
 
-    def _rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _room_by_profile(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
         spare = self.compute_slices - sum(self.slices[other] for other in members)
         rooms = []
@@ -99,23 +98,23 @@ class Board:
             rooms.append(max(0, room) if exclusive.isdisjoint(members) else 0)
         return tuple(rooms)
 
-    def _free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _count_free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile fit: the Free column of ``nvidia-smi mig -lgip``."""
-        return tuple(min(self._most_placed(n, mask), room) for n, room in enumerate(self.rooms(members)))
+        return tuple(min(self._most_placed(n, mask), room) for n, room in enumerate(self.room_by_profile(members)))
 
-    def _lost(self, mask: int, members: tuple[int, ...]) -> int:
+    def _capacity_lost(self, mask: int, members: tuple[int, ...]) -> int:
         """Return how much less fits next to these instances than on an empty board: `planner.capacity_lost`."""
-        rows = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
+        rows = zip(self.sizes, self.count_free(0, ()), self.count_free(mask, members), strict=True)
         return sum(size * (fit_when_empty - fit_now) for size, fit_when_empty, fit_now in rows)
 
-    def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
+    def _most_usable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
         """Return the most compute slices and the most memory slices that further instances can take, each counted by itself.
 
         These may be two sets of instances. The search visits every set that the rules allow, unless it finds all slices.
         """
         visited: set[tuple[int, tuple[int, ...]]] = set()
         used = sum(self.slices[n] for n in members)
-        all_free_slices = (self.compute_slices - used, self.axis - mask.bit_count())
+        all_free_slices = (self.compute_slices - used, self.memory_slices - mask.bit_count())
         compute = memory = 0
         to_visit = [(mask, members)]
         while to_visit and (compute, memory) != all_free_slices:
@@ -126,7 +125,7 @@ class Board:
             occupied_mask, present = state
             compute = max(compute, sum(self.slices[n] for n in present) - used)
             memory = max(memory, (occupied_mask & ~mask).bit_count())
-            for number, room in enumerate(self.rooms(present)):
+            for number, room in enumerate(self.room_by_profile(present)):
                 if room:
                     grown = tuple(sorted((*present, number)))
                     to_visit += [
@@ -154,7 +153,7 @@ class Board:
         )
         return self._all_arrangements(kinds, limits)
 
-    def _complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
+    def _exact_arrangements(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place exactly ``counts`` of each kind on an empty board."""
         return [way for way in self.arrangements(kinds, counts) if way.counts == counts]
 
@@ -168,7 +167,7 @@ class Board:
             So each set comes once: its kinds and choices only ascend.
             """
             yield arrangement
-            rooms = self.rooms(arrangement.members)
+            rooms = self.room_by_profile(arrangement.members)
             for later in range(kind, len(kinds)):
                 profile = kinds[later].profile
                 if arrangement.counts[later] >= limits[later] or not rooms[profile]:
@@ -204,9 +203,9 @@ def _media_exclude(profile: Profile, other: Profile) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _board_of_profiles(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Board:
+def _board_of_profiles(profiles: tuple[Profile, ...], memory_slices: int, compute_slices: int) -> Board:
     """Return the board of these profiles, the same one for equal profiles."""
-    return Board(profiles, axis, compute_slices)
+    return Board(profiles, memory_slices, compute_slices)
 
 
 # By the id of a tuple of profiles, its board; and that tuple, so that no other one gets its id.
@@ -223,7 +222,8 @@ def board_of(layout: Layout) -> Board:
     if id(profiles) not in _board_by_id:
         if len(_board_by_id) >= _MOST_BOARDS:
             _board_by_id.clear()
-        _board_by_id[id(profiles)] = (profiles, _board_of_profiles(profiles, layout.axis, layout.compute_slices))
+        board = _board_of_profiles(profiles, layout.memory_slices, layout.compute_slices)
+        _board_by_id[id(profiles)] = (profiles, board)
     return _board_by_id[id(profiles)][1]
 
 
@@ -280,15 +280,15 @@ def _finds_room(sizes: Sequence[int], taken: int, slices: int) -> bool:
     return any(_finds_room(sizes[1:], taken | mask, slices) for mask in masks if not taken & mask)
 
 
-def _first_change(
+def _first_fitting_change(
     instance: GpuInstance,
     ways: Iterable[Sequence[ComputeInstance]],
     slices_to_create: Callable[..., Sequence[int] | None],
 ) -> ComputeChange | None:
-    """Return the first change that leaves room for what is created, else the first in which only the numbers fit.
+    """Return the first change whose new compute instances find places, else the first in which their slices add up.
 
-    ``ways`` are those of keeping compute instances. ``slices_to_create`` returns what is created beside those kept; None:
-    these cannot be kept.
+    ``ways`` are sets of compute instances to keep, the best first. ``slices_to_create`` returns what is created beside a
+    set; None: that set cannot be kept.
     """
     by_count = None
     for kept in ways:
@@ -304,7 +304,7 @@ def _first_change(
     return by_count
 
 
-def make_room(
+def destroyed_for_room(
     instance: GpuInstance,
     slices_of_each: Sequence[int],
     *,
@@ -315,8 +315,8 @@ def make_room(
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to destroy so that new ones of these slices fit; None: there is no way.
 
-    As few busy ones as possible (none without ``may_evict``), then as few as possible. Others may stay next to the new ones
-    only ``with_others``, busy others only ``with_busy``. In a GPU instance that is held as a whole, nothing is destroyed.
+    As few busy ones as possible (none without ``may_evict``), then as few as possible. Without ``with_others`` none may stay
+    next to the new ones, without ``with_busy`` no busy one. In a GPU instance that is held as a whole, nothing is destroyed.
     """
     if instance.held and not with_busy:
         return None
@@ -332,11 +332,11 @@ def make_room(
             ways.append(kept)
     # As many busy ones kept as possible, then as many as possible.
     ways.sort(key=lambda kept: (-sum(part.busy for part in kept), -len(kept)))
-    change = _first_change(instance, ways, lambda _: slices_of_each)
+    change = _first_fitting_change(instance, ways, lambda _: slices_of_each)
     return None if change is None else change.destroyed
 
 
-def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
+def compute_change(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
     """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
     It destroys as few busy ones as possible (none without ``may_evict``), then as few as possible. If a process holds the
@@ -354,4 +354,4 @@ def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_
         return None if any(count < 0 for count in missing.values()) else list(missing.elements())
 
     allowed = [kept for kept in ways if may_evict or not busy_destroyed(kept)]
-    return _first_change(instance, sorted(allowed, key=busy_destroyed), slices_to_create)
+    return _first_fitting_change(instance, sorted(allowed, key=busy_destroyed), slices_to_create)

@@ -26,8 +26,8 @@ from gpushare.mig.driver import need_rights
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.places import one_request
-from gpushare.mig.plan import MigPlan, NoPlan, whole
+from gpushare.mig.places import single_request
+from gpushare.mig.plan import MigPlan, NoPlan, whole_change
 from gpushare.mig.planner import Target, plan_add, plan_destroy
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.recover import recover
@@ -60,10 +60,10 @@ def plan_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> MigPlan | NoPla
         BadUsage: the text asks for a part of an instance.
         NoPermission: this user may not change MIG.
     """
-    request = one_request(text)
+    request = single_request(text)
     if request.compute:
         raise BadUsage(
-            f"--create makes whole instances, and {request.one} is a part of one",
+            f"--create makes whole instances, and {request.single} is a part of one",
             f"give the profile of one: --mig {request.profile} --create",
             code="bad_mig",
         )
@@ -101,7 +101,6 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
             path=ON_DEMAND.path(host, f"{os.getpid()}-{plan.gpu}-{new.start}"),
         )
         ON_DEMAND.write(record)
-
         try:
             change = plan_change(host, [gpu_change(gpu, layout, plan)], ledger, title=f"create {new} for a job")
             transact(host, ledger, change)
@@ -227,4 +226,4 @@ def _is_used(host: Host, instance: GpuInstance) -> bool:
     """Return whether a process that lives is, or may be, in an instance."""
     if None in (instance.holders, *(part.holders for part in instance.compute)):
         return True
-    return any(host.processes.describe(holder.pid) is not None for holder in whole(instance).known_holders)
+    return any(host.processes.describe(holder.pid) is not None for holder in whole_change(instance).known_holders)

@@ -168,7 +168,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
         NotFound: there is none, all have names, or MIG is off.
         NotSupported: no GPU has MIG, or no GPU has such a profile.
     """
-    request = one_request(text)
+    request = single_request(text)
     gpus = selected_gpus(host, gpu)
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
@@ -179,7 +179,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
         first = capable[0].index
         raise NotFound(
             f"MIG is off on GPU {', '.join(str(gpu.index) for gpu in capable)}",
-            f"switch it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
+            f"switch it on: gpushare mig enable -g {first}; then: gpushare mig create {request.single} -g {first}",
             code="mig_off",
         )
     places = [place for gpu in enabled for place in _places_of_request(host, gpu, request)]
@@ -190,7 +190,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
     return unnamed
 
 
-def one_request(text: str) -> Request:
+def single_request(text: str) -> Request:
     """Return the one MIG device that a word asks for. Raises BadUsage: it is no profile, or asks for several."""
     requests = parse_wish(text)
     if len(requests) != 1 or requests[0].count != 1 or len(requests[0].compute) > 1:
@@ -260,16 +260,16 @@ def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> 
 def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:
     """Return the error that no free instance serves a request; ``named`` are those that only their name gives."""
     where = f"GPU {', '.join(map(str, gpus))}"
-    make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
+    make = f"gpushare mig create {request.single} -g {','.join(map(str, gpus))}"
     if named:
         names = sorted({place.name or "" for place in named})
         return NotFound(
-            f"every {request.one} of {where} has a name, and is reserved for runs that name it: {', '.join(names)}",
+            f"every {request.single} of {where} has a name, and is reserved for runs that name it: {', '.join(names)}",
             f"run in one of them, if it is open to you: --mig NAME; or make another: {make}",
             code="no_instance",
         )
     return NotFound(
-        f"there is no MIG instance {request.one} on {where}",
+        f"there is no MIG instance {request.single} on {where}",
         f"make one: {make}; see: gpushare mig status",
         code="no_instance",
     )

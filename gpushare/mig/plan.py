@@ -73,7 +73,7 @@ class InstanceChange:
         return self.whole + len(self.compute)
 
 
-def whole(instance: GpuInstance) -> InstanceChange:
+def whole_change(instance: GpuInstance) -> InstanceChange:
     """Return a GPU instance that is destroyed or created with all in it."""
     return InstanceChange(instance=instance, compute=instance.compute, whole=True)
 

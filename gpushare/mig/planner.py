@@ -28,15 +28,15 @@ from gpushare.mig.board import (
     Board,
     InstanceKind,
     board_of,
-    change_compute,
-    make_room,
+    compute_change,
+    destroyed_for_room,
     members_of,
     new_compute,
     occupied,
 )
-from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole
+from gpushare.mig.plan import Cost, GpuPlan, InstanceChange, MigPlan, NoPlan, Why, whole_change
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
-from gpushare.mig.wish import Request, Wish, merged, no_profiles_error, resolve
+from gpushare.mig.wish import Request, Wish, merge_equal, no_profiles_error, resolve
 
 # -- one GPU: the cost of each way to serve a part of the wish on it ---------------------------------
 
@@ -45,6 +45,7 @@ _BASE: Final = 1 << 20
 
 
 def weigh(cost: Cost) -> int:
+    """Return a cost as one integer; these compare and add as the costs do."""
     total = 0
     for field in cost:
         total = total * _BASE + field
@@ -55,6 +56,7 @@ CREATED: Final = weigh(Cost(created=1))
 
 
 def cost_of(destroyed: InstanceChange) -> Cost:
+    """Return what it costs to destroy an instance: its MIG devices count as busy, named or idle."""
     instance, parts = destroyed.instance, destroyed.compute
     devices = instance.devices if destroyed.whole else len(parts)
     busy = sum(part.busy for part in parts)
@@ -98,17 +100,17 @@ class Candidate(NamedTuple):
     arrangement: Arrangement
 
 
-def _room_to_fill(
+def _destroyed_if_filled(
     instance: GpuInstance, request: Request, *, may_destroy: bool, may_evict: bool, with_others: bool
 ) -> tuple[ComputeInstance, ...] | None:
-    """Return the compute instances to destroy so that those of a request fit into a GPU instance; None: it is not filled.
+    """Return the compute instances to destroy so that a request is served inside an existing GPU instance; None: it cannot be.
 
-    A GPU instance with a name is not filled. The new ones get next to busy ones only if the request names the place. If it
-    asks for a whole GPU instance (``compute`` is empty), nothing inside is destroyed.
+    Never in a GPU instance with a name. The new ones get next to busy ones only if the request names the place. If it asks
+    for a whole GPU instance (``compute`` is empty), nothing inside is destroyed.
     """
     if instance.name is not None:
         return None
-    return make_room(
+    return destroyed_for_room(
         instance,
         request.compute or (instance.profile.slices,),
         may_destroy=may_destroy and bool(request.compute),
@@ -135,14 +137,14 @@ class Site:
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
         self.profiles = [self.board.number.get(old.profile.name) for old in self.instances]
         self.masks = [old.placement.mask for old in self.instances]
-        self.weights = [weigh(cost_of(whole(old))) for old in self.instances]
+        self.weights = [weigh(cost_of(whole_change(old))) for old in self.instances]
         self.pinned = [not may_destroy or (old.busy and not may_evict) for old in self.instances]
-        self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
+        self.lost_now = self.board.capacity_lost(occupied(layout), self._members_without(0))
         # By (number of an existing GPU instance, kind): the compute instances that it loses if it is filled for this kind.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, old in enumerate(self.instances):
             for kind, request in enumerate(requests):
-                destroyed = _room_to_fill(
+                destroyed = _destroyed_if_filled(
                     old, request, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others
                 )
                 if destroyed is not None:
@@ -162,8 +164,8 @@ class Site:
         compute = [
             tuple((part.profile.slices, part.placement, part.busy) for part in old.compute) for old in self.instances
         ]
-        more = ((old.name is None, old.held) for old in self.instances)
-        return (id(self.board), *zip(numbers, compute, more, strict=True))
+        states = ((old.name is None, old.held) for old in self.instances)
+        return (id(self.board), *zip(numbers, compute, states, strict=True))
 
     def _members_without(self, without: int) -> tuple[int, ...]:
         """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
@@ -212,7 +214,7 @@ class Site:
             self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
         kept_mask, kept_members = self._kept[removed]
         members = tuple(sorted(kept_members + arrangement.members))
-        return self.board.lost(kept_mask | arrangement.mask, members)
+        return self.board.capacity_lost(kept_mask | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return `_find_removals`, cached where it depends on mask and members alone: if there is nothing to fill."""
@@ -260,7 +262,7 @@ class Site:
             kind = None if profile is None else kind_at.get((profile, old.start))
             if kind is not None and (number, kind) in self.fills:
                 filled |= 1 << number
-                destroyed = inside(old, self.fills[number, kind])
+                destroyed = change_inside(old, self.fills[number, kind])
                 # The weight of the arrangement has a new GPU instance for each place, and this one exists.
                 weight += weigh(cost_of(destroyed)) - CREATED
         return filled, weight
@@ -301,7 +303,7 @@ class Site:
 # -- the plan of one GPU ---------------------------------------------------------------------------
 
 
-def untouched(layout: Layout) -> GpuPlan:
+def unchanged_plan(layout: Layout) -> GpuPlan:
     return GpuPlan(gpu=layout.gpu, uuid=layout.uuid, kept=layout.instances)
 
 
@@ -322,10 +324,10 @@ def creation(profile: Profile, start: int, compute: Sequence[int]) -> InstanceCh
     """Return a GPU instance to create, with compute instances of these slices; none: one that fills it."""
     placement = next(place for place in profile.placements or () if place.start == start)
     parts = new_compute(profile, compute or (profile.slices,)) or ()
-    return whole(GpuInstance(profile=profile, placement=placement, compute=parts))
+    return whole_change(GpuInstance(profile=profile, placement=placement, compute=parts))
 
 
-def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceChange:
+def change_inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceChange:
     """Return compute instances that are destroyed or created in a GPU instance that stays."""
     return InstanceChange(instance=instance, compute=tuple(parts), whole=False)
 
@@ -337,7 +339,7 @@ def plan_for_option(site: Site, option: Placing, requests: Sequence[Request]) ->
     """
     removal = option.removal
     instances = list(enumerate(site.instances))
-    destroyed = [whole(old) for number, old in instances if removal.destroyed >> number & 1]
+    destroyed = [whole_change(old) for number, old in instances if removal.destroyed >> number & 1]
     filled_at = {old.start: number for number, old in instances if removal.filled >> number & 1}
     created = []
     for kind, profile, start in option.arrangement.places:
@@ -351,9 +353,9 @@ def plan_for_option(site: Site, option: Placing, requests: Sequence[Request]) ->
         kept = [part for part in owner.compute if part not in removed]
         # There is room: the search took only what fits.
         added = new_compute(owner.profile, compute or (owner.profile.slices,), kept) or ()
-        created.append(inside(owner, added))
+        created.append(change_inside(owner, added))
         if removed:
-            destroyed.append(inside(owner, removed))
+            destroyed.append(change_inside(owner, removed))
     staying = [old for number, old in instances if not removal.destroyed >> number & 1]
     return gpu_plan(site.layout, staying, destroyed, created)
 
@@ -374,18 +376,18 @@ def _plan_removal(layout: Layout, targets: Collection[Target]) -> GpuPlan:
         parts = tuple(part for part in instance.compute if Target(layout.gpu, instance.id, part.id) in targets)
         all_parts = bool(parts) and len(parts) == len(instance.compute)
         if all_parts or Target(layout.gpu, instance.id) in targets:
-            destroyed.append(whole(instance))
+            destroyed.append(whole_change(instance))
             continue
         kept.append(instance)
         if parts:
-            destroyed.append(inside(instance, parts))
+            destroyed.append(change_inside(instance, parts))
     return gpu_plan(layout, kept, destroyed, [])
 
 
 def _may_end(gpu: int, change: InstanceChange, evict: Collection[Target]) -> bool:
-    """Return whether ``evict`` names all that is busy in what a change destroys.
+    """Return whether ``evict`` allows to end all programs in what a change destroys.
 
-    That is each busy compute instance, or the GPU instance; if a process holds the GPU instance itself, only the latter.
+    It must name each busy compute instance, or the GPU instance; if a process holds the GPU instance itself, the latter.
     """
     owner = change.instance
     if Target(gpu, owner.id) in evict:
@@ -394,6 +396,7 @@ def _may_end(gpu: int, change: InstanceChange, evict: Collection[Target]) -> boo
 
 
 def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
+    """Return the plans of single GPUs, one for each layout, as one plan with its total cost."""
     costs = [cost_of(removed) for plan in plans for removed in plan.destroyed]
     for layout, plan in zip(layouts, plans, strict=True):
         created = sum(new.created for new in plan.created)
@@ -417,7 +420,7 @@ def _exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPl
     kinds = tuple(kind for kind, _ in rows)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
     plans = []
-    for arrangement in board.complete(kinds, tuple(counts[row] for row in rows)):
+    for arrangement in board.exact_arrangements(kinds, tuple(counts[row] for row in rows)):
         plan = _plan_to(layout, arrangement, compute, evict)
         if plan is not None:
             plans.append((plan_of([layout], [plan]).cost, arrangement.rank, plan))
@@ -443,16 +446,16 @@ def _plan_to(
         if place is None:
             if instance.busy and not may_evict:
                 return None
-            destroyed.append(whole(instance))
+            destroyed.append(whole_change(instance))
             continue
-        parts = change_compute(instance, compute[place.kind], may_evict=may_evict)
+        parts = compute_change(instance, compute[place.kind], may_evict=may_evict)
         if parts is None:
             return None
         kept.append(instance)
         if parts.destroyed:
-            destroyed.append(inside(instance, parts.destroyed))
+            destroyed.append(change_inside(instance, parts.destroyed))
         if parts.created:
-            created.append(inside(instance, parts.created))
+            created.append(change_inside(instance, parts.created))
     created += (creation(profiles[place.profile], place.start, compute[place.kind]) for place in missing.values())
     return gpu_plan(layout, kept, destroyed, created)
 
@@ -480,14 +483,13 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     destroyed = instead.destroyed
     busy = [(gpu, change) for gpu, change in destroyed if change.busy]
     listing = first_few([_title_of(gpu, change) for gpu, change in (busy or destroyed)], _LISTED)
-    words = " ".join(str(request) for request in wish)
-    problem = f"{words} does not fit" if wish else "busy instances are in the way"
+    problem = f"{' '.join(map(str, wish))} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
-        hint = f"end the programs there, then make room: gpushare mig destroy {_words_for(destroyed)}"
+        hint = f"end the programs there, then make room: gpushare mig destroy {_instance_arguments(destroyed)}"
     elif busy:
-        hint = f"end the programs there, or let mig apply or mig destroy end them: {_words_for(_busy_only(busy), option='--evict ')}"
+        hint = f"end the programs there, or let mig apply or mig destroy end them: {_instance_arguments(_without_idle_parts(busy), option='--evict ')}"
     elif only_adds:
-        hint = f"make room: gpushare mig destroy {_words_for(destroyed)}; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
+        hint = f"make room: gpushare mig destroy {_instance_arguments(destroyed)}; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(
@@ -495,7 +497,7 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     )
 
 
-def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
+def _without_idle_parts(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
     """Return changes without their idle compute instances, which ``--evict`` need not name.
 
     If a process holds the GPU instance itself, none counts as idle.
@@ -507,7 +509,7 @@ def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tup
     return changes
 
 
-def _words_for(changes: Sequence[tuple[int, InstanceChange]], *, option: str = "") -> str:
+def _instance_arguments(changes: Sequence[tuple[int, InstanceChange]], *, option: str = "") -> str:
     """Return the words for these on a command line, each after ``option``; ``INSTANCE...`` if there are too many."""
     words = []
     for gpu, change in changes:
@@ -554,23 +556,23 @@ def plan_add(
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
     Without ``may_destroy`` nothing is destroyed, with it idle instances may be. Besides free places the plan uses GPU
-    instances that have room and no name (see `_room_to_fill`), busy ones only where the wish names the place. With
+    instances that have room and no name (see `_destroyed_if_filled`), busy ones only where the wish names the place. With
     ``with_others`` False no wished compute instance shares a GPU instance with others: a name belongs to a whole one.
     """
-    wish = merged(wish)
+    wish = merge_equal(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, may_evict=False, with_others=with_others)
+    plan = _plan_addition(layouts, wish, offers, may_destroy=may_destroy, may_evict=False, with_others=with_others)
     if plan is not None:
         return plan
     # What it would take if every instance could be destroyed.
-    instead = _add(layouts, wish, offers, may_destroy=True, may_evict=True, with_others=with_others)
+    instead = _plan_addition(layouts, wish, offers, may_destroy=True, may_evict=True, with_others=with_others)
     return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
 
-def addable(layout: Layout, wish: Wish) -> bool:
+def can_add(layout: Layout, wish: Wish) -> bool:
     """Return whether a wish fits next to what is there: `plan_add` finds a plan that destroys nothing."""
-    wish = merged(wish)
-    return _place([layout], wish, _offers([layout], wish)) is not None
+    wish = merge_equal(wish)
+    return _place_wish([layout], wish, _offers([layout], wish)) is not None
 
 
 def plan_exact(
@@ -585,11 +587,11 @@ def plan_exact(
     blocked = False
     for layout in layouts:
         if layout.gpu not in wishes:
-            plans.append(untouched(layout))
+            plans.append(unchanged_plan(layout))
             continue
         wish = wishes[layout.gpu]
         evictable_ids = frozenset(
-            instance.id for instance in layout.instances if _may_end(layout.gpu, whole(instance), evictable)
+            instance.id for instance in layout.instances if _may_end(layout.gpu, whole_change(instance), evictable)
         )
         plan = _exact_change(layout, wish, evict=evictable_ids)
         if plan is None:
@@ -607,8 +609,7 @@ def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
     """Return the plan that destroys these; NoPlan if that needs a busy one that is not in ``evict``."""
-    target_set = frozenset(targets)
-    evictable = frozenset(evict)
+    target_set, evictable = frozenset(targets), frozenset(evict)
     plan = plan_of(layouts, [_plan_removal(layout, target_set) for layout in layouts])
     blocked = any(change.busy and not _may_end(gpu, change, evictable) for gpu, change in plan.destroyed)
     return no_plan_now((), plan) if blocked else plan
@@ -663,7 +664,7 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
     return offers
 
 
-def _add(
+def _plan_addition(
     layouts: Sequence[Layout],
     wish: Wish,
     offers: Mapping[Board, _Offer],
@@ -673,16 +674,16 @@ def _add(
     with_others: bool,
 ) -> MigPlan | None:
     """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The options are as for `plan_add`."""
-    placings = _place(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
+    placings = _place_wish(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
     if placings is None:
         return None
-    plans = [untouched(layout) for layout in layouts]
+    plans = [unchanged_plan(layout) for layout in layouts]
     for number, (site, placing) in placings.items():
         plans[number] = plan_for_option(site, placing, offers[site.board].requests)
     return plan_of(layouts, plans)
 
 
-def _place(
+def _place_wish(
     layouts: Sequence[Layout],
     wish: Wish,
     offers: Mapping[Board, _Offer],
@@ -706,7 +707,7 @@ def _place(
         Group(len(sites), {part: placing.weight for part, placing in placings.items()})
         for sites, placings in zip(equal_sites, options, strict=True)
     ]
-    parts_of_groups = assign(groups, part_of([request.count for request in wish], sizes))
+    parts_of_groups = assign_parts(groups, wish_part([request.count for request in wish], sizes))
     if parts_of_groups is None:
         return None
     placed = {}
@@ -728,7 +729,7 @@ def _least_sizes(offers: Mapping[Board, _Offer]) -> list[int]:
     return [sizes[number] for number in sorted(sizes)]
 
 
-def part_of(counts: Sequence[int], sizes: Sequence[int]) -> WishPart:
+def wish_part(counts: Sequence[int], sizes: Sequence[int]) -> WishPart:
     """Return the part of a wish with so many instances of each request, which have these sizes."""
     return (*counts, sum(map(mul, counts, sizes)))
 
@@ -741,7 +742,7 @@ def _candidates_on(board: Board, offer: _Offer, sizes: Sequence[int]) -> list[Ca
     created_by_one = [1 + max(1, len(request.compute)) for request in offer.requests]
     return [
         Candidate(
-            part=part_of([(*arrangement.counts, 0)[kind] for kind in order], sizes),
+            part=wish_part([(*arrangement.counts, 0)[kind] for kind in order], sizes),
             creation_weight=sum(map(mul, arrangement.counts, created_by_one)) * CREATED,
             arrangement=arrangement,
         )
@@ -773,7 +774,7 @@ def free_profiles(layout: Layout) -> tuple[FreeProfile, ...]:
     """
     board = board_of(layout)
     mask = occupied(layout)
-    counts = board.free(mask, members_of(layout))
+    counts = board.count_free(mask, members_of(layout))
     return tuple(
         FreeProfile(
             profile=profile,
@@ -789,10 +790,10 @@ def lost_slices(layout: Layout) -> LostSlices:
     board = board_of(layout)
     mask = occupied(layout)
     members = members_of(layout)
-    compute, memory = board.reachable(mask, members)
+    compute, memory = board.most_usable(mask, members)
     used = sum(instance.profile.slices for instance in layout.instances)
     return LostSlices(
-        compute=max(0, board.compute_slices - used - compute), memory=board.axis - mask.bit_count() - memory
+        compute=max(0, board.compute_slices - used - compute), memory=board.memory_slices - mask.bit_count() - memory
     )
 
 
@@ -802,7 +803,7 @@ def capacity_lost(layout: Layout) -> int:
     The sum over all profiles: the number that fits on an empty GPU less the number that still fits, times the memory
     slices of one. It is additive over GPUs, so plans for several GPUs compare by the sum.
     """
-    return board_of(layout).lost(occupied(layout), members_of(layout))
+    return board_of(layout).capacity_lost(occupied(layout), members_of(layout))
 
 
 @dataclass(frozen=True)
@@ -813,7 +814,7 @@ class Group:
     weights: Mapping[WishPart, int]
 
 
-def assign(groups: Sequence[Group], wish: WishPart) -> list[list[WishPart]] | None:
+def assign_parts(groups: Sequence[Group], wish: WishPart) -> list[list[WishPart]] | None:
     """Return for each group the parts that its GPUs take (at most one each), at the least total; None: no way.
 
     A group's ``weights`` are differences to leaving a GPU as it is, and hold the empty part with weight 0.
@@ -857,22 +858,23 @@ class _PartsForRest:
         self._order = sorted(requests, key=lambda request: sum(part[request] > 0 for part in group.weights))
         self._by_first: dict[int | None, dict[WishPart, int]] = {request: {} for request in (*requests, None)}
         for part, weight in group.weights.items():
-            self._by_first[self._first(part)][part] = weight
+            self._by_first[self._first_request(part)][part] = weight
 
-    def _first(self, part: WishPart) -> int | None:
+    def _first_request(self, part: WishPart) -> int | None:
+        """Return the first request, in the order of this search, of which a part or a rest has any; None: it is empty."""
         return next((request for request in self._order if part[request]), None)
 
     def weights(self, rest: WishPart) -> Mapping[WishPart, int]:
         """Return the weights of the parts to try; some parts may hold more than the rest."""
-        return self._by_first[self._first(rest)]
+        return self._by_first[self._first_request(rest)]
 
 
 def _next_rests(
     cheapest: Mapping[WishPart, int], group: Group, in_order: _PartsForRest | None, most_later: WishPart
 ) -> tuple[dict[WishPart, int], dict[WishPart, tuple[WishPart, WishPart]]]:
-    """Return the least weight of each rest of the wish after one more GPU, and by which part, from which rest it is reached.
+    """Return the least weight of each rest of the wish after one more GPU; and by rest, the part it took and the rest before.
 
-    ``in_order`` is for the last group. ``most_later`` is the most that all later GPUs can take.
+    ``in_order`` is for the last group. A rest above ``most_later``, what all later GPUs can take, is given up.
     """
     best: dict[WishPart, int] = {}
     taken: dict[WishPart, tuple[WishPart, WishPart]] = {}
@@ -890,7 +892,7 @@ def _next_rests(
 
 
 def _most_from_gpu(groups: Sequence[Group], group_of_gpu: Sequence[int], wish: WishPart) -> list[WishPart]:
-    """Return for each GPU the most of each number of a part that it and all later ones can take together; at the end 0."""
+    """Return for each GPU how many instances of each request it and all later ones can take at most; at the end zeros."""
     most_on_one = [tuple(map(max, zip(*group.weights, strict=True))) for group in groups]
     most_from: list[WishPart] = [(0,) * len(wish)]
     for group in reversed(group_of_gpu):

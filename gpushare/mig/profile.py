@@ -148,7 +148,7 @@ class Profile:
         return None if self.placements is None else tuple(placement.start for placement in self.placements)
 
     @property
-    def whole(self) -> ComputeProfile:
+    def filling_compute(self) -> ComputeProfile:
         """Return the compute instance profile that fills it, as ``-cgi ... -C`` creates it."""
         return self.compute_of(self.slices) or ComputeProfile(slices=self.slices, instances=1)
 
@@ -158,7 +158,7 @@ class Profile:
 
     def compute_to_create(self, slices: int) -> ComputeProfile | None:
         """Return the compute instance profile of a size, or None; one that fills the GPU instance need not be listed."""
-        return self.whole if slices == self.slices else self.compute_of(slices)
+        return self.filling_compute if slices == self.slices else self.compute_of(slices)
 
 
 def usual_compute_starts(gpu_instance_slices: int, slices: int) -> range:
@@ -258,12 +258,12 @@ class Layout:
     instances: tuple[GpuInstance, ...] = ()
 
     @property
-    def axis(self) -> int:
+    def memory_slices(self) -> int:
         """Return the number of memory slices: as far as any placement reaches."""
         return max((place.start + place.size for p in self.profiles for place in p.placements or ()), default=0)
 
     @property
-    def placed(self) -> bool:
+    def places_known(self) -> bool:
         """Return whether the placements of every profile are known; otherwise it is unknown what is free."""
         return bool(self.profiles) and all(profile.placements is not None for profile in self.profiles)
 

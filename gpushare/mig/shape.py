@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Final, NamedTuple
 
 from gpushare.base.typed import Within
-from gpushare.mig.plan import GpuPlan, InstanceChange, whole
-from gpushare.mig.planner import gpu_plan, inside
+from gpushare.mig.plan import GpuPlan, InstanceChange, whole_change
+from gpushare.mig.planner import change_inside, gpu_plan
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, mask_of, on_or_off
 
 # Slices, ids and indexes are far below.
@@ -222,7 +222,7 @@ class Restoration:
         for instance in layout.instances:
             shape = shapes.pop(instance.place, None)
             if shape is None and proof.owns(layout.uuid, instance) and not instance.busy:
-                self._destroyed.append(whole(instance))
+                self._destroyed.append(whole_change(instance))
                 continue
             kept.append(instance)
             if shape is not None:
@@ -240,7 +240,7 @@ class Restoration:
                 self._lose(f"{missing.title} has no room")
                 continue
             parts = self._parts_to_create(profile, missing.compute)
-            self._created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
+            self._created.append(whole_change(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
         self.plan: GpuPlan = gpu_plan(layout, kept, self._destroyed, self._created)
 
     def _lose(self, words: str) -> None:
@@ -261,7 +261,7 @@ class Restoration:
             else:
                 removed.append(compute)
         if removed:
-            self._destroyed.append(inside(instance, removed))
+            self._destroyed.append(change_inside(instance, removed))
         taken = mask_of(part.placement for part in instance.compute if part not in removed)
         without_room = [part for part in missing if taken & mask_of([part.placement])]
         for part in without_room:
@@ -269,7 +269,7 @@ class Restoration:
             self._lose(f"{part.slices}c of {wanted.title} has no room")
         parts = self._parts_to_create(instance.profile, missing)
         if parts:
-            self._created.append(inside(instance, parts))
+            self._created.append(change_inside(instance, parts))
 
     def _parts_to_create(self, profile: Profile, parts: Sequence[ComputeShape]) -> tuple[ComputeInstance, ...]:
         """Return the compute instances to create; those that the profile no longer offers are lost."""

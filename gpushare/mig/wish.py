@@ -75,14 +75,16 @@ class Request:
         return " ".join(f"{word}*{count}" if count > 1 else word for word, count in counts.items())
 
     @property
-    def one(self) -> str:
+    def single(self) -> str:
+        """Return the request for one of them, as typed: ``1g.10gb``."""
         return str(replace(self, count=1))
 
 
 Wish = tuple[Request, ...]
 
 
-def merged(wish: Wish) -> Wish:
+def merge_equal(wish: Wish) -> Wish:
+    """Return a wish with equal requests as one, and its count."""
     counts: Counter[Request] = Counter()
     for request in wish:
         counts[replace(request, count=1)] += request.count
@@ -187,10 +189,8 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
             f"{profile.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement"
         )
     if new_compute(profile, request.compute) is None:
-        offered = ", ".join(f"{part.name}*{part.instances or '?'}" for part in profile.compute)
-        raise NotSupported(
-            f"{request.one} is more than one {profile.name} holds", f"it holds: {offered}", code="mig_profile_unknown"
-        )
+        hint = "it holds: " + ", ".join(f"{part.name}*{part.instances or '?'}" for part in profile.compute)
+        raise NotSupported(f"{request.single} is more than one {profile.name} holds", hint, code="mig_profile_unknown")
     return profile
 
 
@@ -293,7 +293,7 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
 
 def wish_of(instances: Iterable[GpuInstance]) -> Wish:
     """Return the wish with which ``apply`` creates these instances again, in their places."""
-    return merged(
+    return merge_equal(
         tuple(
             placed_request(each.profile.name, each.start, [part.profile.slices for part in each.compute])
             for each in sorted(instances, key=lambda each: each.start)

@@ -15,7 +15,7 @@ from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_left
-from gpushare.mig.places import means_profile, one_request, selected_gpus
+from gpushare.mig.places import means_profile, selected_gpus, single_request
 from gpushare.mig.plan import MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
 from gpushare.plan import Plan
@@ -85,7 +85,7 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
     def device(self) -> Device:
         """Return an instance as it would be made on the first GPU, without a UUID: checks of the program need a device."""
         gpu = self.gpus[0]
-        profile = find_profile(str(one_request(self._text).profile), MigReader(self._host.nvml).profiles(gpu.index))
+        profile = find_profile(str(single_request(self._text).profile), MigReader(self._host.nvml).profiles(gpu.index))
         return Device(gpu=gpu, mig=MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes))
 
     def make(self) -> None:

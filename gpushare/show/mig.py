@@ -61,7 +61,7 @@ def _slice_width(layout: Layout) -> int:
 def _drawn_slices(layout: Layout) -> int:
     """Return how many memory slices are drawn: all; if the driver lists no placements, as many as instances reach."""
     ends = [instance.placement.start + instance.placement.size for instance in layout.instances]
-    return max([layout.axis, *ends])
+    return max([layout.memory_slices, *ends])
 
 
 def picture_now(layout: Layout) -> str:
@@ -153,7 +153,7 @@ def layout_text(layout: Layout, *, uuids: bool = True) -> str:
     if not layout.profiles:
         return "  the driver lists no MIG profiles"
     lines = []
-    if layout.placed:
+    if layout.places_known:
         lines += [f"  {ruler(layout)}", f"  {picture_now(layout)}"]
     for instance in sorted(layout.instances, key=lambda each: each.start):
         name = "" if instance.name is None else f"  '{instance.name}'"
@@ -169,7 +169,7 @@ def layout_text(layout: Layout, *, uuids: bool = True) -> str:
             lines.append("    no compute instance: CUDA cannot use it")
         if instance.holders is None or instance.holders:
             lines.append(f"    held by {holders_text(instance.holders)}")
-    if not layout.placed:
+    if not layout.places_known:
         return "\n".join(
             [*lines, "  what still fits is unknown: the driver does not list the placements of the profiles"]
         )
@@ -220,7 +220,7 @@ class MigGpu:
 
 def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
     """Return one GPU as data; without a layout its instances are unknown, and ``unknown`` says why."""
-    placed = layout if layout is not None and layout.placed else None
+    placed = layout if layout is not None and layout.places_known else None
     lost = None if placed is None else lost_slices(placed)
     return MigGpu(
         gpu=gpu.index,

@@ -252,7 +252,7 @@ def _mig_values(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     memory_slices = sum(instance.placement.size for instance in layout.instances)
     compute_slices = sum(instance.profile.slices for instance in layout.instances)
     yield "gpushare_mig_free_compute_slices", labels, max(0, layout.compute_slices - compute_slices)
-    yield "gpushare_mig_free_memory_slices", labels, layout.axis - memory_slices
+    yield "gpushare_mig_free_memory_slices", labels, layout.memory_slices - memory_slices
     yield "gpushare_mig_lost_compute_slices", labels, lost.compute
     yield "gpushare_mig_lost_memory_slices", labels, lost.memory
 

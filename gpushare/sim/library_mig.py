@@ -324,7 +324,7 @@ def create_compute_instance(
         gpu_instance_id=gpu_instance,
         compute_instance_id=identity,
         uuid=mig_uuid(gpu.uuid, gpu_instance, identity),
-        compute_profile=None if profile_id == profile.whole.id else profile_id,
+        compute_profile=None if profile_id == profile.filling_compute.id else profile_id,
         compute_start=start,
     )
     gpu.mig = sorted([*gpu.mig, created], key=lambda part: part.instance_ids)

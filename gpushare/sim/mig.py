@@ -150,7 +150,7 @@ def compute_profiles(profile: Profile) -> dict[int | None, ComputeProfile]:
 
 
 def compute_profile_id(profile: Profile, instance: SimulatedMigInstance) -> int | None:
-    return profile.whole.id if instance.compute_profile is None else instance.compute_profile
+    return profile.filling_compute.id if instance.compute_profile is None else instance.compute_profile
 
 
 def span(profile: Profile, instance: SimulatedMigInstance) -> range:

@@ -389,15 +389,14 @@ def with_instances(*busy: bool) -> dict[str, Any]:
     """Return the facts of an A100 with MIG on and one 3g.40gb for each of these; somebody is in the busy ones."""
     layout = facts_of("a100-80gb").gpus[0].layout
     half = next(profile for profile in layout.profiles if profile.name == "3g.40gb")
+    in_use = (Holder(pid=7, what="lease"),)
     assert half.placements
     there = tuple(
         GpuInstance(
             id=number,
             profile=half,
             placement=half.placements[number],
-            compute=(
-                ComputeInstance(id=0, profile=half.whole, holders=(Holder(pid=7, what="lease"),) if is_busy else ()),
-            ),
+            compute=(ComputeInstance(id=0, profile=half.filling_compute, holders=in_use if is_busy else ()),),
         )
         for number, is_busy in enumerate(busy)
     )

@@ -41,7 +41,7 @@ def instance(
     parts = tuple(
         ComputeInstance(
             id=number,
-            profile=profile.compute_of(size) or profile.whole,
+            profile=profile.compute_of(size) or profile.filling_compute,
             holders=SOMEBODY if busy or number in busy_parts else (),
         )
         for number, size in enumerate(slices)

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpushare.mig import planner as module
-from gpushare.mig.planner import Group, WishPart, assign, part_of, plan_add
+from gpushare.mig.planner import Group, WishPart, assign_parts, plan_add, wish_part
 from gpushare.mig.wish import parse_wish
 from tests.mig.boards import layout
 
@@ -39,9 +39,9 @@ def cases(draw: st.DrawFn) -> tuple[list[Group], WishPart]:
     numbers = st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda numbers: sum(numbers) <= 6)
     for number in draw(numbers):
         parts = draw(st.dictionaries(some, st.integers(-3, 9), max_size=5))
-        weights = {part_of(part, sizes): cost for part, cost in parts.items()}
-        groups.append(Group(number, {**weights, part_of([0] * len(counts), sizes): 0}))
-    return groups, part_of(counts, sizes)
+        weights = {wish_part(part, sizes): cost for part, cost in parts.items()}
+        groups.append(Group(number, {**weights, wish_part([0] * len(counts), sizes): 0}))
+    return groups, wish_part(counts, sizes)
 
 
 @settings(max_examples=80, deadline=None)
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Group], WishPart]:
 )
 def test_it_is_the_least_of_all_ways(case: tuple[list[Group], WishPart]) -> None:
     groups, wish = case
-    found = assign(groups, wish)
+    found = assign_parts(groups, wish)
     best = cheapest(groups, wish)
     if found is None:
         assert best is None

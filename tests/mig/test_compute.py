@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import find_model
-from gpushare.mig.board import change_compute, make_room, new_compute
+from gpushare.mig.board import compute_change, destroyed_for_room, new_compute
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
 from tests.mig.boards import SOMEBODY, instance
 
@@ -44,8 +44,8 @@ def test_what_a_gpu_instance_holds(name: str, wanted: tuple[int, ...], fits: boo
 def test_the_double_memory_profile_has_its_own_compute_instance() -> None:
     assert standard_compute_profiles(1, 9)[0].id == 7
     assert standard_compute_profiles(1, 0)[0].id == 0
-    assert PROFILES["1g.20gb"].whole.id == 7
-    assert PROFILES["3g.40gb"].whole.id == 2
+    assert PROFILES["1g.20gb"].filling_compute.id == 7
+    assert PROFILES["3g.40gb"].filling_compute.id == 2
 
 
 @settings(max_examples=80, deadline=None)
@@ -60,7 +60,7 @@ def test_the_fewest_go(have: list[tuple[int, bool]], wanted: list[int], may_evic
     if new_compute(SEVEN, sizes) is None:
         return
     one = instance(SEVEN, 0, compute=tuple(sizes), busy_parts=tuple(n for n, (_, busy) in enumerate(have) if busy))
-    change = change_compute(one, wanted, may_evict=may_evict)
+    change = compute_change(one, wanted, may_evict=may_evict)
     costs = []
     for count in range(len(have) + 1):
         for kept in combinations(range(len(have)), count):
@@ -78,9 +78,9 @@ def test_the_fewest_go(have: list[tuple[int, bool]], wanted: list[int], may_evic
 
 def test_a_held_gpu_instance_is_not_changed_inside() -> None:
     one = replace(instance(PROFILES["3g.40gb"], 0), holders=SOMEBODY)
-    assert change_compute(one, (1, 1), may_evict=False) is None
-    assert change_compute(one, (1, 1), may_evict=True) is not None
-    assert change_compute(one, (3,), may_evict=False) == ((), ())
+    assert compute_change(one, (1, 1), may_evict=False) is None
+    assert compute_change(one, (1, 1), may_evict=True) is not None
+    assert compute_change(one, (3,), may_evict=False) == ((), ())
 
 
 def test_one_busy_weighs_more_than_two_idle() -> None:
@@ -93,7 +93,7 @@ def test_one_busy_weighs_more_than_two_idle() -> None:
         for n, start in enumerate((0, 2, 3))
     )
     one = replace(instance(four, 0), compute=compute)
-    change = change_compute(one, (2, 1, 1), may_evict=True)
+    change = compute_change(one, (2, 1, 1), may_evict=True)
     assert [part.id for part in change.destroyed] == [1, 2]
     assert [new.profile.slices for new in change.created] == [2, 1]
 
@@ -104,7 +104,7 @@ FOUR = PROFILES["4g.40gb"]
 
 
 def gone(one: GpuInstance, *wanted: int, destroy: bool = True, evict: bool = False, **more: bool) -> list[int] | None:
-    found = make_room(one, wanted, may_destroy=destroy, may_evict=evict, **more)
+    found = destroyed_for_room(one, wanted, may_destroy=destroy, may_evict=evict, **more)
     return None if found is None else [part.id for part in found]
 
 
@@ -160,5 +160,5 @@ def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:
     """A driver that lists no compute instance profiles still gives the whole of a GPU instance."""
     bare = replace(FOUR, compute=())
     made = new_compute(bare, (4,))
-    assert [part.profile for part in made] == [bare.whole]
+    assert [part.profile for part in made] == [bare.filling_compute]
     assert new_compute(bare, (2, 2)) is None

@@ -125,7 +125,7 @@ def test_every_model_with_published_placements_is_a_board() -> None:
     assert len(MODELS) > 12
     for model in MODELS:
         gpu = Layout(gpu=0, profiles=model.profiles)
-        assert gpu.axis == model.axis
+        assert gpu.memory_slices == model.axis
         assert gpu.compute_slices == model.compute_slices
         assert [free.count for free in free_profiles(gpu)] == [raw.instances for raw in model.profiles]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
-from gpushare.mig.planner import addable, plan_add, plan_exact
+from gpushare.mig.planner import can_add, plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import Request, Wish
 from tests.mig.boards import SHAPES, calls_of, instance
@@ -72,7 +72,7 @@ def check_case(key: str, have: dict[Place, str], names: list[str]) -> None:
         "change": (plan_add([layout], wish, may_destroy=True), brute.change(have, names, exact=False)),
         "exact": (plan_exact([layout], {0: wish}), brute.change(have, names, exact=True)),
     }
-    assert addable(layout, wish) == (answers["add"][1] is not None)
+    assert can_add(layout, wish) == (answers["add"][1] is not None)
     possible = any(sorted(names) == list(content) for content in brute.by_content)
     for mode, (plan, expected) in answers.items():
         if isinstance(plan, NoPlan):

@@ -43,7 +43,7 @@ def gpu_instances(draw: st.DrawFn, profiles: tuple[Profile, ...]) -> tuple[GpuIn
         taken |= place.mask
         compute: list[ComputeInstance] = []
         at = 0
-        for part in draw(st.lists(st.sampled_from(profile.compute or (profile.whole,)), max_size=3)):
+        for part in draw(st.lists(st.sampled_from(profile.compute or (profile.filling_compute,)), max_size=3)):
             if at + part.slices <= profile.slices:
                 where = Placement(at, part.slices)
                 compute.append(ComputeInstance(id=len(compute), profile=part, placement=where))

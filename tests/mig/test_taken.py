@@ -22,7 +22,7 @@ from gpushare.host.process import Processes
 from gpushare.mig import change
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.plan import whole
+from gpushare.mig.plan import whole_change
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Placement, Profile
 from gpushare.mig.recover import Calls
 from gpushare.sim import admin
@@ -305,7 +305,7 @@ def step_for(host: World, *pids: int) -> Any:
         for instance in layout.instances
         if {part.pid for part in instance.compute[0].holders or ()} >= set(pids)
     )
-    eviction = change.Eviction(seen, gpu, whole(one))
+    eviction = change.Eviction(seen, gpu, whole_change(one))
     return eviction, eviction.step()
 
 
@@ -377,7 +377,7 @@ def going(instance: tuple[Any, ...] | None, *parts: tuple[Any, ...] | None) -> A
     """Return what goes: who is known to be in the GPU instance itself, and in each compute instance."""
     profile = Profile(name="3g.40gb", id=9, slices=3, placements=None)
     compute = tuple(ComputeInstance(profile=ComputeProfile(slices=1), holders=part) for part in parts)
-    return whole(GpuInstance(profile=profile, placement=Placement(0, 4), compute=compute, holders=instance))
+    return whole_change(GpuInstance(profile=profile, placement=Placement(0, 4), compute=compute, holders=instance))
 
 
 SERVICE = Holder(pid=7, what="/dev/nvidia-caps/nvidia-cap12", user="root", name="nv-hostengine")

@@ -10,7 +10,7 @@ from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.mig.profile import Profile
-from gpushare.mig.wish import Need, Request, find_profile, merged, parse_wish, resolve, smallest_for_need, wish_of
+from gpushare.mig.wish import Need, Request, find_profile, merge_equal, parse_wish, resolve, smallest_for_need, wish_of
 from tests.errors import fails
 from tests.mig.boards import MODELS, layout
 
@@ -46,7 +46,7 @@ def one(profile: str, count: int = 1, start: int | None = None, compute: tuple[i
     ],
 )
 def test_what_is_read(text: str, expected: list[Request]) -> None:
-    assert sorted(parse_wish(text), key=str) == sorted(merged(tuple(expected)), key=str)
+    assert sorted(parse_wish(text), key=str) == sorted(merge_equal(tuple(expected)), key=str)
 
 
 @pytest.mark.parametrize(
