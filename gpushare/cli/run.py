@@ -111,7 +111,7 @@ def run(
         slice_us = slice_of_weight_text(weight)
     # In the gpushare of a detached job, which has this name. The program must not inherit the variable.
     detached_name = os.environ.pop(DETACHED, None)
-    job_name = production or detached_name or name
+    job_name = (detached_name or name) if production is None else production
     options = RunOptions(limits=limits, strict=strict, name=None if job_name is None else check_job_name(job_name))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))

@@ -208,7 +208,7 @@ def read_ends(file: int) -> Iterator[CopyEnd]:
     Torn and foreign lines are skipped, and what is beyond a bound of bytes.
     """
     bytes_read = 0
-    # A farm opens its file for writing only.
+    # With a position of its own.
     with contextlib.suppress(OSError), open(f"/proc/self/fd/{file}", "rb") as lines:
         while bytes_read < _MOST_BYTES and (line := lines.readline(_MOST_RECORD_BYTES)):
             bytes_read += len(line)
@@ -300,13 +300,13 @@ class FarmResults:
         try:
             self._file = open_to_append(self._path, directory=self._directory)
         except OSError as error:
-            raise self._unwritable_error(error, NoPermission) from None
+            raise _unwritable_error(self._path, error, NoPermission) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._file)
             if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
-                raise self._unwritable_error(error, OperationFailed) from None
+                raise _unwritable_error(self._path, error, OperationFailed) from None
             raise InUse(
                 f"another farm writes to {self._path.parent}",
                 "give this one a directory of its own: --logs OTHER",
@@ -316,13 +316,6 @@ class FarmResults:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
-
-    def _unwritable_error(
-        self, error: OSError, kind: type[NoPermission | OperationFailed]
-    ) -> NoPermission | OperationFailed:
-        return kind(
-            f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
-        )
 
     def wait_for_earlier_copies(self, say: Callable[[str], None], interrupted: Callable[[float], bool]) -> bool:
         """Wait until all copies of a killed farm with these logs have ended; return False if the user interrupts the wait.
@@ -363,7 +356,13 @@ class FarmResults:
             if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise self._unwritable_error(error, OperationFailed) from None
+            raise _unwritable_error(self._path, error, OperationFailed) from None
+
+
+def _unwritable_error(
+    path: Path, error: OSError, kind: type[NoPermission | OperationFailed]
+) -> NoPermission | OperationFailed:
+    return kind(f"cannot write {path}: {error.strerror}", "give --logs a directory of your own", code="not_written")
 
 
 # -- the farm ----------------------------------------------------------------------------------------------------------
@@ -521,7 +520,8 @@ class Farm:
         Raises:
             BadUsage: one fits on no device (code ``never_fits``), or the logs are of an earlier farm that is not resumed, or
                 of another command (``logs_used``).
-            NoPermission: a copy is more than this user may reserve (``over_user_limit``).
+            NoPermission: a copy is more than this user may reserve (``over_user_limit``), or the logs cannot be written
+                (``not_written``).
             GpushareError: no device can be used.
         """
         self._check_logs()
@@ -544,13 +544,18 @@ class Farm:
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten; with --resume, skip those copies.
 
-        No file is made or locked: that is left to `run`, which also refuses what cannot be opened here.
+        No file is made or locked: that is left to `run`.
         """
         options = self._options
         if options.logs is None:
             return
-        with contextlib.suppress(OSError), contextlib.ExitStack() as closing:
+        try:
             file = open_to_append(options.logs / NAME, create=False)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _unwritable_error(options.logs / NAME, error, NoPermission) from None
+        with contextlib.ExitStack() as closing:
             closing.callback(os.close, file)
             if options.resume:
                 self._skip_done(read_ends(file))

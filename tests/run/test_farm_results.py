@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.base.errors import BadUsage, InUse
+from gpushare.base.errors import BadUsage, InUse, NoPermission
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.store import digest_of_words
@@ -132,6 +132,16 @@ def test_results_of_an_earlier_farm_are_not_overwritten(host: Host, device: Devi
             act(host, [device], ["echo", "second"], first, Heard())
         assert (caught.value.code, "--resume" in (caught.value.hint or "")) == ("logs_used", True)
     assert (tmp_path / "copy-0.log").read_text() == "first\n"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_results_that_cannot_be_written_are_refused_before_the_farm_is_a_job(
+    host: Host, device: Device, tmp_path: Path, resume: bool
+) -> None:
+    (tmp_path / "farm.jsonl").symlink_to("elsewhere")
+    with fails(NoPermission, "not_written", match="it is a symbolic link"):
+        plan_farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path, resume=resume), Heard())
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def ran(directory: Path) -> Sequence[str]:

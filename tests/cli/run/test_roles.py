@@ -215,6 +215,7 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
         (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
         (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
         (("--production", "1web", "--", "true"), "bad_name", 2),
+        (("--production", "", "--", "true"), "bad_name", 2),
     ],
 )
 def test_bad_roles_are_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
