@@ -111,7 +111,7 @@ def recorded(tmp_path: Path) -> Recorded:
                     )
                     for index, load in enumerate(loads)
                 )
-                file.sample(Sample(at=float(second), gpus=rows))
+                file.write_sample(Sample(at=float(second), gpus=rows))
         return str(path)
 
     return write
