@@ -56,7 +56,7 @@ class Advice:
     @property
     def gpus(self) -> list[int]:
         """Return the indexes of the GPUs that it uses."""
-        return sorted(gpu.index for part in self.parts for gpu in part.situation.spread)
+        return sorted(gpu.index for part in self.parts for gpu in part.situation.used_gpus)
 
 
 def advise(situation: Situation) -> Advice:
@@ -67,7 +67,7 @@ def advise(situation: Situation) -> Advice:
     everywhere = all(part.best is not None for part in parts)
     best = parts[0].best if everywhere else None
     # Other answers are placed without `apart`, which takes long: they are compared with the present case placed so, too.
-    present_ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
+    present_ways = {None if best is None else best.way, place(situation, separate=False)[0].way}
     changes = tuple(other for other, _ in other_answers(situation) if other.then not in present_ways)
     confidence, why = _confidence(parts, best, judged, changes)
     made = None
@@ -146,7 +146,7 @@ def _confidence(
 
 
 def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
-    """Return the titles of the open questions that would change the answer and decide most."""
+    """Return the titles of the unanswered questions that would change the answer and lower the confidence."""
     deciding = {question.field: question.title for question in QUESTIONS if question.deciding}
     return list(
         dict.fromkeys(deciding[change.question] for change in changes if change.open and change.question in deciding)
@@ -274,7 +274,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
     best = advice.best
     made = advice.recipe
     gpus = advice.gpus
-    names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.spread if gpu.name))
+    names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.used_gpus if gpu.name))
     title = situation.gpu.title if len(gpus) == 1 else f"GPUs {ranges(gpus)}"
     conditions = [] if best is None else [reason.text for reason in best.of(Kind.CONDITION)]
     return AdviceAnswer(
@@ -340,7 +340,7 @@ def _way_text(parts: Sequence[Part]) -> str:
 def _place_answer(part: Part) -> PlacedProcesses:
     """Return what is on the GPUs of a part, and in which way, for people."""
     case = part.situation.whole or part.situation.case
-    gpus = sorted(gpu.index for gpu in part.situation.spread)
+    gpus = sorted(gpu.index for gpu in part.situation.used_gpus)
     way = None if part.way is None else part.way.value
     return PlacedProcesses(gpus=gpus, way=way, way_title=_way_text([part]), processes=case.processes)
 
@@ -395,7 +395,7 @@ _MOST_LISTED: Final = 4
 def _part_text(part: Part, *, names_way: bool) -> str:
     """Return how many processes of one part are on each of its GPUs, and in which way."""
     situation = part.situation
-    gpus = sorted(gpu.index for gpu in situation.spread)
+    gpus = sorted(gpu.index for gpu in situation.used_gpus)
     # As it is on the GPU with the most processes.
     way_text = f" ({_way_text([replace(part, situation=situation.on(situation.gpu))])})" if names_way else ""
     if situation.gpus_each > 1:
@@ -429,7 +429,7 @@ def _why_nothing(advice: Advice) -> list[str]:
     """Return why nothing is possible: why the whole GPU and the nearest way of sharing are refused, and what would help."""
     reasons = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
     # A job that would be alone, or has several GPUs, does not ask for a way of sharing; next to instances that stay it does.
-    asks_to_share = advice.situation.several or bool(advice.situation.kept)
+    asks_to_share = advice.situation.several or bool(advice.situation.kept_instances)
     if asks_to_share and advice.situation.gpus_each == 1:
         reasons += _vetoes_of_nearest(advice, reasons)
     first, *others = reasons or ["no GPU of this host can do it"]
@@ -464,10 +464,10 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
     best = advice.best
     budget = situation.plain if best is None else situation.budget_of(best.way)
     limits = None if best is None else limits_sum(situation, best.way)
-    at_a_time = None if best is None else situation.wave_size(best.way)
+    at_a_time = None if best is None else situation.at_a_time(best.way)
 
     # The sum of all jobs says nothing where only one is on a GPU at a time, unless it is the reason for that.
-    rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)
+    rank_per_gpu = situation.together and len(situation.used_gpus) >= (situation.case.processes or 2)
     enough = budget.fits or rank_per_gpu or not situation.short_of_memory
     one_per_gpu = best is not None and best.way is Way.WHOLE and (situation.several or situation.own_gpu)
     sentence = None if one_per_gpu and enough else budget.calculation(at_a_time)

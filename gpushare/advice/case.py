@@ -352,9 +352,8 @@ def workloads_of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, 
     for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1):
         needed = workload_of({"memory": size}).memory
         work_shares = None if share is None else (share,)
-        workloads.append(
-            replace(base, processes=1, name=f"{base.name or 'job'}{number}", memory=needed, shares=work_shares)
-        )
+        name = f"{base.name or 'job'}{number}"
+        workloads.append(replace(base, processes=1, name=name, memory=needed, shares=work_shares))
     return tuple(workloads)
 
 

@@ -105,7 +105,7 @@ def _mps_max_text(table: Table, host: HostFacts, gpu: GpuFacts) -> str | None:
     return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if gpu.mig_enabled else "")
 
 
-def _before_volta(text: str) -> Callable[[Table, HostFacts, GpuFacts], str | None]:
+def _text_before_volta(text: str) -> Callable[[Table, HostFacts, GpuFacts], str | None]:
     """Return the function that gives a text for a GPU before Volta; for others, the table's text holds."""
 
     def text_of(_table: Table, _host: HostFacts, gpu: GpuFacts) -> str | None:
@@ -153,8 +153,8 @@ def _mig_change_text(_table: Table, host: HostFacts, gpu: GpuFacts) -> str | Non
 
 _COMPUTED: Final[dict[tuple[Way, str], Callable[[Table, HostFacts, GpuFacts], str | None]]] = {
     (Way.MPS, "max_partitions"): _mps_max_text,
-    (Way.MPS, "sm_isolation"): _before_volta("No: MPS has no caps before Volta"),
-    (Way.MPS, "memory_protection"): _before_volta("No: one address space before Volta"),
+    (Way.MPS, "sm_isolation"): _text_before_volta("No: MPS has no caps before Volta"),
+    (Way.MPS, "memory_protection"): _text_before_volta("No: one address space before Volta"),
     (Way.TIMESLICE, "reconfigure"): _timeslice_change_text,
     (Way.MIG, "max_partitions"): _mig_max_text,
     (Way.MIG, "reconfigure"): _mig_change_text,
@@ -178,11 +178,11 @@ def host_cell(table: Table, way: Way, row_key: str, driver: str | None, host: Ho
     return HostCell(
         **vars(table.cell(way, row_key, driver)),
         title=table.row(row_key).title,
-        host=None if host is None else text_here(table, way, row_key, host, answering(host)),
+        host=None if host is None else text_here(table, way, row_key, host, answering_gpus(host)),
     )
 
 
-def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
+def answering_gpus(host: HostFacts) -> tuple[GpuFacts, ...]:
     return tuple(gpu for gpu in host.gpus if gpu.error is None)
 
 
@@ -211,7 +211,7 @@ def today_text(cell: Cell, driver: str | None) -> str:
     return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
 
 
-def explanation(
+def explanation_lines(
     table: Table,
     way: Way,
     row_key: str,
@@ -225,7 +225,7 @@ def explanation(
     row = table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published), *_lines_by_driver(entry)]
     if host is not None:
-        gpus = answering(host)
+        gpus = answering_gpus(host)
         # The availability begins with "no: ", which `NOT_HERE` says.
         not_here = f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}"
         lines.append(("this host", text_here(table, way, row_key, host, gpus) or not_here))

@@ -24,6 +24,7 @@ _REPLICAS_BEFORE_7_5: Final = 16
 
 
 def _wants(kind: Isolation) -> Condition:
+    """Return the condition that this kind of isolation is wanted; unknown where the user said nothing of isolation."""
     return lambda s, _: None if s.case.wanted_isolation is None else kind in s.isolation
 
 
@@ -39,12 +40,12 @@ def _gpus_here(s: Situation) -> int:
     return 1 + sum((gpu.memory_total_bytes or 0) >= largest for gpu in same_mode)
 
 
-def _gpus_idle(s: Situation, _: Way) -> str:
-    count = sum(not gpu.processes for gpu in s.spread)
+def _idle_gpus_text(s: Situation, _: Way) -> str:
+    count = sum(not gpu.processes for gpu in s.used_gpus)
     return f"{count} {'is' if count == 1 else 'are'} idle"
 
 
-def _replicas(s: Situation) -> int:
+def _most_replicas(s: Situation) -> int:
     """Return how many replicas the Kubernetes device plugin accepts with MPS on this GPU."""
     return _REPLICAS_BEFORE_7_5 if (s.gpu.compute_capability or (7, 5)) < (7, 5) else MOST_REPLICAS
 
@@ -62,12 +63,14 @@ def _pods_idle(s: Situation, way: Way) -> bool:
 def _instances_may_go(s: Situation, _: Way) -> bool:
     """Return whether instances stand in the way of a job that needs the whole GPU, and may go: idle and nobody's."""
     needs_whole_gpu = s.saturating is True or bool(s.case.any("nccl") or s.case.any("p2p"))
-    if not s.gpu.mig_enabled or not s.kept or s.may_be_root is False:
+    if not s.gpu.mig_enabled or not s.kept_instances or s.may_be_root is False:
         return False
-    return needs_whole_gpu and not any(instance.busy or instance.name or instance.granted for instance in s.kept)
+    return needs_whole_gpu and not any(
+        instance.busy or instance.name or instance.granted for instance in s.kept_instances
+    )
 
 
-def _mig_sms(s: Situation, _: Way) -> str:
+def _mig_sms_text(s: Situation, _: Way) -> str:
     """Return how many SMs the largest instance has, of those of the GPU."""
     profiles = s.gpu.layout.profiles if s.gpu.layout else ()
     largest = max((profile.multiprocessors or 0 for profile in profiles), default=0)
@@ -81,16 +84,16 @@ def _mig_stays(s: Situation, way: Way) -> bool:
         return False
     # Instances are never destroyed only in order to measure.
     has_instances = s.gpu.layout is not None and bool(s.gpu.layout.instances)
-    must_stay = s.may_be_root is False or bool(s.kept) or (way is Way.MEASURE and has_instances)
+    must_stay = s.may_be_root is False or bool(s.kept_instances) or (way is Way.MEASURE and has_instances)
     return bool(s.gpu.mig_enabled) and must_stay
 
 
 def _why_mig_stays(s: Situation, _: Way) -> str:
     """Return why MIG cannot be turned off, for the text of a rule."""
-    if s.kept:
-        some_are_idle = any(not instance.busy for instance in s.kept)
+    if s.kept_instances:
+        some_are_idle = any(not instance.busy for instance in s.kept_instances)
         option = " (--destroy: idle ones may go)" if some_are_idle and s.may_be_root is not False else ""
-        return f"its instances stay: {', '.join(map(instance_title, s.kept))}{option}"
+        return f"its instances stay: {', '.join(map(instance_title, s.kept_instances))}{option}"
     return "only root can turn it off" if s.may_be_root is False else "its instances stay"
 
 
@@ -127,7 +130,7 @@ def _sizes_are_shares(s: Situation, way: Way) -> bool:
     return real is not None and real == wanted
 
 
-def _nearest_sizes(s: Situation, way: Way) -> str:
+def _nearest_sizes_text(s: Situation, way: Way) -> str:
     """Return which profiles come nearest to the wanted shares, for the text of a rule."""
     slices = s.slices(way)
     real, wanted = _real_and_wanted_shares(s, way) or (None, None)
@@ -145,8 +148,8 @@ def _too_many_clients(s: Situation, way: Way) -> bool | None:
     clients = s.clients_per_server(way)
     if accepted is None or clients is None:
         return None
-    # In waves, never more run than the server accepts.
-    return clients > accepted and s.wave_size(way) is None
+    # Where some wait, never more run than the server accepts.
+    return clients > accepted and s.at_a_time(way) is None
 
 
 def _driver_before(branch: int) -> Condition:
@@ -157,7 +160,7 @@ def _driver_before(branch: int) -> Condition:
 def _limits_tight(s: Situation, _: Way) -> bool:
     """Return whether the clients that run at once fit under MPS, but not with limits that include CUDA's own memory."""
     usable = s.under_mps.usable_bytes
-    fit_at_once = s.under_mps.fits or s.wave_size(Way.MPS) is not None
+    fit_at_once = s.under_mps.fits or s.at_a_time(Way.MPS) is not None
     if usable is None or not fit_at_once:
         return False
     works = zip(s.case.workloads, s.counts_at_once(Way.MPS), strict=True)
@@ -230,9 +233,9 @@ def _only_total_time(s: Situation, _: Way) -> bool:
     """
     progress = s.case.any("progress")
     somebody_waits = bool(progress) or s.pair or s.endless or (progress is None and s.case.same_user is False)
-    # In waves under MPS, several run at a time: a queue is not the shortest.
-    in_waves = s.wave_size(Way.MPS) is not None
-    return s.short_of_memory and not somebody_waits and not s.together and not in_waves
+    # Where several run at a time under MPS and the others wait, a queue is not the shortest.
+    some_wait = s.at_a_time(Way.MPS) is not None
+    return s.short_of_memory and not somebody_waits and not s.together and not some_wait
 
 
 # -- the case --------------------------------------------------------------------------------------------
@@ -277,8 +280,8 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
         s.case.processes is not None and s.placed_processes <= s.gpu_sets and not s.among_others
     ),
     "too_few_gpus": lambda s, _: s.gpus_each > max(1, _gpus_here(s)),
-    "gpus_differ": lambda s, _: s.gpus_each > 1 and len({gpu.name for gpu in s.spread}) > 1,
-    "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.spread) and s.gpus_each > 1,
+    "gpus_differ": lambda s, _: s.gpus_each > 1 and len({gpu.name for gpu in s.used_gpus}) > 1,
+    "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.used_gpus) and s.gpus_each > 1,
     "in_instance": lambda s, _: s.gpu.instance is not None,
     "mig_capable": lambda s, _: s.gpu.mig_capable,
     "mig_enabled": lambda s, _: s.gpu.mig_enabled,
@@ -316,7 +319,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "mps_in_the_way": lambda s, way: s.mps_in_the_way(way),
     "too_many_clients": _too_many_clients,
     "too_many_replicas": lambda s, _: (
-        bool(s.case.any("kubernetes")) and s.case.processes is not None and s.case.processes > _replicas(s)
+        bool(s.case.any("kubernetes")) and s.case.processes is not None and s.case.processes > _most_replicas(s)
     ),
     "latency_of_milliseconds": lambda s, _: any(
         work.latency_seconds is not None and work.latency_seconds <= _MILLISECONDS for work in s.case.workloads
@@ -327,7 +330,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "limits_tight": _limits_tight,
     # memory
     "too_much_memory": lambda s, way: s.budget_of(way).may_fit is False,
-    "in_waves": lambda s, way: s.wave_size(way) is not None,
+    "some_wait": lambda s, way: s.at_a_time(way) is not None,
     "one_too_large": lambda s, _: s.plain.one_fits is False,
     "memory_tight": lambda s, _: s.plain.fits is False and s.plain.may_fit,
     "short_now": short_now,
@@ -371,18 +374,18 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "driver": lambda s, _: s.host.driver,
     "gpus_each": lambda s, _: s.gpus_each,
     "gpus_here": lambda s, _: _gpus_here(s),
-    "gpus_idle": _gpus_idle,
+    "gpus_idle": _idle_gpus_text,
     "mode": lambda s, _: "-" if s.gpu.compute_mode is None else s.gpu.compute_mode.title,
     "processes": lambda s, way: s.clients_per_server(way),
     "mps_clients": lambda s, way: s.clients_accepted(way),
-    "replicas": lambda s, _: _replicas(s),
+    "replicas": lambda s, _: _most_replicas(s),
     "where": lambda _, way: "in an instance of this size" if way is Way.MIG_MPS else "on this GPU",
     "host_versions": lambda s, _: " with ".join(too_old_for_static_partitions(s.host, s.gpu)),
     "why_mig_stays": _why_mig_stays,
-    "kept": lambda s, _: ", ".join(map(instance_title, s.kept)),
-    "mig_sms": _mig_sms,
+    "kept": lambda s, _: ", ".join(map(instance_title, s.kept_instances)),
+    "mig_sms": _mig_sms_text,
     "why_no_instances": _why_no_instances,
-    "nearest_sizes": _nearest_sizes,
+    "nearest_sizes": _nearest_sizes_text,
     "sms_short": lambda s, way: s.short_of_sms(way),
     "processes_here": lambda s, _: counted(s.gpu.processes, "process") if s.gpu.processes else "programs",
     "total": lambda s, way: format_bytes(s.budget_of(way).total_bytes),
@@ -393,7 +396,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "over": lambda s, _: format_bytes(max((s.plain.largest_bytes or 0) - (s.plain.usable_bytes or 0), 0)),
     "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
     "memory_free": lambda s, _: format_bytes(_free_now(s)),
-    "at_a_time": lambda s, way: s.wave_size(way),
+    "at_a_time": lambda s, way: s.at_a_time(way),
     "host_needed": lambda s, way: "-" if (cost := s.leaving_cost(way)) is None else format_bytes(cost.host_bytes),
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
     "cost": lambda s, way: "" if (cost := s.leaving_cost(way)) is None else cost.sentence,

@@ -152,13 +152,10 @@ def explain(text: str) -> tuple[Explained, ...]:
         if not entries:
             raise _not_explained_error(asked)
         return tuple(Explained(**vars(entry), line=asked) for entry in entries)
-    concepts = [
-        entry
-        for entry in explanations()
-        if entry.kind == "concept" and plain_name(asked) in map(plain_name, entry.names)
-    ]
-    if asked and concepts:
-        return tuple(Explained(**vars(entry), line=asked) for entry in concepts)
+    concepts = (entry for entry in explanations() if entry.kind == "concept")
+    named = [entry for entry in concepts if plain_name(asked) in map(plain_name, entry.names)]
+    if asked and named:
+        return tuple(Explained(**vars(entry), line=asked) for entry in named)
     matches = list(explain_log(text.splitlines()).matches)
     own_code = _OWN.fullmatch(asked)
     if own_code is not None and own_code[1] in own_codes():

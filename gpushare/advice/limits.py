@@ -43,7 +43,7 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
 
 
 def memory_limits(s: Situation) -> list[int | None]:
-    """Return the limit of an MPS client of each workload, in bytes; None is no limit. All limits together fit the GPU."""
+    """Return the memory limit of an MPS client of each workload, in bytes; None is no limit. All together fit the GPU."""
     works = s.case.workloads
     usable = s.under_mps.usable_bytes
     if s.before_volta:
@@ -81,7 +81,7 @@ def limits_sum(s: Situation, way: Way) -> int | None:
 _USABLE_PERCENT: Final = 98
 
 
-def inside_limit(way: Way, work: Workload, profile: Profile, processes: int) -> int | None:
+def limit_inside_instance(way: Way, work: Workload, profile: Profile, processes: int) -> int | None:
     """Return the memory limit of each process in an instance of this profile, in bytes; None is no limit.
 
     It is the limit of a job under time-slicing; else of an MPS client, at most an equal part of the instance.
@@ -112,7 +112,7 @@ def client_limits(share: float | None, memory: int | None) -> Limits:
     return Limits(threads_percent=threads, memory_limit_bytes=memory)
 
 
-def threads_for(s: Situation, processes: int) -> float:
+def threads_of_each(s: Situation, processes: int) -> float:
     """Return the cap of each of N clients, in percent: the measured one, else an equal part of `threads_together`.
 
     Where the SMs that each process needs are given and there are enough, the cap leaves them to all others.

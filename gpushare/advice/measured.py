@@ -41,20 +41,9 @@ _WAY_OF: Final = {name: way for way, names in BENCH_WAYS.items() for name in nam
 # nothing about latency, bursts, isolation or priority.
 ANSWERED: Final = frozenset(
     {
-        "small-same-user",
-        "small-maybe-same-user",
-        "small-batch",
-        "cooperating",
-        "saturating",
-        "half-a-gpu",
-        "bandwidth-bound",
-        "bandwidth-bound-mps",
-        "bandwidth-in-turn",
-        "older-or-many",
-        "cuda-graphs",
-        "maybe-small",
-        "maybe-small-maybe-same-user",
-        "waits-for-input-shared",
+        *("small-same-user", "small-maybe-same-user", "small-batch", "cooperating", "saturating", "half-a-gpu"),
+        *("bandwidth-bound", "bandwidth-bound-mps", "bandwidth-in-turn", "older-or-many", "cuda-graphs"),
+        *("maybe-small", "maybe-small-maybe-same-user", "waits-for-input-shared"),
     }
 )
 # The name of a way of `bench`: the thread percentages of all processes add up to this.
@@ -89,15 +78,15 @@ def _open_finding(why: str) -> _Finding:
     return _Finding("open", f"{why}; the rules' answer stands")
 
 
-def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
+def unmeasured_advice(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     """Return the rules' answer as the final one, with the reason why nothing was measured."""
-    return _advice_after(advice, advice, _open_finding(why), copies, None)
+    return _advice_with_finding(advice, advice, _open_finding(why), copies, None)
 
 
-def _advice_after(
+def _advice_with_finding(
     rules: Advice, final: Advice, finding: _Finding, copies: int, metric: Metric | None
 ) -> MeasuredAdvice:
-    """Return both answers with what was found; ``metric`` None: nothing was measured."""
+    """Return the answer of the rules, the final one and what was found; ``metric`` None: nothing was measured."""
     chosen, against = finding.chosen, finding.against
     ratio = None
     if chosen is not None and against is not None and metric is not None:
@@ -114,7 +103,7 @@ def _advice_after(
     return MeasuredAdvice(rules=rules, final=final, measured=answer)
 
 
-def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
+def measured_advice(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     """Return the answer after a measurement with a number of copies: the fastest of what fits, or the rules' answer.
 
     The rules' answer, which has a way, stays if nothing is faster, if it could not be measured, or if it was chosen for a
@@ -132,7 +121,7 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     if finding.effect != "open":
         level, why = _confidence(advice, final, finding, bench.metric)
         final = replace(final, confidence=level, confidence_why=why)
-    return _advice_after(advice, final, finding, copies, bench.metric)
+    return _advice_with_finding(advice, final, finding, copies, bench.metric)
 
 
 def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
@@ -154,13 +143,15 @@ def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
     choice = _preferred_cell(advice, cells, fastest, metric)
     way = None if advice.best is None else advice.best.way
     if way is None or way is Way.MEASURE:
-        return _compared(cells, choice, metric, "changed", "the rules left it to a measurement: ", so=_title(choice))
+        return _finding_against_next_best(
+            cells, choice, metric, "changed", "the rules left it to a measurement: ", so=_title(choice)
+        )
     of_way = [cell for cell in cells if _WAY_OF[cell.way] is way]
     # Of MPS with several caps, the rules' cap counts, or the fastest if that was not measured.
     with_rules_cap = [cell for cell in of_way if cell.way == _name_of_rules_cap(advice.situation)]
     of_rules = max(with_rules_cap or of_way, key=lambda cell: cell.speed(metric), default=None)
     if of_rules is not None and _alike(of_rules, fastest, metric):
-        return _compared(cells, of_rules, metric, "confirmed", "", so="the rules' answer stands")
+        return _finding_against_next_best(cells, of_rules, metric, "confirmed", "", so="the rules' answer stands")
     if of_rules is not None:
         # Another way or cap is faster.
         comparison = _ratio_text(choice, of_rules, metric)
@@ -179,7 +170,7 @@ def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
     return _open_finding(f"{_way_title(way)} was not measured{reason}; {_title(fastest)} was the fastest of the others")
 
 
-def _compared(
+def _finding_against_next_best(
     cells: Sequence[BenchCell],
     cell: BenchCell,
     metric: Metric,
@@ -188,7 +179,7 @@ def _compared(
     *,
     so: str,
 ) -> _Finding:
-    """Return the finding for a cell, compared with the fastest of the other ways; it is open if there is none."""
+    """Return the finding for a cell compared with the fastest of the other ways; it is open if none was measured."""
     others = [other for other in cells if _WAY_OF[other.way] is not _WAY_OF[cell.way]]
     if not others:
         return _open_finding(f"only {_title(cell)} was measured")

@@ -34,7 +34,7 @@ class Part:
         """Return whether all of its processes run at the same time."""
         if self.way is None or self.situation.case.processes == 1:
             return self.way is not None
-        return self.way in {*CONCURRENT, Way.MEASURE} and self.situation.wave_size(self.way) is None
+        return self.way in {*CONCURRENT, Way.MEASURE} and self.situation.at_a_time(self.way) is None
 
 
 def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
@@ -56,39 +56,38 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     return gpus[0] if len(unlike) == 1 else min(unlike.values(), key=rank)
 
 
-def place(situation: Situation, *, apart: bool = True) -> tuple[Part, ...]:
+def place(situation: Situation, *, separate: bool = True) -> tuple[Part, ...]:
     """Return the parts of a case, the largest first: one if the case is for one GPU.
 
     A process has a GPU of its own as long as there are idle ones, unless the situation is to ``consolidate``. If there
     are more processes than GPUs, they are spread evenly over those GPUs on which most of what was asked is kept.
-    ``apart``: placements that keep some workloads on other GPUs than the others are judged too, which takes seconds.
+    ``separate``: placements in which some workloads have GPUs of their own are judged too, which takes seconds.
     """
-    return situation.once(
-        ("place", situation.case, situation.gpu.index, apart), lambda: _find_placement(situation, apart=apart)
-    )
+    key = ("place", situation.case, situation.gpu.index, separate)
+    return situation.once(key, lambda: _find_placement(situation, separate=separate))
 
 
-def _find_placement(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
+def _find_placement(situation: Situation, *, separate: bool) -> tuple[Part, ...]:
     """Return the best placement: on GPUs like the first one, else on any that have room."""
     if len(situation.case.workloads) > 1:
         # Of a list, each is one process unless said otherwise, also where it is placed without the others.
         works = tuple(replace(work, processes=work.processes or 1) for work in situation.case.workloads)
         situation = situation.variant(case=replace(situation.case, workloads=works))
     # GPUs with MIG are left to others as long as all find room on those without, and the other way round.
-    same_mode = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
-    on_same_mode = _placed_on(situation, same_mode, apart=apart)
-    if len(same_mode) == len(situation.gpus_to_have) or all(part.at_once for part in on_same_mode):
+    same_mode = [gpu for gpu in situation.gpus_with_room if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
+    on_same_mode = _place_on(situation, same_mode, separate=separate)
+    if len(same_mode) == len(situation.gpus_with_room) or all(part.at_once for part in on_same_mode):
         return on_same_mode
-    on_all = _placed_on(situation, situation.gpus_to_have, apart=apart)
+    on_all = _place_on(situation, situation.gpus_with_room, separate=separate)
     # The number of GPUs and the score, which come later in the rank, are no reason to use GPUs of both modes.
     return max(on_same_mode, on_all, key=lambda parts: _rank_of(parts, situation)[:2])
 
 
-def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> tuple[Part, ...]:
-    """Return the parts of a case on GPUs that have room now; ``apart`` is as for `place`."""
+def _place_on(situation: Situation, idle: Sequence[GpuFacts], *, separate: bool) -> tuple[Part, ...]:
+    """Return the parts of a case on GPUs that have room now; ``separate`` is as for `place`."""
     case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
-        return _of_several_gpus(situation, idle)
+        return _place_jobs_with_several_gpus(situation, idle)
     on_one_gpu = _judge_part(situation)
     if _is_for_one_gpu(on_one_gpu, idle):
         return (on_one_gpu,)
@@ -103,9 +102,10 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
         for capacities in _capacities(gpus)
     ]
     spread = max(choices, key=lambda parts: _rank_of(parts, situation))
-    if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in spread):
+    all_have_own = all(part.situation.own_gpu for part in spread)
+    if not separate or len(case.workloads) == 1 or situation.consolidate or all_have_own:
         return spread
-    return max([spread, *_placements_apart(situation, idle)], key=lambda parts: _rank_of(parts, situation))
+    return max([spread, *_placements_on_separate_gpus(situation, idle)], key=lambda parts: _rank_of(parts, situation))
 
 
 _SEVERAL: Final = 2
@@ -121,24 +121,24 @@ def _is_for_one_gpu(part: Part, idle: Sequence[GpuFacts]) -> bool:
 
 
 # Up to this many workloads, each way of putting some of them on GPUs of their own is judged.
-_MOST_APART: Final = 5
+_MOST_SEPARATE: Final = 5
 
 
-def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
+def _placements_on_separate_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
     """Yield placements that give some workloads GPUs of their own, where their needs do not rule out ways for others."""
     inseparable: dict[object, list[Workload]] = {}
     for work in situation.case.workloads:
         # In a long list, workloads that differ only in name and number stay together.
-        key = work if len(situation.case.workloads) <= _MOST_APART else replace(work, name=None, processes=None)
+        key = work if len(situation.case.workloads) <= _MOST_SEPARATE else replace(work, name=None, processes=None)
         inseparable.setdefault(key, []).append(work)
-    if len(inseparable) > _MOST_APART:
+    if len(inseparable) > _MOST_SEPARATE:
         return
     for blocks in _partitions(list(inseparable.values()), len(idle)):
         cases = [replace(situation.case, workloads=tuple(itertools.chain(*block))) for block in blocks]
         cases.sort(key=lambda case: (-max(work.memory or 0 for work in case.workloads), -(case.processes or 1)))
         # A block is not taken apart again: what that gives is another partition of this loop.
         parts = [
-            _on_own_gpus(situation, case, gpus, apart=False)
+            _place_on_own_gpus(situation, case, gpus, separate=False)
             for case, gpus in zip(cases, _gpus_for_cases(cases, idle), strict=True)
         ]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
@@ -163,8 +163,10 @@ def _gpus_for_cases(cases: Sequence[Case], idle: Sequence[GpuFacts]) -> list[lis
     return gpus_of_case
 
 
-def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, apart: bool = True) -> tuple[Part, ...]:
-    """Return the parts of a case that has these GPUs for itself; ``apart`` is as for `place`."""
+def _place_on_own_gpus(
+    situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, separate: bool = True
+) -> tuple[Part, ...]:
+    """Return the parts of a case that has these GPUs for itself; ``separate`` is as for `place`."""
     within = replace(situation, case=case, among=tuple(gpu.index for gpu in gpus))
     first = first_gpu(within, gpus)
     if case.processes == within.gpus_each == 1:
@@ -172,10 +174,10 @@ def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, 
         # It shares with nobody: not with other users either.
         alone = replace(case, workloads=(replace(work, same_user=True),))
         return (_judge_part(situation.on(first, alone, own_gpu=True)),)
-    return place(replace(within, gpu=first), apart=apart)
+    return place(replace(within, gpu=first), separate=separate)
 
 
-def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
+def _place_jobs_with_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
     """Return the parts of a case with jobs that have several GPUs each.
 
     The workload with the most GPUs each has GPUs of its own, the others have the rest. If there are too few GPUs for
@@ -185,7 +187,7 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
     first = max(case.workloads, key=lambda work: work.gpus or 1)
     rest = tuple(work for work in case.workloads if work is not first)
     if not rest:
-        return (_on_gpu_sets(situation, idle),)
+        return (_part_on_gpu_sets(situation, idle),)
     gpus_each = first.gpus or 1
     choices = []
     situation_of_first = situation.on(situation.gpu, replace(case, workloads=(first,)))
@@ -195,13 +197,13 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
             gpus_of_first = gpus[: sets * gpus_each]
             remaining = [gpu for gpu in idle if gpu not in gpus_of_first]
             if remaining:
-                part = _on_gpu_sets(situation_of_first, gpus_of_first, beside=True)
-                choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), remaining)))
-    return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_on_gpu_sets(situation, idle),))
+                part = _part_on_gpu_sets(situation_of_first, gpus_of_first, beside=True)
+                choices.append((part, *_place_on_own_gpus(situation, replace(case, workloads=rest), remaining)))
+    return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_part_on_gpu_sets(situation, idle),))
 
 
-def _on_gpu_sets(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
-    """Return the part of jobs that have a set of several GPUs each; jobs for which there is no set wait for one.
+def _part_on_gpu_sets(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
+    """Return the part of jobs that have several GPUs each, a set; jobs for which there is no set wait for one.
 
     ``beside``: other workloads have other GPUs.
     """
@@ -259,7 +261,7 @@ def _kinds(gpus: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
 
 
 def _kind_key(gpu: GpuFacts) -> tuple[object, ...]:
-    """Return what makes GPUs alike to the rules."""
+    """Return the key that GPUs share if the rules cannot tell them apart."""
     instances = () if gpu.layout is None or not gpu.mig_enabled else gpu.layout.instances
     return gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances
 
@@ -282,7 +284,7 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
     Next to production on GPUs of its own, opportunistic jobs may wait for each other.
     """
     has_production = Role.PRODUCTION in situation.case.roles
-    used = sum(len(part.situation.spread) for part in parts)
+    used = sum(len(part.situation.used_gpus) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
 
     def may_wait(part: Part) -> bool:
@@ -297,7 +299,7 @@ def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
 
 
 def _capacities(gpus: Sequence[GpuFacts]) -> list[list[int]]:
-    """Return the measures by which unequal GPUs may be loaded, with a number per GPU: memory, one each, instances."""
+    """Return the measures by which unequal GPUs are loaded, each a number per GPU: memory, 1, instances; unknown: 1."""
     by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
     if len(set(by_memory)) == 1:
         return [by_memory]
@@ -364,19 +366,14 @@ def _split(
 
 
 def _portion(work: Workload, start: int, end: int) -> Workload:
-    """Return the part of a workload from one of its groups up to another or, if it has no groups, of its processes."""
+    """Return the part of a workload with its groups from ``start`` up to ``end``, or without groups its processes."""
     processes, groups = work.processes or 1, work.groups or work.processes or 1
     units = end - start
     # The parts add up to all processes; the first group is one of the largest.
     processes = -(-processes * end // groups) + (-processes * start // groups)
     # Shares of all processes say nothing of a part of them.
-    has_all = work.shares is not None and units == len(work.shares)
-    portion = replace(
-        work,
-        processes=processes,
-        groups=units if work.groups else None,
-        shares=work.shares if has_all else None,
-    )
+    shares = work.shares if len(work.shares or ()) == units else None
+    portion = replace(work, processes=processes, groups=units if work.groups else None, shares=shares)
     if processes == 1 and (work.processes or 1) > 1:
         # A process alone on its GPU does not share it with other users either.
         return replace(portion, same_user=True)
@@ -403,7 +400,8 @@ def _split_list(
     production_gpus: set[int] = set()
 
     def load(number: int) -> tuple[float, int, int]:
-        # Of empty GPUs the smallest is first: the larger ones may be needed for other workloads.
+        """Return the sort key of a GPU, the least loaded first; of empty ones the smallest: others may need the large."""
+        # Of unknown sizes each counts as 1 byte: then the number of processes decides.
         used = sum(work.memory or 1 for work in works_on[number])
         return used / capacities[number], len(works_on[number]), memory[number]
 
@@ -416,10 +414,10 @@ def _split_list(
         works_on[chosen].append(work)
         if work.role is Role.PRODUCTION:
             production_gpus.add(chosen)
-    return list(map(_merged, works_on))
+    return list(map(_merge_alike, works_on))
 
 
-def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
+def _merge_alike(works: Sequence[Workload]) -> tuple[Workload, ...]:
     """Return the processes of one GPU as workloads: those that are alike but for their shares are one workload."""
     if not works:
         return ()

@@ -215,7 +215,7 @@ def _applies(situation: Situation, question: Question) -> bool:
     if question.pair not in {None, situation.pair}:
         return False
     if question.field == "destroy":
-        return any(not instance.busy for instance in situation.kept)
+        return any(not instance.busy for instance in situation.kept_instances)
     if question.field == "occupied":
         return bool(situation.gpu.processes)
     # One process has nobody to trust.
@@ -254,7 +254,7 @@ def other_answers(situation: Situation) -> Iterator[tuple[OtherAnswer, Part]]:
 
 def _first_part_with(situation: Situation, question: Question, answer: Answer) -> Part:
     """Return the first part of the placement with this answer to a question."""
-    return place(with_answer(situation, question.field, answer.value), apart=False)[0]
+    return place(with_answer(situation, question.field, answer.value), separate=False)[0]
 
 
 def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:

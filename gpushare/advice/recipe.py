@@ -16,10 +16,10 @@ from gpushare.advice.facts import HOPPER
 from gpushare.advice.limits import (
     client_job_memory,
     client_limits,
-    inside_limit,
     job_memory,
+    limit_inside_instance,
     memory_limits,
-    threads_for,
+    threads_of_each,
 )
 from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import may_be_destroyed_unasked
@@ -32,7 +32,7 @@ from gpushare.advice.steps import (
     clean_name,
     label_of,
     limits_to_set,
-    mig_as_it_was,
+    lines_restoring_mig,
     program_text,
     undo_of,
 )
@@ -53,9 +53,9 @@ if TYPE_CHECKING:
 
 
 def _needs_yes(s: Situation) -> bool:
-    """Return whether the line that destroys the idle instances has ``-y``: one has a name or a grant, or is not ours."""
+    """Return whether the line that destroys the idle instances needs ``-y``: one has a name or a grant, or is not ours."""
     layout = s.gpu.layout
-    idle = () if layout is None else [instance for instance in layout.instances if instance not in s.kept]
+    idle = () if layout is None else [instance for instance in layout.instances if instance not in s.kept_instances]
     return not all(map(may_be_destroyed_unasked, idle))
 
 
@@ -70,7 +70,7 @@ class _Tenant:
     selector: str
 
 
-def _mig(steps: Steps, way: Way) -> None:
+def _add_mig(steps: Steps, way: Way) -> None:
     """Add the lines of MIG: the instances, who may use them, and the jobs in them."""
     s = steps.s
     free = s.free_instances(way)
@@ -93,13 +93,13 @@ def _mig(steps: Steps, way: Way) -> None:
     steps.several_shells = named
     if free is None:
         for on_gpu in steps.each_gpu():
-            _create_instances(steps, on_gpu, way, _tenants(on_gpu, way, named=True) if named else [])
+            _add_instances(steps, on_gpu, way, _tenants(on_gpu, way, named=True) if named else [])
         if s.case.same_user is not True and not all(work.user for work in s.case.workloads):
             steps.add_line(_WHO_MAY)
     if named or way is not Way.MIG:
         for on_gpu in steps.each_gpu():
             for tenant in _tenants(on_gpu, way, named=named):
-                _run_inside(steps, on_gpu, way, tenant)
+                _add_jobs_inside(steps, on_gpu, way, tenant)
     else:
         _add_jobs_by_profile(steps)
 
@@ -110,7 +110,7 @@ def _add_jobs_by_profile(steps: Steps) -> None:
     if s.one_process and s.case.any("code"):
         steps.add_line("in the program: independent work on separate streams overlaps inside its instance, too")
     # They name GPUs only if the host has others.
-    gpus = steps.gpu if len(s.host.gpus) > len(s.spread) else None
+    gpus = steps.gpu if len(s.host.gpus) > len(s.used_gpus) else None
     lines = Counter((tenant.profile.name, tenant.work) for tenant in _tenants(s, Way.MIG, named=False))
     for (profile, work), count in lines.items():
         # A single line is for the jobs on all GPUs.
@@ -124,7 +124,7 @@ _WHO_MAY: Final = (
 )
 
 
-def _create_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_Tenant]) -> None:
+def _add_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_Tenant]) -> None:
     """Add the lines that create the instances of one GPU, with names and grants if tenants are given."""
     slices = s.slices(way)
     layout = s.gpu.layout
@@ -139,14 +139,14 @@ def _create_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_T
     elif not tenants:
         # Those that stay are in the list too: what is not in it is destroyed.
         what = "create the instances; idle ones that are not in the list are destroyed"
-        wish = merge_equal((*wish_of(s.kept), *wish))
+        wish = merge_equal((*wish_of(s.kept_instances), *wish))
         steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, yes=_needs_yes(s))
     else:
         if not can_add(layout, wish):
-            idle = [f"{s.gpu.index}/{instance.id}" for instance in layout.instances if instance not in s.kept]
+            idle = [f"{s.gpu.index}/{instance.id}" for instance in layout.instances if instance not in s.kept_instances]
             words = ["mig", "destroy", *idle, *(["-y"] if _needs_yes(s) else [])]
             steps.lines.append(steps.command_line("make room: destroy the idle instances", *words, root=True))
-            steps.undo_first(mig_as_it_was(steps, s))
+            steps.undo_first(lines_restoring_mig(steps, s))
         for tenant in tenants:
             wish = (Request(profile=tenant.profile.name),)
             what = f"create the instance of {tenant.name}"
@@ -183,29 +183,28 @@ def _tenants(s: Situation, way: Way, *, named: bool) -> list[_Tenant]:
         processes = work.processes or (count if way is Way.MIG else 2 * count)
         for number in range(count):
             name = f"{prefix}{label}-{number + 1}" if count > 1 else f"{prefix}{label}"
-            processes_inside = max(1, processes // count + (number < processes % count))
+            # The first ones have one more if the processes do not divide evenly.
+            inside = max(1, processes // count + (number < processes % count))
             profile, selector = next(instances)
             if named:
                 selector = name
-            tenants.append(
-                _Tenant(name=name, work=work, processes=processes_inside, profile=profile, selector=selector)
-            )
+            tenants.append(_Tenant(name=name, work=work, processes=inside, profile=profile, selector=selector))
     return tenants
 
 
-def _run_inside(steps: Steps, s: Situation, way: Way, tenant: _Tenant) -> None:
+def _add_jobs_inside(steps: Steps, s: Situation, way: Way, tenant: _Tenant) -> None:
     """Add the lines for the programs of one instance: the start of MPS in it, if that is the way, and the jobs."""
     work = tenant.work
     selector = tenant.selector
     title = tenant.name if steps.several_shells else label_of(work) or tenant.name
     what = program_text(tenant.processes, title)
-    limit = inside_limit(way, work, tenant.profile, tenant.processes)
+    limit = limit_inside_instance(way, work, tenant.profile, tenant.processes)
     if way is Way.MIG:
         steps.add_job(what, work, gpu=None, mig=selector)
     elif way is Way.MIG_TIMESLICE:
         steps.add_job(what, work, gpu=selector, slice=OWN_SLICE, memory=limit)
     else:
-        limits = client_limits(threads_for(s, tenant.processes), limit)
+        limits = client_limits(threads_of_each(s, tenant.processes), limit)
         start = steps.change_line(
             f"start MPS in the instance of {title}", s, Verb.MPS_START, instance=selector, limits=limits
         )
@@ -222,8 +221,8 @@ def _run_inside(steps: Steps, s: Situation, way: Way, tenant: _Tenant) -> None:
 OPPORTUNISTIC_CAP: Final = 60
 
 
-def _start_daemons(steps: Steps, what: str, limits: Limits) -> None:
-    """Add the lines that start MPS on each GPU with these limits, or set them at a daemon that runs."""
+def _add_daemons(steps: Steps, what: str, limits: Limits) -> None:
+    """Add the lines that start MPS on each GPU with these limits, or set them where a daemon runs already."""
     for s in steps.each_gpu():
         if s.mps_serves:
             steps.add_change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=limits_to_set(limits))
@@ -231,28 +230,28 @@ def _start_daemons(steps: Steps, what: str, limits: Limits) -> None:
             steps.add_change(what, s, Verb.MPS_START, limits=limits)
 
 
-def _mps(steps: Steps, way: Way) -> None:
+def _add_mps(steps: Steps, way: Way) -> None:
     """Add the lines of MPS: the daemons with their limits, and the jobs."""
     s = steps.s
     works = s.case.workloads
-    at_once = s.wave_size(Way.MPS) or s.case.processes
+    at_once = s.at_a_time(Way.MPS) or s.case.processes
     # Before Volta, MPS limits no threads.
-    cap = None if at_once is None or s.before_volta else threads_for(s, at_once)
+    cap = None if at_once is None or s.before_volta else threads_of_each(s, at_once)
     if way is Way.MPS_STREAMS:
         steps.add_line("inside each program: put independent work on separate CUDA streams")
     if s.case.any("weights") and at_once is not None and at_once > 1 and cap is not None:
-        _start_daemons(steps, "start MPS", Limits())
-        _shares(steps, way)
+        _add_daemons(steps, "start MPS", Limits())
+        _add_shares(steps, way)
     elif len(works) > 1:
-        _start_daemons(steps, "start MPS", Limits())
+        _add_daemons(steps, "start MPS", Limits())
         threads = client_limits(cap, None).threads_percent
         for work in works:
             what = program_text(work.processes or 1, label_of(work))
             steps.add_job(what, work, threads_percent=threads, memory=job_memory(s, way, work))
     else:
         limits = client_limits(cap, memory_limits(s)[0])
-        _start_daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
-        _run_clients(steps, works[0], at_once=at_once, memory=job_memory(s, way, works[0]))
+        _add_daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
+        _add_mps_jobs(steps, works[0], at_once=at_once, memory=job_memory(s, way, works[0]))
     steps.measure.append("total steps per second of all programs, with and without MPS")
     if not s.before_volta:
         steps.measure.append(
@@ -261,13 +260,13 @@ def _mps(steps: Steps, way: Way) -> None:
         )
 
 
-def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: int | None) -> None:
+def _add_mps_jobs(steps: Steps, work: Workload, *, at_once: int | None, memory: int | None) -> None:
     """Add the line of equal MPS clients: a farm where they end by themselves and belong to one user."""
     s = steps.s
     total = s.counts_of_all[0]
     can_be_farm = s.case.same_user and not s.together and not s.endless and s.gpu.instance is None
     if total is not None and total > 1 and can_be_farm:
-        parallel = None if at_once is None else min(at_once * len(s.spread), total)
+        parallel = None if at_once is None else min(at_once * len(s.used_gpus), total)
         some_wait = f", {parallel} at a time" if parallel is not None and parallel < total else ""
         what = f"{program_text(total)}{some_wait}; {{}} in CMD is the number of the copy"
         steps.add_job(what, work, copies=total, parallel=parallel, memory=memory)
@@ -276,11 +275,11 @@ def _run_clients(steps: Steps, work: Workload, *, at_once: int | None, memory: i
         what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
         steps.add_job(what, work, memory=memory)
     else:
-        wait = len(s.spread) > 1 or s.wave_size(Way.MPS) is not None
-        _equal_jobs(steps, work, total, memory=memory, wait=wait)
+        wait = len(s.used_gpus) > 1 or s.at_a_time(Way.MPS) is not None
+        _add_equal_jobs(steps, work, total, memory=memory, wait=wait)
 
 
-def _equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
+def _add_equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
     """Add the line of equal jobs. Those that do not end by themselves get names, by which the undo ends them."""
     if steps.s.endless and steps.s.gpu.instance is None:
         steps.add_copies(work, count, **options)
@@ -288,7 +287,7 @@ def _equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any)
         steps.add_job(program_text(count, label_of(work)), work, **options)
 
 
-def _mps_static(steps: Steps, _: Way) -> None:
+def _add_mps_static(steps: Steps, _: Way) -> None:
     """Add the lines of static partitions, which only NVIDIA's own commands make."""
     s = steps.s
     # A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide).
@@ -322,13 +321,13 @@ _LISTED: Final = "which jobs are out, and how long that took: gpushare swap list
 class _Pair:
     """How a way starts production and the others: notes on their lines, and the options of `gpushare run`.
 
-    The others yield to production by ``yields`` if they can (see `_can_yield`); else they have the options ``apart``.
+    The others yield to production by ``yields`` if they can (see `_can_yield`); else they have the ``without_yield``.
     """
 
     yields: str | None = None
     note: str | None = None
-    apart: Mapping[str, Any]
-    note_apart: str | None = None
+    without_yield: Mapping[str, Any]
+    note_without_yield: str | None = None
     # Of production, which has a name.
     name: str = "production"
     wait: bool = False
@@ -339,7 +338,7 @@ _PAIRS: Final = {
     Way.WHOLE: _Pair(
         yields="pause",
         note="paused while {name} works",
-        apart={},
+        without_yield={},
         measure=(
             "production's rate and p99, alone and with the other job",
             "how much of the time the other job runs",
@@ -347,8 +346,8 @@ _PAIRS: Final = {
     ),
     Way.SLICES: _Pair(
         yields="slices",
-        apart={"slice": _OTHER_SLICE},
-        note_apart="with a short slice",
+        without_yield={"slice": _OTHER_SLICE},
+        note_without_yield="with a short slice",
         measure=(
             "production's p99 and rate, alone and with the others",
             f"which slices, or which cap under MPS: {_WHICH_WAY}",
@@ -357,14 +356,14 @@ _PAIRS: Final = {
     Way.SWAP: _Pair(
         yields="swap",
         note="out while production has the GPU",
-        apart={"swap": "turns=60s"},
-        note_apart="out while production has the GPU",
+        without_yield={"swap": "turns=60s"},
+        note_without_yield="out while production has the GPU",
         wait=True,
         measure=(_LISTED, "how long production waits when it starts, and how much of the time the other job runs"),
     ),
     # Production has no cap: the other job gets what production does not need.
     Way.MPS_PRIORITY: _Pair(
-        apart={"priority": Priority.LOW},
+        without_yield={"priority": Priority.LOW},
         name="name",
         measure=(
             "production's rate and p99, alone and with the other job, three alternating runs each",
@@ -376,7 +375,7 @@ _PAIRS: Final = {
 }
 
 
-def _production(steps: Steps, way: Way) -> None:
+def _add_production(steps: Steps, way: Way) -> None:
     """Add the lines of production and of the jobs that yield to it."""
     s = steps.s
     pair = _PAIRS[way]
@@ -390,15 +389,15 @@ def _production(steps: Steps, way: Way) -> None:
     cost = s.leaving_cost(way) if way is Way.SWAP else None
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     if way is Way.MPS_PRIORITY:
-        _start_daemons(steps, "start MPS without a cap for production", Limits())
+        _add_daemons(steps, "start MPS without a cap for production", Limits())
     if can_yield:
         note = pair.note and pair.note.format(name=first_name)
         # Swap notices production by its growth, so it needs no name.
         target = None if way is Way.SWAP else first_name
         options_of_others: dict[str, Any] = {"opportunistic": True, "yields": pair.yields, "target": target}
     else:
-        note = pair.note_apart
-        options_of_others = _options_apart(s, way)
+        note = pair.note_without_yield
+        options_of_others = _options_without_yield(s, way)
     production_count = 0
     others_count = 0
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
@@ -406,7 +405,7 @@ def _production(steps: Steps, way: Way) -> None:
         production_count += is_production
         memory = job_memory(s, way, work)
         if work.running and way is Way.SLICES:
-            _set_slice_of_running(steps, work, count, owner)
+            _add_slice_of_running(steps, work, count, owner)
         elif work.running:
             steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
         elif is_production:
@@ -439,17 +438,18 @@ def _can_yield(s: Situation, way: Way, *, already_running: bool) -> bool:
     return not (already_running and way is Way.SLICES)
 
 
-def _options_apart(s: Situation, way: Way) -> dict[str, Any]:
-    """Return the options of `gpushare run` for each job beside production that cannot yield to it."""
-    options = dict(_PAIRS[way].apart)
+def _options_without_yield(s: Situation, way: Way) -> dict[str, Any]:
+    """Return the options of `gpushare run` that make a job spare production where it cannot yield to it."""
+    options = dict(_PAIRS[way].without_yield)
     if way is Way.MPS_PRIORITY:
         counts = zip(s.case.workloads, s.counts_of_all, strict=True)
+        # All of them share one cap.
         clients = sum(count or 1 for work, count in counts if work.role is not Role.PRODUCTION)
         options["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent
     return options
 
 
-def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, owner: str | None) -> None:
+def _add_slice_of_running(steps: Steps, work: Workload, count: int | None, owner: str | None) -> None:
     """Add the line that sets the slice of jobs that run already; ``owner`` is a note that only their user can."""
     slice_of_job = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
     what = f"the slice of {program_text(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
@@ -467,7 +467,7 @@ def _production_name(work: Workload, number: int, running_names: Sequence[str]) 
 # -- the whole GPU, one after the other ----------------------------------------------------------------
 
 
-def _whole(steps: Steps, way: Way) -> None:
+def _add_whole(steps: Steps, way: Way) -> None:
     """Add the lines of jobs that have a GPU, or GPUs, to themselves."""
     s = steps.s
     # Processes that wait for each other are one job with a GPU for each.
@@ -481,23 +481,23 @@ def _whole(steps: Steps, way: Way) -> None:
             "for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU"
         )
     elif one_job:
-        _one_job(steps)
+        _add_one_job(steps)
     elif may_pause(s):
         # In a queue, a service that stays would keep the other job out.
-        _production(steps, way)
+        _add_production(steps, way)
     else:
         for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
             if work.running:
                 steps.add_line(program_text(count, label_of(work), "runs already, and stays as it is"))
             else:
-                _alone(steps, work, count)
+                _add_jobs_alone(steps, work, count)
         if s.placed_processes > s.gpu_sets:
             if not s.memory_decides:
                 steps.add_line("a program that gpushare did not start is not held back")
             steps.measure.append("the total time of all, one after the other: sharing has to beat that")
 
 
-def _alone(steps: Steps, work: Workload, count: int | None) -> None:
+def _add_jobs_alone(steps: Steps, work: Workload, count: int | None) -> None:
     """Add the line of jobs that have a whole GPU each, one after the other where there are more of them.
 
     In line and without a limit of memory, a job claims the whole GPU.
@@ -515,11 +515,11 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
     steps.add_job(program_text(count, label_of(work)), work, wait=True, memory=memory, **options)
 
 
-def _one_job(steps: Steps) -> None:
+def _add_one_job(steps: Steps) -> None:
     """Add the line of one job whose processes depend on each other: in a queue, the first would wait forever."""
     s = steps.s
     processes = s.placed_processes
-    gpus = len(s.spread)
+    gpus = len(s.used_gpus)
     count = min(processes, gpus)
     if gpus == 1:
         what = "the processes depend on each other and cannot run in turn: start it with one process"
@@ -550,7 +550,7 @@ def may_pause(s: Situation) -> bool:
 _INTERACTIVE_SLICE: Final = "1ms"
 
 
-def _timeslice(steps: Steps, way: Way) -> None:
+def _add_timeslice(steps: Steps, way: Way) -> None:
     """Add the lines of jobs that share the time of a GPU."""
     s = steps.s
     for on_gpu in steps.each_gpu():
@@ -559,7 +559,7 @@ def _timeslice(steps: Steps, way: Way) -> None:
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
         steps.lines.append(steps.command_line("running programs share the GPU as they do now; see", *see))
-    in_line = len(s.spread) > 1 or s.wave_size(way) is not None
+    in_line = len(s.used_gpus) > 1 or s.at_a_time(way) is not None
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         if work.running:
             continue
@@ -570,7 +570,7 @@ def _timeslice(steps: Steps, way: Way) -> None:
             slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
             # In line and without a limit of memory, a job would claim the whole GPU.
             wait = in_line and memory is not None
-            _equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=wait)
+            _add_equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=wait)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
         steps.add_line(
             "the memory is divided equally, because what each needs is not known; with --memory SIZE it is that"
@@ -607,12 +607,12 @@ def _weighted_jobs(case: Case, processes: int) -> list[_WeightedJobs]:
     return [_WeightedJobs(work, work.processes or 1, 1.0 if number else 2.0) for number, work in enumerate(works)]
 
 
-def _shares(steps: Steps, way: Way) -> None:
+def _add_shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
     s = steps.s
     for number, on_gpu in enumerate(steps.each_gpu()):
         # Spread evenly: the first GPUs may have one process more than the others.
-        weighted = _weighted_jobs(on_gpu.case, -(-(s.placed_processes - number) // len(s.spread)))
+        weighted = _weighted_jobs(on_gpu.case, -(-(s.placed_processes - number) // len(s.used_gpus)))
         smallest = min(jobs.share for jobs in weighted)
         total = sum(jobs.share * jobs.processes for jobs in weighted)
         for work, processes, share in weighted:
@@ -625,7 +625,7 @@ def _shares(steps: Steps, way: Way) -> None:
         steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
 
 
-def _leaving(steps: Steps, way: Way) -> None:
+def _add_leaving_jobs(steps: Steps, way: Way) -> None:
     """Add the lines for jobs in turns, or for jobs that leave while they are idle."""
     s = steps.s
     if way is Way.TURNS:
@@ -650,16 +650,16 @@ def _leaving(steps: Steps, way: Way) -> None:
 # -- answers without a share of a GPU ------------------------------------------------------------------
 
 
-def _streams(steps: Steps, _: Way) -> None:
+def _add_streams(steps: Steps, _: Way) -> None:
     """Add the lines of streams, which only the program itself can make."""
     steps.add_line(
         "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory"
     )
-    _alone(steps, steps.s.case.workloads[0], count=1)
+    _add_jobs_alone(steps, steps.s.case.workloads[0], count=1)
     steps.measure.append("whether kernels overlap: nsys profile CMD")
 
 
-def _vgpu(steps: Steps, _: Way) -> None:
+def _add_vgpu(steps: Steps, _: Way) -> None:
     """Add the lines of vGPU, which only the hypervisor sets up."""
     s = steps.s
     backed = s.gpu.mig_capable and (s.case.any("bandwidth_qos") or Isolation.FULL in s.isolation)
@@ -670,18 +670,19 @@ def _vgpu(steps: Steps, _: Way) -> None:
     steps.measure.append("the rate of the program in one virtual machine, alone and with the others")
 
 
-def _measure(steps: Steps, _: Way) -> None:
+def _add_bench(steps: Steps, _: Way) -> None:
     """Add the line that measures the ways against each other."""
     s = steps.s
-    waves = [size for size in map(s.wave_size, (Way.TIMESLICE, Way.MPS)) if size is not None]
-    processes = min(waves, default=s.case.processes)
+    fitting = [count for count in map(s.at_a_time, (Way.TIMESLICE, Way.MPS)) if count is not None]
+    # One copy alone is what the others are compared with: as many as run at the same time.
+    processes = min(fitting, default=s.case.processes)
     copies = f"1,{processes}" if processes is not None and processes > 1 else "1,2,4"
     bench = f"gpushare bench -g {s.gpu.selector} --copies {copies} -- {s.case.workloads[0].command or 'CMD'}"
     steps.add_line("run it under each way in turn; the host is restored afterwards", bench)
     steps.measure.append("total runs per second, and p99; overlapping intervals mean no difference")
 
 
-def _fix(steps: Steps, _: Way) -> None:
+def _add_remedy(steps: Steps, _: Way) -> None:
     """Add the lines for a problem that no way of sharing solves: too many engines, too little memory or input."""
     s = steps.s
     if s.batched:
@@ -711,11 +712,11 @@ def _fix(steps: Steps, _: Way) -> None:
     steps.measure.append(measure)
 
 
-def _kubernetes(steps: Steps, way: Way) -> None:
+def _add_kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
     # Where only some fit at a time, the other pods wait in the cluster.
-    pods = max(2, min(s.wave_size(way) or s.case.processes or 4, MOST_REPLICAS))
+    pods = max(2, min(s.at_a_time(way) or s.case.processes or 4, MOST_REPLICAS))
     # What `export` reads of the GPUs of the host; empty where they stay as they are.
     layout = ""
     shares_text = f"{pods} pods share each GPU"
@@ -752,13 +753,13 @@ def recipe(s: Situation, way: Way) -> Recipe:
     steps = Steps(s)
     if s.case.any("kubernetes") and way.outer in _FOR_PODS:
         # The device plugin of the cluster applies the way, not gpushare on the host.
-        _kubernetes(steps, way)
-        return steps.made()
+        _add_kubernetes(steps, way)
+        return steps.finished_recipe()
     _turn_off_obstacles(steps, way)
     add_lines = _RECIPES[way]
     if s.pair and way in {Way.SLICES, Way.SWAP}:
         # Without a pair, these ways are for equal jobs.
-        add_lines = _production
+        add_lines = _add_production
     add_lines(steps, way)
     if s.case.any("containers") and way.outer in _FOR_PODS:
         steps.add_line(
@@ -769,7 +770,7 @@ def recipe(s: Situation, way: Way) -> Recipe:
         steps.undo.append(AdviceStep("nothing of the host is changed; a job that is out comes back by itself"))
     if way is not Way.FIX and s.several and not s.apart and any(map(s.case.any, ("replicas", "cuda_graphs"))):
         steps.measure.append("several copies of one model, against one server with continuous or dynamic batching")
-    return steps.made()
+    return steps.finished_recipe()
 
 
 def _turn_off_obstacles(steps: Steps, way: Way) -> None:
@@ -791,17 +792,17 @@ def _turn_off_obstacles(steps: Steps, way: Way) -> None:
 
 
 _RECIPES: Final[dict[Way, Callable[[Steps, Way], None]]] = {
-    Way.WHOLE: _whole,
-    Way.STREAMS: _streams,
-    Way.TIMESLICE: _timeslice,
-    Way.SLICES: _shares,
-    Way.MPS: _mps,
-    Way.MPS_PRIORITY: _production,
-    Way.MPS_STATIC: _mps_static,
-    Way.VGPU: _vgpu,
-    Way.MPS_STREAMS: _mps,
-    Way.MEASURE: _measure,
-    Way.FIX: _fix,
-    **dict.fromkeys(ALL_MIG, _mig),
-    **dict.fromkeys(LEAVING, _leaving),
+    Way.WHOLE: _add_whole,
+    Way.STREAMS: _add_streams,
+    Way.TIMESLICE: _add_timeslice,
+    Way.SLICES: _add_shares,
+    Way.MPS: _add_mps,
+    Way.MPS_PRIORITY: _add_production,
+    Way.MPS_STATIC: _add_mps_static,
+    Way.VGPU: _add_vgpu,
+    Way.MPS_STREAMS: _add_mps,
+    Way.MEASURE: _add_bench,
+    Way.FIX: _add_remedy,
+    **dict.fromkeys(ALL_MIG, _add_mig),
+    **dict.fromkeys(LEAVING, _add_leaving_jobs),
 }

@@ -116,14 +116,16 @@ class Rule:
             if not enough and not table.at_least(needs.row, best_level, needs.floor):
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", unanswered=True)
         elif not enough:
-            yield self._below_level(situation, way, cell, best_level, needs)
+            yield self._below_level_reason(situation, way, cell, best_level, needs)
         elif way.inner is not None and shares_instance and needs.inside:
             inner = table.cell(way.inner, needs.row, driver)
             if not table.at_least(needs.row, inner.level, needs.wanted):
                 kind = Kind.CONDITION if table.at_least(needs.row, inner.level, needs.floor) else Kind.VETO
                 yield self._reason(inner, kind, f"{self.text}: that is so between instances, not within one")
 
-    def _below_level(self, situation: Situation, way: Way, cell: Cell, best_level: str, needs: Requirement) -> Reason:
+    def _below_level_reason(
+        self, situation: Situation, way: Way, cell: Cell, best_level: str, needs: Requirement
+    ) -> Reason:
         """Return the reason for a cell below the wanted level; ``best_level`` is what an option of the cell gives.
 
         It is a condition if that is at least the floor, else a veto.
@@ -164,7 +166,7 @@ _PREFERENCES: Final = (Kind.FOR, Kind.AGAINST)
 _EXACTLY: Final = {"yes": True, "no": False, "unknown": None}
 
 
-def condition(text: str) -> Condition:
+def parse_condition(text: str) -> Condition:
     """Return the condition that a rule's ``when`` says.
 
     Raises:
@@ -212,7 +214,7 @@ def _parse_rule(row: Mapping[str, Any]) -> Rule:
         id=row["id"],
         kind=kind,
         ways=ways,
-        when=condition(row["when"]),
+        when=parse_condition(row["when"]),
         text=row["text"],
         words=tuple(name for _, name, _, _ in Formatter().parse(row["text"]) if name),
         source=row.get("source", ""),
@@ -228,7 +230,7 @@ def rules() -> tuple[Rule, ...]:
 
 
 def cannot_leave(situation: Situation) -> bool:
-    """Return whether the driver cannot copy these jobs out of this GPU, or gpushare does not try."""
+    """Return whether these jobs cannot be swapped out of this GPU: the driver cannot, or gpushare does not try."""
     return any(rule.when(situation, Way.SWAP) for rule in rules() if rule.id in _RULES_AGAINST_LEAVING)
 
 
@@ -320,7 +322,7 @@ def _judge_all(situation: Situation) -> tuple[WayVerdict, ...]:
 
 
 def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
-    """Return the best of sorted verdicts; None if every way of sharing or queueing is refused."""
+    """Return the first usable of sorted verdicts; None: every way of sharing is refused, or only measuring is left."""
     usable = [verdict for verdict in judged if not verdict.refused]
     # Measuring alone is no answer, and a change of the program or a vGPU only if a rule speaks for it.
     answers = (each for each in usable if each.way not in {Way.MEASURE, Way.FIX, Way.VGPU})

@@ -112,9 +112,8 @@ def savings(
             continue
         option = _consolidate(bins, gpus_now, price, cost, target_load)
         if option.max_load_percent > 100:
-            refused = (
-                f"{_on_gpus(gpus)} the fullest would have {plain(option.max_load_percent)} % load: more than 100 %"
-            )
+            fullest = plain_number(option.max_load_percent)
+            refused = f"{_on_gpus_text(gpus)} the fullest would have {fullest} % load: more than 100 %"
             continue
         # An additional GPU that takes no load off the fullest one only costs money.
         if options and option.max_load_percent >= options[-1].max_load_percent:
@@ -146,10 +145,10 @@ def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Wo
     """
     by_load = sorted(work, key=lambda workload: (-workload.load, -(workload.memory_bytes or 0), workload.name))
     by_memory = sorted(work, key=lambda workload: (-(workload.memory_bytes or 0), -workload.load, workload.name))
-    return _spread(by_load, gpus, capacity, even=True) or _spread(by_memory, gpus, capacity, even=False)
+    return _put_on_gpus(by_load, gpus, capacity, even=True) or _put_on_gpus(by_memory, gpus, capacity, even=False)
 
 
-def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool) -> list[list[Work]] | None:
+def _put_on_gpus(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool) -> list[list[Work]] | None:
     """Put work in this order on GPUs, to the least loaded one with room if ``even``; None: it does not fit."""
     bins: list[list[Work]] = [[] for _ in range(gpus)]
     loads = [Decimal(0)] * gpus
@@ -200,14 +199,15 @@ def _no_room_text(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
         reason = f"{format_bytes(needed)} is needed, {format_bytes(available)} is available: {format_bytes(needed - available)} too little"
     else:
         reason = "the work of the GPUs cannot be split that way"
-    return f"{_on_gpus(gpus)} the memory does not fit: {reason}"
+    return f"{_on_gpus_text(gpus)} the memory does not fit: {reason}"
 
 
-def _on_gpus(gpus: int) -> str:
+def _on_gpus_text(gpus: int) -> str:
     return "on one GPU" if gpus == 1 else f"on {gpus} GPUs"
 
 
-def plain(number: Decimal) -> str:
+def plain_number(number: Decimal) -> str:
+    """Return a number without needless zeros: ``12.5``, ``80``."""
     text = f"{number:f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -219,17 +219,19 @@ def _warnings(
     warnings = []
     loads = {workload.load for workload in work}
     # Equal loads are shown as "4 x 25 %", others as their sum.
-    terms = f"{len(work)} x {plain(work[0].load)} %" if len(loads) == 1 else "together the loads"
+    terms = f"{len(work)} x {plain_number(work[0].load)} %" if len(loads) == 1 else "together the loads"
     for option in options:
-        where = _on_gpus(option.gpus)
-        fullest = plain(option.max_load_percent)
+        where = _on_gpus_text(option.gpus)
+        fullest = plain_number(option.max_load_percent)
         if option.verdict == "no_headroom":
-            load = f"{terms} is {plain(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
+            load = (
+                f"{terms} is {plain_number(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
+            )
             warnings.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
-            warnings.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
+            warnings.append(f"{where}, the fullest has {fullest} % load, above the target of {plain_number(target)} %")
     if len(work) > 1 and not any(option.recommended for option in options):
-        warnings.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
+        warnings.append(f"the target load of {plain_number(target)} % needs all {len(work)} GPUs with this memory")
     if len(work) > 1 and (capacity is None or any(workload.memory_bytes is None for workload in work)):
         warnings.append("memory was not checked: the work must also fit in memory; give --memory and --gpu-memory")
     return warnings

@@ -85,6 +85,7 @@ class Budget:
 
     @property
     def fits(self) -> bool | None:
+        """Return whether all fit at the same time with contexts of the usual size; None: unknown."""
         left = self.left_bytes
         return None if left is None else left >= 0
 
@@ -124,13 +125,13 @@ class Budget:
 
 
 def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
+    """Return the memory budget of all processes of a case on one GPU, under MPS or outside it."""
     context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
     total = gpu.memory_total_bytes
     counts = case.counts
     sizes = [work.memory for work in case.workloads]
-    known_bytes = [
-        size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None
-    ]
+    pairs = zip(sizes, counts, strict=True)
+    known_bytes = [size * count for size, count in pairs if size is not None and count is not None]
     wanted = sum(known_bytes) if known_bytes else None
     # With unknown sizes the sum is only a lower bound, which counts if it is already too large.
     if wanted is not None and len(known_bytes) < len(sizes) and (total is None or wanted <= total):
@@ -277,7 +278,7 @@ def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInsta
     for share, profiles in zip(shares, candidates, strict=True):
         holding = next((profile for profile in profiles if _holds(profile, share)), None)
         if holding is None:
-            return Slices(why_not=f"no instance has {share}{_largest_text(profiles, share)}")
+            return Slices(why_not=f"no instance has {share}{_largest_profile_text(profiles, share)}")
         smallest.append(holding)
     if not _fit_together(room, smallest):
         largest = max(shares)
@@ -307,7 +308,7 @@ def _profiles_of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
     return sorted(profiles, key=lambda profile: (profile.slices, profile.size or 0, profile.memory_bytes or 0))
 
 
-def _largest_text(profiles: Sequence[Profile], share: Share) -> str:
+def _largest_profile_text(profiles: Sequence[Profile], share: Share) -> str:
     """Return the end of a sentence: what the largest profile has of the memory and SMs that a share asks for."""
     if not profiles:
         return ""
@@ -425,14 +426,14 @@ class Situation:
     own_gpu: bool = False
 
     @property
-    def spread(self) -> tuple[GpuFacts, ...]:
-        """Return all GPUs that this answer is for."""
+    def used_gpus(self) -> tuple[GpuFacts, ...]:
+        """Return the GPUs that this answer is for: the first, and others like it."""
         return (self.gpu, *self.more)
 
     @property
     def jobs(self) -> dict[str, RunningJob]:
         """Return the jobs that run on the GPUs that it is spread over, by name."""
-        uuids = {gpu.uuid for gpu in self.spread}
+        uuids = {gpu.uuid for gpu in self.used_gpus}
         return {job.name: job for job in self.host.jobs if not uuids.isdisjoint(job.devices)}
 
     @cached_property
@@ -449,7 +450,7 @@ class Situation:
     @property
     def gpu_sets(self) -> int:
         """Return how many jobs can have GPUs of their own at the same time: the number of sets of `gpus_each` GPUs."""
-        return max(1, len(self.spread) // self.gpus_each)
+        return max(1, len(self.used_gpus) // self.gpus_each)
 
     @property
     def counts_of_all(self) -> tuple[int | None, ...]:
@@ -472,7 +473,7 @@ class Situation:
         whole: Case | None = None,
         own_gpu: bool = False,
     ) -> Situation:
-        """Return a case on another GPU, or on several alike."""
+        """Return the situation with another GPU, or several alike, and another case if one is given."""
         return replace(self, gpu=gpu, case=case or self.case, more=tuple(more), whole=whole, own_gpu=own_gpu)
 
     def variant(self, **changes: Any) -> Situation:
@@ -518,6 +519,7 @@ class Situation:
 
     @cached_property
     def pair(self) -> bool:
+        """Return whether there are a production job and opportunistic ones, and nothing else."""
         return self.case.roles == {Role.PRODUCTION, Role.OPPORTUNISTIC}
 
     @cached_property
@@ -555,7 +557,7 @@ class Situation:
 
     @cached_property
     def apart(self) -> bool:
-        """Return whether the processes, or their groups, must be separated from each other."""
+        """Return whether the processes, or their groups, must be kept apart: by isolation, bandwidth, trust or users."""
         explicit = len(self.case.workloads) == 1 and (self.case.groups or 0) > 1
         return bool(
             explicit
@@ -608,12 +610,12 @@ class Situation:
     @cached_property
     def in_phases(self) -> bool:
         """Return whether processes that work together must all advance, but need not run at the same time."""
-        at_once = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.spread) >= (self.case.processes or 2)
+        at_once = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.used_gpus) >= (self.case.processes or 2)
         return self.together and not at_once and bool(self.case.any("cooperating") and self.case.any("progress"))
 
     @cached_property
-    def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other ones that are idle or have an idle MIG instance; only this one if it has neither."""
+    def gpus_with_room(self) -> tuple[GpuFacts, ...]:
+        """Return this GPU and others that are idle or have an idle MIG instance; this one alone if it is not so itself."""
         if self.gpu.instance is not None or not _has_room_now(self.gpu):
             return (self.gpu,)
         return (self.gpu, *filter(_has_room_now, self.other_gpus))
@@ -644,6 +646,7 @@ class Situation:
 
     @cached_property
     def plain(self) -> Budget:
+        """Return the memory budget outside MPS."""
         return budget(self.case, self.gpu, mps=False)
 
     @cached_property
@@ -687,10 +690,10 @@ class Situation:
             source=SOURCE,
         )
 
-    def wave_size(self, way: Way) -> int | None:
-        """Return how many processes run at a time where they run in waves: not all fit at once, and the rest can wait.
+    def at_a_time(self, way: Way) -> int | None:
+        """Return how many processes run at a time where not all fit at once, and the rest can wait for their end.
 
-        None: there are no waves, as all run at once, at most one does, or none can wait for another.
+        None: all run at once, at most one does, or none can wait for another.
         """
         processes = self.case.processes
         if processes is None or not self._can_be_queued or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
@@ -736,23 +739,16 @@ class Situation:
 
     def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
         """Return the number of processes of each workload that run at the same time."""
-        wave = self.wave_size(way)
-        # A case that runs in waves has one workload.
-        return self.case.counts if wave is None else (wave,)
+        at_a_time = self.at_a_time(way)
+        # A case of which some wait has one workload.
+        return self.case.counts if at_a_time is None else (at_a_time,)
 
     @cached_property
     def memory_decides(self) -> bool:
         """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
         other_needs = (
-            "latency",
-            "profiler",
-            "bandwidth_qos",
-            "bandwidth_bound",
-            "containment",
-            "vms",
-            "nccl",
-            "weights",
-            "kubernetes",
+            *("latency", "profiler", "bandwidth_qos", "bandwidth_bound", "containment"),
+            *("vms", "nccl", "weights", "kubernetes"),
         )
         sizes_known = all(work.memory is not None for work in self.case.workloads)
         one_at_a_time = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
@@ -808,7 +804,7 @@ class Situation:
         return max(1, self.mps_clients * smallest // whole)
 
     @cached_property
-    def kept(self) -> tuple[GpuInstance, ...]:
+    def kept_instances(self) -> tuple[GpuInstance, ...]:
         """Return the MIG instances that must stay: busy ones and, unless the user says otherwise, those that somebody may need."""
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
@@ -894,7 +890,11 @@ class Situation:
         """Return whether any instance can be created next to those that stay; True where no profiles are listed."""
         layout = self.gpu.layout
         profiles = [] if layout is None else _profiles_of_kind(layout, graphics=False)
-        return layout is None or not profiles or _fit_together(replace(layout, instances=self.kept), profiles[:1])
+        return (
+            layout is None
+            or not profiles
+            or _fit_together(replace(layout, instances=self.kept_instances), profiles[:1])
+        )
 
     def slices(self, way: Way) -> Slices | None:
         """Return the instances for a way; None if the driver lists no profiles."""
@@ -902,7 +902,7 @@ class Situation:
         if layout is None or not layout.profiles:
             return None
         shares = self.shares(way)
-        return self.once(("slices", shares, self.kept), lambda: self._find_slices(layout, shares))
+        return self.once(("slices", shares, self.kept_instances), lambda: self._find_slices(layout, shares))
 
     def _find_slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
         """Return the instances for these shares: next to all that is there, else next to what must stay."""
@@ -914,10 +914,10 @@ class Situation:
             next_to_all = slices_for(layout, shares, layout.instances)
             if next_to_all.why_not is None:
                 return next_to_all
-            next_to_kept = slices_for(layout, shares, self.kept)
-            if next_to_kept.why_not is None or not self.kept:
+            next_to_kept = slices_for(layout, shares, self.kept_instances)
+            if next_to_kept.why_not is None or not self.kept_instances:
                 return next_to_kept
-            kept = ", ".join(map(instance_title, self.kept))
+            kept = ", ".join(map(instance_title, self.kept_instances))
             return replace(next_to_kept, why_not=f"{next_to_kept.why_not}, next to {kept}")
         if len(shares) == 1:
             # One process leaves half of the GPU to others, if half is enough for it.

@@ -62,7 +62,8 @@ class Change:
         return self.instance or _selector(self.gpus)
 
     @property
-    def each(self) -> tuple[Change, ...]:
+    def per_gpu(self) -> tuple[Change, ...]:
+        """Return the change of each of its GPUs alone."""
         return tuple(replace(self, gpus=(gpu,)) for gpu in self.gpus)
 
     @property
@@ -175,11 +176,11 @@ class Steps:
     @property
     def gpu(self) -> str:
         """Return the ``-g`` value for all GPUs of the situation."""
-        return self.s.gpu.instance or _selector(gpu.index for gpu in self.s.spread)
+        return self.s.gpu.instance or _selector(gpu.index for gpu in self.s.used_gpus)
 
     def each_gpu(self) -> list[Situation]:
         """Return the situation on each of its GPUs alone."""
-        return [self.s.on(gpu) for gpu in self.s.spread]
+        return [self.s.on(gpu) for gpu in self.s.used_gpus]
 
     def add_line(self, what: str, command: str | None = None) -> None:
         """Add a line that changes nothing of the host itself."""
@@ -257,7 +258,7 @@ class Steps:
         self.add_job(what, work, name=first, **options)
         self.job_names += others
 
-    def made(self) -> Recipe:
+    def finished_recipe(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs that have names."""
         undo = list(self.undo)
         # The host is asked for the running jobs only where there are names.
@@ -303,7 +304,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
         return [steps.change_line("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
     if verb is not Verb.MIG_DISABLE and (gpu.layout is None or not gpu.layout.instances):
         return [steps.change_line("destroy the instances again", s, Verb.MIG_DESTROY, yes=yes)]
-    return mig_as_it_was(steps, s)
+    return lines_restoring_mig(steps, s)
 
 
 def limits_to_set(limits: Limits) -> Limits:
@@ -311,8 +312,8 @@ def limits_to_set(limits: Limits) -> Limits:
     return replace(limits.explicit, priority=None)
 
 
-def mig_as_it_was(steps: Steps, s: Situation) -> list[AdviceStep]:
-    """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
+def lines_restoring_mig(steps: Steps, s: Situation) -> list[AdviceStep]:
+    """Return the undo of changes of MIG: lines that turn it on with its current instances, their names and grants."""
     layout = s.gpu.layout
     if layout is None or not layout.instances:
         return [steps.change_line("turn MIG on again", s, Verb.MIG_ENABLE)]

@@ -29,7 +29,7 @@ from gpushare.advice.case import (
     workloads_of_sizes,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts, RunningJob, host_facts, instance_facts
-from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
+from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured_advice, unmeasured_advice
 from gpushare.advice.measured import measured_answer as answer_of
 from gpushare.advice.place import first_gpu
 from gpushare.advice.questions import next_question, with_answer
@@ -619,7 +619,7 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
             f"run them in order: {'; '.join(line.command for line in recipe.lines if line.command)}",
             code="several_shells",
         )
-    changes = [change for line in recipe.lines if line.change is not None for change in line.change.each]
+    changes = [change for line in recipe.lines if line.change is not None for change in line.change.per_gpu]
     if not changes:
         notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
@@ -786,7 +786,7 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
             code="pair_not_measured",
         )
     # As many processes of the case as can run at once.
-    at_once = [situation.wave_size(Way.TIMESLICE), situation.wave_size(Way.MPS), situation.case.processes]
+    at_once = [situation.at_a_time(Way.TIMESLICE), situation.at_a_time(Way.MPS), situation.case.processes]
     copies = min((count for count in at_once if count is not None), default=_FEWEST_COPIES)
     notes = _notes_of_copies(situation.case, copies, live=live)
     if situation.case.processes is None:
@@ -795,7 +795,7 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
     advice = advice_for(situation)
     reason = _why_not_measured(advice)
     if reason is not None:
-        return _set_up_or_show(unmeasured(advice, reason, copies), None, notes, apply=apply)
+        return _set_up_or_show(unmeasured_advice(advice, reason, copies), None, notes, apply=apply)
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
         ways = parse_ways(",".join(bench_ways(advice)))
@@ -805,11 +805,11 @@ def measure_and_answer(host: Host, situation: Situation, measuring: BenchSetting
         data, measurement = measure_with_progress(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
-        advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
+        advice_of_rules = unmeasured_advice(advice, f"nothing could be measured: {error.message}", copies)
         return _set_up_or_show(advice_of_rules, None, notes, apply=False, error=error)
     early = _early_end_error(measurement)
     return _set_up_or_show(
-        measured(advice, data, copies),
+        measured_advice(advice, data, copies),
         data,
         notes,
         apply=apply and early is None,

@@ -11,10 +11,10 @@ from typing import Any, Final
 from gpushare.advice.compare import (
     Availability,
     HostCell,
-    answering,
+    answering_gpus,
     availability,
     availability_text,
-    explanation,
+    explanation_lines,
     host_cell,
     text_here,
     today_text,
@@ -130,7 +130,7 @@ def _facts_of_host(gpu: str | None) -> HostFacts:
         facts = replace(facts, gpus=tuple(each for each in facts.gpus if each.index in chosen))
     if not facts.gpus:
         raise no_gpu_error("see the general table: gpushare compare --view today")
-    if not answering(facts):
+    if not answering_gpus(facts):
         raise GpuLost("no GPU answers", "see: gpushare doctor", gpu=facts.gpus[0].index)
     return facts
 
@@ -164,7 +164,7 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
     if facts is not None:
         availability_here = [
             WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
-            for way, gpu in product(chosen, answering(facts))
+            for way, gpu in product(chosen, answering_gpus(facts))
         ]
     usable = {here.way for here in availability_here if here.usable}
     cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
@@ -202,7 +202,7 @@ def _compared_rows(
         """Return what the view says of a way, and whether sources disagree; this host has no text for a way it lacks."""
         cell = table.cell(way, key, driver)
         if facts is not None:
-            text = text_here(table, way, key, facts, answering(facts))
+            text = text_here(table, way, key, facts, answering_gpus(facts))
         else:
             text = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         return ComparedCell(text=text, disputed=cell.contradiction is not None)
@@ -217,7 +217,7 @@ def _compared_rows(
     ]
     if facts is None:
         return rows
-    available = tuple(ComparedCell(text=availability_text(way, facts, answering(facts))) for way in chosen)
+    available = tuple(ComparedCell(text=availability_text(way, facts, answering_gpus(facts))) for way in chosen)
     return [ComparedRow(title="on this host", cells=available), *rows]
 
 
@@ -243,7 +243,7 @@ def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu:
     row = row_named(table, row_word)
     way = way_of(way_word, COLUMNS)
     driver, facts, why_not_host = _driver_and_facts(None, driver, gpu)
-    entries = explanation(table, way, row.key, driver, facts, why_not_host)
+    entries = explanation_lines(table, way, row.key, driver, facts, why_not_host)
     cell = host_cell(table, way, row.key, driver, facts)
     return Result(
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),

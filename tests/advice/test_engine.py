@@ -119,13 +119,13 @@ def test_every_way_begins_somewhere() -> None:
     ],
 )
 def test_a_condition_is_true_false_or_unknown(text: str, expected: bool | None) -> None:
-    assert engine.condition(text)(situation_of({"processes": 4, "users": "same"}), Way.MPS) is expected
+    assert engine.parse_condition(text)(situation_of({"processes": 4, "users": "same"}), Way.MPS) is expected
 
 
 @pytest.mark.parametrize("text", ["several + 1", "nonsense", "yes(several, pair)(pair)", "__import__('os')", "1"])
 def test_a_condition_of_anything_else_is_refused(text: str) -> None:
     with pytest.raises((ValueError, IndexError)):
-        engine.condition(text)
+        engine.parse_condition(text)
 
 
 def test_every_case_and_every_division_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from gpushare.advice.compare import (
     availability,
     availability_text,
     cell_here,
-    explanation,
+    explanation_lines,
     host_cell,
     text_here,
 )
@@ -215,19 +215,19 @@ def test_a_cell_of_a_host_has_every_view():
 
 
 def test_an_explanation_has_views_disagreement_and_sources():
-    lines = explanation(TABLE, Way.TIMESLICE, "error_isolation", HOST.driver, HOST, None)
+    lines = explanation_lines(TABLE, Way.TIMESLICE, "error_isolation", HOST.driver, HOST, None)
     heads = [head for head, _ in lines]
     assert heads[:4] == ["question", "published 2022", "today", "this host"]
     assert heads.count("source") == 4
     assert "they all do" in dict(lines)["sources disagree"]
-    text = dict(explanation(TABLE, Way.MPS, "sm_isolation", "580", None, "no driver"))
+    text = dict(explanation_lines(TABLE, Way.MPS, "sm_isolation", "580", None, "no driver"))
     assert text["this host"] == "not known: no driver"
     assert text["option"].startswith("static, driver 590 on (not this driver):")
-    assert "no: " not in dict(explanation(TABLE, Way.MIG, "telemetry", None, HOST, None))["this host"]
+    assert "no: " not in dict(explanation_lines(TABLE, Way.MIG, "telemetry", None, HOST, None))["this host"]
 
 
 def test_today_is_told_by_driver():
-    heads = [head for head, _ in explanation(TABLE, Way.MPS, "memory_protection", None, None, None)]
+    heads = [head for head, _ in explanation_lines(TABLE, Way.MPS, "memory_protection", None, None, None)]
     assert heads[2:5] == ["before driver 495", "driver 495 on", "driver 615 on"]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpushare.advice.advise import Advice, Confidence, advise
-from gpushare.advice.measured import ANSWERED, BENCH_WAYS, MeasuredAdvice, bench_ways, measured
+from gpushare.advice.measured import ANSWERED, BENCH_WAYS, MeasuredAdvice, bench_ways, measured_advice
 from gpushare.advice.rules import Kind, rules
 from gpushare.base.benchmark import BenchAnswer, BenchCell, LeftOut, Metric
 from gpushare.base.model import Way
@@ -64,7 +64,7 @@ def once(mean: float) -> Rate:
 
 
 def after(words: Mapping[str, Any], rates: Mapping[str, Rate], **more: Any) -> MeasuredAdvice:
-    return measured(advice_of(**words), bench(rates, **more), more.get("copies", 4))
+    return measured_advice(advice_of(**words), bench(rates, **more), more.get("copies", 4))
 
 
 def commands(found: MeasuredAdvice) -> list[str | None]:

@@ -277,4 +277,4 @@ def test_of_parts_of_equal_size_the_kind_that_is_judged_first_is_first() -> None
     )
     # GPU 1 is judged first: GPU 2 is of its kind.
     situation = Situation(Case(workloads=works, root=False), facts, facts.gpus[1], table())
-    assert [part.situation.gpu.index for part in place(situation, apart=False)] == [2, 0, 1]
+    assert [part.situation.gpu.index for part in place(situation, separate=False)] == [2, 0, 1]

@@ -100,7 +100,7 @@ def test_leaving_is_never_preferred_to_what_fits(words: dict[str, Any], progress
         return
     assert made.plain.may_fit is made.under_mps.may_fit is False
     # Only in waves, the others waiting.
-    assert all(found[way].refused or made.wave_size(way) for way in CONCURRENT if way is not Way.VGPU)
+    assert all(found[way].refused or made.at_a_time(way) for way in CONCURRENT if way is not Way.VGPU)
 
 
 @settings(max_examples=25)
@@ -127,7 +127,7 @@ def test_a_question_is_asked_only_while_it_decides(words: dict[str, Any], host: 
     for one in (question for question in QUESTIONS if question.text is not None):
         if answer_of(situation, one.field) is None and (one.field != "same_user" or situation.case.processes != 1):
             answered = [with_answer(situation, one.field, answer.value) for answer in one.answers]
-            assert len({place(other, apart=False)[0].way for other in answered}) == 1, (one.field, best)
+            assert len({place(other, separate=False)[0].way for other in answered}) == 1, (one.field, best)
 
 
 @settings(max_examples=60)

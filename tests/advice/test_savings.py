@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.savings import Price, Savings, Work, plain, savings
+from gpushare.advice.savings import Price, Savings, Work, plain_number, savings
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import GIB
 from tests.errors import fails
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 @pytest.mark.parametrize(("number", "text"), [("25", "25"), ("0.7520", "0.752"), ("100", "100"), ("2E+2", "200")])
 def test_numbers_are_plain(number: str, text: str) -> None:
-    assert plain(Decimal(number)) == text
+    assert plain_number(Decimal(number)) == text
 
 
 LOADS = st.decimals(min_value=0, max_value=100, places=1)
