@@ -96,6 +96,7 @@ class Form(Generic[T]):
 
 
 def text(pattern: str, meaning: str) -> Form[str]:
+    """Return the form of a text that matches a pattern; ``meaning`` says in the error what it should be: ``a user name``."""
     return converted(pattern, meaning, str)
 
 
@@ -125,6 +126,8 @@ def choice(known: Mapping[str, T]) -> Form[T]:
 
 
 def number(least: float, most: float, meaning: str, convert: Callable[[float], T]) -> Form[T]:
+    """Return the form of a number in a range, which is then converted; ``meaning`` as in `text`."""
+
     def read(value: Value) -> T:
         good = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
         if not good or not least <= value.raw <= most:
@@ -138,10 +141,10 @@ def whole(least: int, most: int) -> Form[int]:
     meaning = f"a whole number from {least} to {most}"
 
     def read(value: Value) -> int:
-        wide = number(least, most, meaning, float).read(value)
-        if not wide.is_integer():
+        as_float = number(least, most, meaning, float).read(value)
+        if not as_float.is_integer():
             raise value.is_not_error(meaning)
-        return int(wide)
+        return int(as_float)
 
     return Form(read, {"type": "integer", "minimum": least, "maximum": most})
 

@@ -122,7 +122,7 @@ def find_model(name: str) -> GpuModel:
     import difflib
 
     listing = "see them all: gpushare sim list --models"
-    shorts = {plain_name(known.short): known.short for known in load_models().values()}
+    shorts = {plain_name(model.short): model.short for model in load_models().values()}
     close = [shorts[match] for match in difflib.get_close_matches(plain_name(name), shorts, n=3, cutoff=0.5)]
     hint = f"did you mean {', '.join(close)}? {listing}" if close else listing
     raise BadUsage(f"there is no GPU model '{name.strip()[:60]}'", hint, code="unknown_model")

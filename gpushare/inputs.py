@@ -138,6 +138,7 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
+            """Refuse what is nested too deep, before PyYAML's recursion overflows."""
             if self.depth == _MAX_DEPTH:
                 raise RecursionError
             self.depth += 1
@@ -156,6 +157,7 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
                 raise _Refused(f"this is not a valid {kind[:40]}", node) from None
 
         def flatten_mapping(self, node: Any) -> None:
+            """Refuse merges (``<<``) that would make a small file huge."""
             for key, value in node.value:
                 # Each alias in such a list may stand for thousands of keys.
                 if key.tag == "tag:yaml.org,2002:merge" and len(getattr(value, "value", "")) > _MAX_MERGED:

@@ -154,6 +154,7 @@ def setting_step(
             raise NotHeld(f"{setting} was set to {in_words(value)} but reads back as {now}", f"see: {see}", gpu=gpu)
 
     def act() -> None:
+        """Write the wanted value, unless the host has it, and keep the one found for `back`."""
         now = read()
         if now == wanted:
             return

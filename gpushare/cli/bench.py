@@ -208,11 +208,7 @@ def _measure_sizes(
 
 
 def _result_of_runs(
-    data: BenchAnswer,
-    measurement: Measurement,
-    earlier: Benchmark | None,
-    to_file: Path | None,
-    picture: Path | None,
+    data: BenchAnswer, measurement: Measurement, earlier: Benchmark | None, to_file: Path | None, picture: Path | None
 ) -> Any:
     """Return what was measured as the command's result, compared with an ``earlier`` benchmark, and write the files."""
     runs = len(measurement.runs)

@@ -35,14 +35,7 @@ from gpushare.measure.bench_data import best_caps, read_bench
 from gpushare.memory.limit import parse_budget
 from gpushare.mps.limits import Limits
 from gpushare.plan import Plan
-from gpushare.run.farm import (
-    MOST_COPIES,
-    MOST_LINE_BYTES,
-    Farm,
-    FarmOptions,
-    parse_lines,
-    share_of_threads,
-)
+from gpushare.run.farm import MOST_COPIES, MOST_LINE_BYTES, Farm, FarmOptions, parse_lines, share_of_threads
 from gpushare.run.jobs import check_job_name, farm_job
 from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched

@@ -34,7 +34,7 @@ def jobs(
 
     def read() -> Result:
         snapshot = observer.read()
-        jobs = listed_jobs(host, snapshot, everything=everything, most_ended=most)
-        return jobs_result(snapshot, jobs, everything=everything)
+        listed = listed_jobs(host, snapshot, everything=everything, most_ended=most)
+        return jobs_result(snapshot, listed, everything=everything)
 
     return read_or_watch(read, watch)

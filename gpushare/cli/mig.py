@@ -78,9 +78,7 @@ class MigEnvAnswer:
     environment: Mapping[str, str]
 
 
-def env(
-    name: str = argument("NAME", "The name of an instance.", default=...),
-) -> Any:
+def env(name: str = argument("NAME", "The name of an instance.", default=...)) -> Any:
     """Print the export line that makes a shell's programs use an instance: eval "$(gpushare mig env train)".
 
     The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
@@ -107,8 +105,7 @@ def env(
 
 
 app = typer.Typer(
-    **GROUP,
-    help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
+    **GROUP, help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions."
 )
 MODEL: Final = option("--model", "MODEL", "An empty GPU of this model instead of this host's GPUs: h100-80gb.")
 _GPU_OR_MODEL: Final = (Refused("--gpu", "--model", "it is a GPU of this host", "'3g.40gb*2' --model h100-80gb"),)

@@ -127,14 +127,14 @@ class MigCheckAnswer:
 
 def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, needs_entry: bool) -> CheckedGpu:
     """Return a GPU compared with its demand; one without a demand is left out of the verdict, unless it ``needs_entry``."""
-    problem, difference = _compare_gpu(gpu, demand, host)
+    problem, mismatch = _compare_gpu(gpu, demand, host)
     is_left_out = demand is None and gpu.error is None and not needs_entry
     return CheckedGpu(
         gpu=gpu.index,
-        as_requested=None if is_left_out else problem is None and not difference,
+        as_requested=None if is_left_out else problem is None and not mismatch,
         problem=problem,
-        missing=difference.missing,
-        extra=difference.extra,
+        missing=mismatch.missing,
+        extra=mismatch.extra,
     )
 
 

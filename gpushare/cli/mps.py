@@ -104,7 +104,7 @@ def logs(
     home = _home_with_logs(host, select_one(gpu, gpus_of(host)))
     texts = {name: last_lines(home.log / name, lines) for name in ("control.log", "server.log")}
     if not settings.verbose:
-        # Most of the log may be questions.
+        # Most of the log may be queries of gpushare: the last lines without them are further up.
         texts["control.log"] = without_questions(last_lines(home.log / "control.log", _MOST_LINES))[-lines:]
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in texts)
     return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text)
@@ -348,8 +348,8 @@ def stop(
         forget_ended(host)
     forces = force or drain is not None
     stops = [
-        Stop(host, found, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter())
-        for found, device in daemons_to_stop(host, gpus_of(host), gpu, pipe_directory)
+        Stop(host, entry, device, drain_seconds=drain_seconds, force=forces, on_wait=_wait_reporter())
+        for entry, device in daemons_to_stop(host, gpus_of(host), gpu, pipe_directory)
     ]
     # To find them takes time, and with -y nobody is asked.
     losses = [] if settings.yes else [loss for each in stops for loss in each.losses(partial(job_names, host))]

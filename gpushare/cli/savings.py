@@ -142,11 +142,7 @@ def _recorded_work(use: GpuUse) -> Work:
             gpu=use.gpu.index,
             code="load_unknown",
         )
-    return Work(
-        name=f"GPU {use.gpu.index}",
-        load=Decimal(str(use.activity.mean)),
-        memory_bytes=use.memory_peak_bytes,
-    )
+    return Work(name=f"GPU {use.gpu.index}", load=Decimal(str(use.activity.mean)), memory_bytes=use.memory_peak_bytes)
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:

@@ -266,8 +266,8 @@ def add(
     gpus = host.nvml.identities()
     if instance is not None and instance.isdigit():
         # The id of a GPU instance: use the UUID of its first device. An unknown id is left for `add_process` to refuse.
-        instances = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
-        instance = next((mig.uuid for mig in instances), instance)
+        instances = (each for each in select_one(gpu, gpus).gpu.mig_instances if each.gpu_instance_id == int(instance))
+        instance = next((each.uuid for each in instances), instance)
     device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)
     if instance is None and device.mig is not None:
         instance = device.mig.uuid

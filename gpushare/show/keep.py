@@ -49,7 +49,7 @@ class KeepReport:
         self._header = True
         self._file: str | None = None
         self._rules = 0
-        # A file is followed of which nothing was told yet.
+        # Whether the next events must first tell that a file is followed.
         self._file_is_new = False
 
     def follows(self, path: str, rules: int) -> None:

@@ -71,7 +71,7 @@ def _sleep_until_due(started: float, seconds: float) -> None:
 
 
 def _write_documents(read: Callable[[], Result], seconds: float, stream: IO[str], form: OutputFormat) -> None:
-    """Write one document per look, without end."""
+    """Write a document each time that the host is read, every ``seconds``, without end."""
     first = True
     while True:
         started = time.monotonic()
@@ -101,7 +101,7 @@ def document_of_look(result: Result, form: OutputFormat, stream: IO[str], *, hea
 
 
 def _redraw_screen(read: Callable[[], Result], seconds: float, stream: IO[str], command: str) -> None:
-    """Redraw one screen per look, without end."""
+    """Redraw the screen each time that the host is read, every ``seconds``, without end."""
     from rich.console import Console, Group
     from rich.live import Live
 

@@ -211,6 +211,7 @@ class CopyLines:
         self._drawn = True
 
     def clear(self) -> None:
+        """Remove the progress bar, so that a line can be written in its place."""
         if self._drawn:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()

@@ -306,11 +306,11 @@ def _format_with_next(format_limit: Callable[[Any], str], no_limit: str = "-") -
     """
 
     def pair_text(limits: tuple[Any, Any]) -> str:
-        own, next_limit = limits
-        if own == next_limit:
-            return format_limit(own)
+        limit, next_limit = limits
+        if limit == next_limit:
+            return format_limit(limit)
         next_text = no_limit if next_limit is None else format_limit(next_limit)
-        return f"{format_limit(own)} ({next_text} from now on)"
+        return f"{format_limit(limit)} ({next_text} from now on)"
 
     return pair_text
 
@@ -349,8 +349,8 @@ def _client_table(snapshot: Snapshot) -> Table:
     return Table(name="mps_clients", title="MPS clients", columns=columns, rows=rows)
 
 
-def _since(snapshot: Snapshot, moment: float | None) -> float | None:
-    """Return the seconds between a moment and the snapshot."""
+def _seconds_since(snapshot: Snapshot, moment: float | None) -> float | None:
+    """Return the seconds from a moment, in seconds since 1970, to the snapshot; None: there is no such moment."""
     return None if moment is None else (snapshot.taken_at or 0.0) - moment
 
 
@@ -514,12 +514,12 @@ def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
                 **vars(process),
                 "gpu": gpu.index,
                 "type": process.type or None,
-                "age": None if snapshot.taken_at is None else _since(snapshot, process.started_at),
+                "age": None if snapshot.taken_at is None else _seconds_since(snapshot, process.started_at),
                 "idle": _idle_seconds(process, snapshot),
                 "way": way_text(
                     process.way, process.threads_percent, process.slice_us, instance.profile, instance.name
                 ),
-                "paused": _since(snapshot, process.paused_since),
+                "paused": _seconds_since(snapshot, process.paused_since),
                 "command": command_of(process),
             }
 

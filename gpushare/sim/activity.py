@@ -203,6 +203,7 @@ def compute_sms(model: GpuModel, profile: Profile, slices: int) -> int:
 
 
 def device_sms(model: GpuModel, instance: SimulatedMigInstance) -> int:
+    """Return the SM count of a MIG device."""
     from gpushare.sim import mig
 
     profile = profile_of(model, instance)

@@ -155,10 +155,10 @@ class SimulatedFiles(KernelFiles):
         argument[_STATUS] = status.to_bytes(4, "little")
 
     def _control(self, file: _ControlFile, handle: int, command: int, parameters: bytearray) -> int:
-        """Answer one RM_CONTROL; return the status."""
-        forced = self._state.channel_statuses.get(hex(command))
-        if forced is not None:
-            return forced
+        """Answer one RM_CONTROL, a call of the driver on an object; return the status, or the one that a test has set for it."""
+        status_of_test = self._state.channel_statuses.get(hex(command))
+        if status_of_test is not None:
+            return status_of_test
         if command == rm.HANDLE_INFO:
             return _object_info(file, handle, parameters)
         if command not in _CALLS:

@@ -85,6 +85,7 @@ def open_checkpoint(state_file: StateFile) -> Checkpoint:
 
 
 def _set_state(process: SimulatedProcess, value: int) -> int:
+    """Set the checkpoint state of a process; return the CUresult of success."""
     process.checkpoint = value
     return SUCCESS
 

@@ -31,7 +31,7 @@ def host_devices(state: SimulatedHostState) -> list[Device]:
     return devices
 
 
-def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
+def visible_devices(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
     """Return the devices that CUDA shows for the entries of CUDA_VISIBLE_DEVICES (none: all that CUDA enumerates).
 
     An entry is an ordinal in what CUDA enumerates: the GPUs, of one in MIG mode its first MIG device. Or it is the
@@ -63,7 +63,7 @@ def split(value: str | None) -> list[str]:
 
 def daemon_devices(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Device]:
     """Return the devices that an MPS daemon offers to its clients, in the order of their ordinals there."""
-    return visible(host_devices(state), daemon.visible)
+    return visible_devices(host_devices(state), daemon.visible)
 
 
 # Minors of open-gpu-kernel-modules: 1 and 2 are mig/config and mig/monitor.

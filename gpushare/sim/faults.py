@@ -66,7 +66,7 @@ def _amount(field: str, meaning: str, example: int | str, *, of_gpu: bool = Fals
     return _Fault(field, read, of_gpu)
 
 
-def _entry_points(kind: str, text: str | None) -> Sequence[str]:
+def _parse_entry_points(kind: str, text: str | None) -> Sequence[str]:
     """Return the NVML entry points of a short name in `ENTRY_POINTS`, or the entry point that ``text`` itself names."""
     if text is None or not (text in ENTRY_POINTS or text.startswith("nvml")):
         names = ", ".join(ENTRY_POINTS)
@@ -74,13 +74,13 @@ def _entry_points(kind: str, text: str | None) -> Sequence[str]:
     return ENTRY_POINTS.get(text, (text,))
 
 
-def _program(kind: str, text: str | None) -> Sequence[str]:
+def _parse_program(kind: str, text: str | None) -> Sequence[str]:
     if text not in {SMI, MPS_CONTROL, TOOLKIT}:
         raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
     return (text,)
 
 
-def _version(_kind: str, text: str | None) -> str:
+def _parse_version(_kind: str, text: str | None) -> str:
     if text is None or not text.split(".")[0].isdigit():
         raise _bad_fault_error("driver needs a version", "give for example 535.261.03 or 580.159.04")
     return text
@@ -90,8 +90,8 @@ _FAULTS: Final = {
     "lost": _flag("lost", True, of_gpu=True),
     "persistence-off": _flag("persistence", False, of_gpu=True),
     "reset-required": _flag("reset_required", True, of_gpu=True),
-    "not-supported": _Fault("not_supported", _entry_points, of_gpu=True),
-    "refused": _Fault("refused", _entry_points, of_gpu=True),
+    "not-supported": _Fault("not_supported", _parse_entry_points, of_gpu=True),
+    "refused": _Fault("refused", _parse_entry_points, of_gpu=True),
     "xid": _amount("xids", "its number", 79, of_gpu=True),
     "slowed": _amount("slowed", "the sum of nvmlClocksEventReasons", 4, of_gpu=True),
     "power-cap": _amount("power_cap_watts", "the watts that it may draw", 300, of_gpu=True),
@@ -101,9 +101,9 @@ _FAULTS: Final = {
     "no-permission": _flag("permission_denied", True),
     "blind": _flag("pid_namespace_is_host", False),
     "mismatch": _flag("library_mismatch", True),
-    "hang": _Fault("hanging_programs", _program),
-    "missing": _Fault("missing_programs", _program),
-    "driver": _Fault("driver", _version),
+    "hang": _Fault("hanging_programs", _parse_program),
+    "missing": _Fault("missing_programs", _parse_program),
+    "driver": _Fault("driver", _parse_version),
     "collide": _amount("collisions", "how many conversations", 3),
     "fail-step": _amount("fail_step", "which changing NVML call from now on", 3),
     "crash-step": _amount("crash_step", "which changing NVML call from now on", 3),
@@ -144,7 +144,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
 
 
 def clear(state: SimulatedHostState) -> None:
-    """Take every fault back."""
+    """Take every fault back; what is no fault (`_KEPT`) stays: processes, MIG, the driver version."""
     vars(state).update({name: value for name, value in vars(SimulatedHostState(spec="")).items() if name not in _KEPT})
     for gpu in state.gpus:
         faultless = SimulatedGpu(model=gpu.model, uuid=gpu.uuid, pci_bus_id=gpu.pci_bus_id)

@@ -148,25 +148,25 @@ def _mps_factor(
     state: SimulatedHostState, process: SimulatedProcess, busy: Sequence[SimulatedProcess], contention: float
 ) -> float:
     """Return the factor by which the clients of its MPS server slow a process down, at most 1."""
-    clients = [other for other in busy if other.mps_server == process.mps_server]
-    with_all = _factor_while_all_work(state, process, clients, contention)
+    members = [other for other in busy if other.mps_server == process.mps_server]
+    with_all = _factor_while_all_work(state, process, members, contention)
     if process.busy_percent < 100:
         return with_all
     # Clients that have work now and then are there for a part of the time only.
-    steady = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
-    busy_part = min(1.0, sum(client.busy_percent for client in clients if client not in steady) / 100 / with_all)
+    steady = [client for client in members if client.busy_percent >= 100 or client.pid == process.pid]
+    busy_part = min(1.0, sum(client.busy_percent for client in members if client not in steady) / 100 / with_all)
     return busy_part * with_all + (1 - busy_part) * _factor_while_all_work(state, process, steady, contention)
 
 
 def _factor_while_all_work(
-    state: SimulatedHostState, process: SimulatedProcess, clients: Sequence[SimulatedProcess], contention: float
+    state: SimulatedHostState, process: SimulatedProcess, members: Sequence[SimulatedProcess], contention: float
 ) -> float:
     """Return the factor by which these clients slow the process down while all of them work."""
-    load = sum(client.sm_percent for client in clients)
+    load = sum(client.sm_percent for client in members)
     by_sms = 100 / load * (1 - contention / 100) if load > 100 else 1.0
     if process.bandwidth_percent is None:
         return by_sms
-    drawing = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in clients]
+    drawing = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in members]
     return min(by_sms, 100 / max(100, sum(client.bandwidth_percent or 0 for client in drawing)))
 
 
@@ -180,12 +180,12 @@ class _Context(NamedTuple):
     request_us: float
 
 
-def _context_of(state: SimulatedHostState, clients: Sequence[SimulatedProcess]) -> _Context:
+def _context_of(state: SimulatedHostState, members: Sequence[SimulatedProcess]) -> _Context:
     """Return the context of a process, or of the clients of one MPS server; the first stands for all."""
-    first = clients[0]
+    first = members[0]
     slices = next((server.slices for server in state.servers if server.pid == first.mps_server), first.slices)
     slice_us = slices.get("compute", DEFAULT_SLICE_US)
-    busy_part = min(1.0, sum(client.busy_percent for client in clients) / 100)
+    busy_part = min(1.0, sum(client.busy_percent for client in members) / 100)
     return _Context(slice_us, busy_part, (first.request_ms or slice_us / 1000) * 1000)
 
 
@@ -193,31 +193,31 @@ def _pace_in_turns(
     state: SimulatedHostState, process: SimulatedProcess, speed: float, others: Sequence[Sequence[SimulatedProcess]]
 ) -> Pace:
     """Return the pace of a process that has this ``speed`` in its turns, next to the contexts of others."""
-    own = _context_of(state, [process])
-    contexts = [_context_of(state, clients) for clients in others]
-    if own.busy_part < 1:
-        return _pace_of_requests(own, speed, contexts)
+    this = _context_of(state, [process])
+    contexts = [_context_of(state, members) for members in others]
+    if this.busy_part < 1:
+        return _pace_of_requests(this, speed, contexts)
     if not contexts:
         return Pace(speed, 1 / speed)
     # What the others take that have work now and then: their requests, and the switches around each slice of these.
-    rest = 1.0
+    free_part = 1.0
     for context in contexts:
         if context.busy_part < 1:
             switches = math.ceil(context.request_us / context.slice_us)
-            rest -= context.busy_part * (1 + switches * _SWITCH_US / context.request_us)
-    slices = [own.slice_us, *(context.slice_us for context in contexts if context.busy_part >= 1)]
+            free_part -= context.busy_part * (1 + switches * _SWITCH_US / context.request_us)
+    slices = [this.slice_us, *(context.slice_us for context in contexts if context.busy_part >= 1)]
     # Switches cost only where a slice is short (see the top of this file).
     switching_us = _SWITCH_US * len(slices) if len(slices) > 1 and min(slices) < _SHORT_US else 0.0
-    rate = speed * max(0.0, rest) * own.slice_us / (sum(slices) + switching_us)
+    rate = speed * max(0.0, free_part) * this.slice_us / (sum(slices) + switching_us)
     return Pace(rate, 1 / rate if rate else math.inf)
 
 
-def _pace_of_requests(own: _Context, speed: float, contexts: Sequence[_Context]) -> Pace:
+def _pace_of_requests(this: _Context, speed: float, contexts: Sequence[_Context]) -> Pace:
     """Return the pace of a process whose requests arrive one by one: each of their slices waits for all other contexts."""
     wait_us = sum(context.slice_us * context.busy_part + _SWITCH_US for context in contexts)
-    working_us = own.request_us / speed
-    total_us = working_us + math.ceil(working_us / own.slice_us) * wait_us
-    return Pace(min(1.0, own.request_us / total_us / own.busy_part), total_us / own.request_us)
+    working_us = this.request_us / speed
+    total_us = working_us + math.ceil(working_us / this.slice_us) * wait_us
+    return Pace(min(1.0, this.request_us / total_us / this.busy_part), total_us / this.request_us)
 
 
 def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
@@ -268,13 +268,13 @@ def _start(file: StateFile, options: argparse.Namespace, ended: list[int]) -> in
 
 def _add_rank(file: StateFile, rank: int) -> None:
     """Add this process, a rank of a job of several GPUs, to the GPU with its number in CUDA_VISIBLE_DEVICES."""
-    own = identity_of(os.getpid())
+    identity = identity_of(os.getpid())
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if own is None or rank >= len(devices):
+    if identity is None or rank >= len(devices):
         return
     with changing(file) as (state, lines):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]}
-        lines += clients.attach(state, add_real_process(state, own, [sys.executable, *sys.argv], environment))
+        lines += clients.attach(state, add_real_process(state, identity, [sys.executable, *sys.argv], environment))
 
 
 def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:

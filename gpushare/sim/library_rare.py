@@ -25,7 +25,7 @@ _BANDWIDTH: Final = 10
 
 
 @abi.entry_point("nvmlGpmSampleAlloc")
-def _alloc(library: SimulatedLibrary, sample: Any) -> None:
+def _alloc_sample(library: SimulatedLibrary, sample: Any) -> None:
     # A sample is no instance; the ids of its handle only number it.
     handles = (Handle(HandleKind.GPM_SAMPLE, 0, number >> 8, number & 0xFF) for number in range(1, 0xFFFF))
     handle = next(handle for handle in handles if handle.pack() not in library.samples)
@@ -34,12 +34,12 @@ def _alloc(library: SimulatedLibrary, sample: Any) -> None:
 
 
 @abi.entry_point("nvmlGpmSampleFree")
-def _free(library: SimulatedLibrary, sample: Any) -> None:
+def _free_sample(library: SimulatedLibrary, sample: Any) -> None:
     del library.samples[_sample_pointer(library, sample)]
 
 
 def _sample_pointer(library: SimulatedLibrary, sample: Any) -> int:
-    """Return the pointer of a sample; Refused: INVALID_ARGUMENT, `_alloc` did not make it."""
+    """Return the pointer of a sample; Refused: INVALID_ARGUMENT, `_alloc_sample` did not make it."""
     pointer = abi.pointer_value(sample)
     if pointer not in library.samples:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -56,14 +56,14 @@ def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any,
 
 @abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
 def _gpm_sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
-    """Keep the load of a GPU or MIG device in a sample; `_metrics` reads it."""
+    """Keep the load of a GPU or MIG device in a sample; `_fill_metrics` reads it."""
     if target.model.arch not in _GPM_ARCHITECTURES:
         raise Refused(Code.NOT_SUPPORTED)
     library.samples[_sample_pointer(library, sample)] = activity.gpm_sample(library.state, target)
 
 
 @abi.entry_point("nvmlGpmMetricsGet")
-def _metrics(library: SimulatedLibrary, argument: Any) -> None:
+def _fill_metrics(library: SimulatedLibrary, argument: Any) -> None:
     """Fill in the metrics that an nvmlGpmMetricsGet_t asks for, from the load in its two samples."""
     struct = abi.target_of(argument)
     if struct.version != _METRICS_GET_VERSION:
@@ -87,14 +87,14 @@ _GPU_SHIFT: Final = 8
 
 
 @abi.entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
-def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
+def _active_vgpus(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
     abi.put_count(count, instances, len(target.gpu.vgpus))
     for slot in range(len(target.gpu.vgpus)):
         instances[slot] = target.handle.index << _GPU_SHIFT | slot + 1
 
 
 def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
-    """Return the vGPU of an instance number as `_active` makes it: the GPU's index, and the vGPU's number on it, from 1."""
+    """Return the vGPU of an instance number as `_active_vgpus` makes it: the GPU's index, and the vGPU's number on it, from 1."""
     index, slot = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
     gpus = library.state.gpus
     if index >= len(gpus) or not 0 <= slot < len(gpus[index].vgpus):
@@ -103,7 +103,7 @@ def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
 
 
 @abi.entry_point("nvmlVgpuInstanceGetVmID")
-def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
+def _vgpu_owner(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
     abi.put_text(buffer, length, _vgpu_of(library, abi.number(instance)).vm)
     # NVML_VGPU_VM_ID_DOMAIN_ID.
     abi.put(kind, 0)

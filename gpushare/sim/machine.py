@@ -70,6 +70,7 @@ class SimulatedCapabilities(Capabilities):
         self._state_file = state_file
 
     def of_gpu(self, minor: int) -> Mapping[InstanceIds, Capability]:
+        """Return the capabilities of a GPU's instances by their ids; none: the driver or the GPU is not there."""
         state = current(self._state_file)
         if not 0 <= minor < len(state.gpus) or not state.driver_loaded:
             return {}

@@ -104,6 +104,7 @@ class SimulatedPrograms(Programs):
         return mps_control.main(argv, stdin, env, self._state_file, timeout)
 
     def _is_missing(self, name: str) -> bool:
+        """Return whether a program is not installed: by the fault ``missing``, or no program that is simulated."""
         state = current(self._state_file)
         if name == TOOLKIT and not state.toolkit_installed:
             return True

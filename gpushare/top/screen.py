@@ -547,11 +547,11 @@ class Cockpit(App[None]):
         if panel is not self._jobs:
             return
         # A blank is before the first column, and after each.
-        left = 1
+        column_x = 1
         for column, width in jobs.visible_columns(self.size.width - 2, self._first_column, self._rows):
-            if left <= x < left + width:
+            if column_x <= x < column_x + width:
                 self._sort_by(column.key)
-            left += width + 1
+            column_x += width + 1
 
     # -- keys ----------------------------------------------------------------------------------------------------------------
 
@@ -695,6 +695,7 @@ class Cockpit(App[None]):
         return lines or [("gpushare doctor has found nothing", "dim")]
 
     def _examine(self) -> None:
+        """Run gpushare doctor in the background."""
         self.run_worker(self._ask_doctor(), group="doctor", exclusive=True)
 
     async def _ask_doctor(self) -> None:

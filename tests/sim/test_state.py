@@ -112,7 +112,7 @@ def make_devices(count: int) -> list[Device]:
 )
 def test_visible_devices_are_distinct_devices_of_the_host(count: int, names: list[str]) -> None:
     host = make_devices(count)
-    found = devices.visible(host, names)
+    found = devices.visible_devices(host, names)
     uuids = [device.uuid for device in found]
     assert len(set(uuids)) == len(uuids)
     assert set(uuids) <= {device.uuid for device in host}
@@ -121,15 +121,15 @@ def test_visible_devices_are_distinct_devices_of_the_host(count: int, names: lis
 def test_visible_devices_as_cuda_shows_them() -> None:
     host = make_devices(3)
     uuids = [device.uuid for device in host]
-    assert [device.uuid for device in devices.visible(host, ["2", "0"])] == [uuids[2], uuids[0]]
+    assert [device.uuid for device in devices.visible_devices(host, ["2", "0"])] == [uuids[2], uuids[0]]
     # The first entry that names nothing ends the list.
-    assert [device.uuid for device in devices.visible(host, ["1", "9", "0"])] == [uuids[1]]
-    assert devices.visible(host, ["-1"]) == []
+    assert [device.uuid for device in devices.visible_devices(host, ["1", "9", "0"])] == [uuids[1]]
+    assert devices.visible_devices(host, ["-1"]) == []
     instances = [
         SimulatedMigInstance(profile="1g.18gb", start=i, gpu_instance_id=7 + i, compute_instance_id=0, uuid=f"MIG-{i}")
         for i in range(2)
     ]
     mig = [Device(host[0].gpu, instance) for instance in instances]
     # Of a MIG GPU CUDA enumerates one instance; any can be named.
-    assert [device.uuid for device in devices.visible([*mig, host[1]], [])] == ["MIG-0", uuids[1]]
-    assert [device.uuid for device in devices.visible([*mig, host[1]], ["MIG-1"])] == ["MIG-1"]
+    assert [device.uuid for device in devices.visible_devices([*mig, host[1]], [])] == ["MIG-0", uuids[1]]
+    assert [device.uuid for device in devices.visible_devices([*mig, host[1]], ["MIG-1"])] == ["MIG-1"]
