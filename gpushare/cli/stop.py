@@ -12,7 +12,7 @@ from gpushare.cli.options import AskingCommand, argument, consented, gpus_of, op
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
 from gpushare.run.jobs import no_job_error
-from gpushare.run.stop import Stop, Stopped, Target, find_target, in_order_of_ends, tidy
+from gpushare.run.stop import Stop, Stopped, Target, find_target, forget_what_ended, in_order_of_ends
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
 
@@ -36,7 +36,7 @@ def stop(
     host = settings.connect()
     if not settings.dry_run:
         # An earlier `gpushare stop` may have been killed before it forgot the jobs that it had ended.
-        tidy(host)
+        forget_what_ended(host)
     # All are looked up before the first one ends; one that has ended by itself keeps no other.
     targets: dict[tuple[int, int], Target] = {}
     missing: list[str] = []

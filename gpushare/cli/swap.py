@@ -25,7 +25,7 @@ from gpushare.cli.options import (
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import wall_time
 from gpushare.memory.swapped import BACK, Swap, swaps
-from gpushare.run.swap_job import back_to_gpu, plan_swap_out
+from gpushare.run.swap_job import plan_swap_in, plan_swap_out
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.waiting import waiting_line
@@ -60,7 +60,7 @@ def back_in(
     room nothing happens (exit code 19); with --wait it waits. Only root can bring back a job that root swapped out.
     """
     seconds = longest_wait(timeout, wait=wait)
-    work = back_to_gpu(
+    work = plan_swap_in(
         settings.connect(),
         job,
         seconds,

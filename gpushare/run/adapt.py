@@ -165,17 +165,17 @@ class Controller:
 
     @property
     def out_of_reach(self) -> bool:
-        """Return whether even the least slice costs production too much now."""
+        """Return whether even the least slice costs production too much now: the other job waits for its next try (`_lower`)."""
         return self._held and self._hold_until > -math.inf
 
     @property
     def kept(self) -> float | None:
-        """Return which part of its speed production has kept within the last minute, as far as known."""
+        """Return which part of its speed production has kept within the last minute (0.98); None: unknown."""
         seconds = math.fsum(loss.seconds for loss in self._ledger)
         return None if seconds <= 0 or self.baseline is None else 1 - self._seconds_lost() / seconds
 
     def step(self, at: float, seen: Sequence[tuple[float, float]]) -> Setting:
-        """Take in the numbers since the last step, each given by its time and value; return what the other job gets now."""
+        """Judge production by what it ``seen`` printed since the last step (times, values); return what the other job gets now."""
         self._printed.take(seen)
         if self._last_step is None or seen:
             self._heard_at = at
@@ -273,7 +273,7 @@ class Controller:
             self._run_with(at, self._slice)
 
     def _stays_held(self, at: float, *, same_phase: bool) -> bool:
-        """Return whether the other job is held back for longer: too much was lost, or the next try is not due yet."""
+        """Return whether the other job is held back even with a new baseline: too much was lost, or its next try is not due."""
         lost = self._seconds_lost()
         allowed = self._seconds_allowed()
         if self._least_costs_too_much and (at < self._hold_until or lost > _RETRY_LOSS * allowed):
@@ -294,7 +294,7 @@ class Controller:
     # -- the slice ---------------------------------------------------------------------------------------------
 
     def _judge_speed(self, at: float, seconds: float) -> None:
-        """Compare production's speed with the baseline, and move the slice. ``seconds`` have passed since the last step."""
+        """Compare production's speed with the baseline, and change the slice. ``seconds`` have passed since the last step."""
         clean = self._printed.since(self._changed_at + _SETTLE_SECONDS)
         if not clean:
             self._judge_silence(at)
@@ -346,7 +346,7 @@ class Controller:
         return gain > limit if self._raised else gain < -limit
 
     def _adjust_slice(self, at: float, kept: float) -> None:
-        """Lengthen or shorten the slice, by how much of its speed production keeps."""
+        """Shorten the slice if production keeps less than promised, or nearly; lengthen it if it keeps more than the goal."""
         recent = self._kept[-3:]
         mean = math.fsum(recent) / len(recent)
         tolerance = 0.3 * (1 - self._keep)
@@ -432,7 +432,7 @@ class Controller:
         self._set(at, next_slice_us, held=True)
 
     def _set(self, at: float, slice_us: float, *, held: bool) -> None:
-        """Set what the other job gets from now on; numbers from before do not count."""
+        """Set what the other job gets from now on; production's numbers from before no longer count."""
         self._slice = min(max(slice_us, LEAST_US), MOST_US)
         self._held = held
         self._hold_until = -math.inf

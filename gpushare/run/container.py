@@ -41,7 +41,7 @@ _LOG: Final = "CUDA_MPS_LOG_DIRECTORY"
 
 
 def check_engine(name: str) -> str:
-    """Return a name if an engine has it.
+    """Return the name of an engine that is installed.
 
     Raises:
         BadUsage: no engine has this name.
@@ -178,7 +178,7 @@ class Container(Part):
 
     @property
     def is_foreign(self) -> bool:
-        """Return whether only root may signal its processes."""
+        """Return whether only root may signal the container's processes."""
         return is_foreign(self.engine, self.host.uid)
 
     def command(self, words: Sequence[str]) -> list[str]:
@@ -268,4 +268,4 @@ class _ClientWatch(PlainWatch):
         return _POLL_SECONDS
 
     def find_processes(self) -> None:
-        """Do nothing."""
+        """Do nothing: the client is on no GPU."""

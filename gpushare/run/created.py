@@ -69,8 +69,8 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
                     if reason is not None:
                         self._say(f"the instance {record} stays: {reason}")
 
-    def sweep(self) -> None:
-        """Remove what killed jobs have left: it may be all that is in the way."""
+    def remove_leftovers(self) -> None:
+        """Remove the instances that killed jobs have left: they may take the room for a new one."""
         with contextlib.suppress(GpushareError):
             sweep_left(self._host)
 

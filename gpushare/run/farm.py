@@ -291,7 +291,7 @@ class FarmResults:
         self._file = -1
 
     def __enter__(self) -> FarmResults:
-        """Open and lock it.
+        """Open the file, and lock it, so that no other farm writes there.
 
         Raises:
             NoPermission: it cannot be written (code ``not_written``).
@@ -342,7 +342,7 @@ class FarmResults:
         return True
 
     def ends(self) -> Iterator[CopyEnd]:
-        """Yield what the file says, from its beginning."""
+        """Yield the copies that have ended, from the beginning of the file."""
         return read_ends(self._file)
 
     def add(self, copy: Copy) -> None:
@@ -407,7 +407,7 @@ class _CopiesOnGpu:
         return self.group
 
     def processes(self, device: Device) -> tuple[GpuProcess, ...] | None:
-        """Return the processes on a GPU, read once for all copies."""
+        """Return the processes on a GPU (None: unknown), which are read once for all copies in a round of the farm."""
         now = time.monotonic()
         index = device.gpu.index
         listed_at, processes = self._listed.get(index, (-math.inf, None))
@@ -458,7 +458,7 @@ class _RunningCopy:
         return max((memory.peak_bytes for memory in self.memories if memory.peak_bytes is not None), default=None)
 
     def leave(self) -> None:
-        """Give back what it has reserved."""
+        """Give back the memory that the copy has reserved."""
         for memory in self.memories:
             memory.leave()
 
@@ -574,7 +574,7 @@ class Farm:
             if isinstance(share, MpsShare):
                 share.check_no_fault()
 
-        errors = {uuid: error_of(functools.partial(check, self._gpu(uuid).share)) for uuid in self._devices}
+        errors = {uuid: error_of(functools.partial(check, self._copies_on(uuid).share)) for uuid in self._devices}
         refusals = {uuid: error for uuid, error in errors.items() if error is not None}
         if len(refusals) == len(errors):
             raise next(iter(refusals.values()))
@@ -592,8 +592,8 @@ class Farm:
         uuids = tuple(self._devices) if devices is None else tuple(device.uuid for device in devices)
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
-    def _gpu(self, *uuids: str) -> _CopiesOnGpu:
-        """Return what the farm knows of a GPU and its copies, or of GPUs that each copy uses together; made once."""
+    def _copies_on(self, *uuids: str) -> _CopiesOnGpu:
+        """Return the copies on a GPU, or on GPUs that each copy uses together, with their share; made at the first call."""
         if uuids not in self._gpus:
             self._gpus[uuids] = _CopiesOnGpu(self._host, *(self._devices[uuid] for uuid in uuids))
         return self._gpus[uuids]
@@ -605,7 +605,7 @@ class Farm:
         self._reporter.say(f"{device.title} is left out: {error.message}")
 
     def _find_size(self) -> None:
-        """Set what each copy reserves: as given, else by the most that this command has used on such a GPU, if that is known."""
+        """Set what each copy reserves: as given, else the most that this command used on such a GPU; else it stays unknown."""
         if self._copy_limit is not None:
             self._size = self._copy_limit
             self._size_from = "given"
@@ -635,12 +635,12 @@ class Farm:
         return largest_first[self._options.gpus - 1] if len(largest_first) >= self._options.gpus else None
 
     def _usable(self) -> tuple[list[Device], list[str]]:
-        """Return the devices as they are now, and why others cannot be used."""
+        """Return the farm's devices that can be used now, as they are now, and in words why the others cannot be used."""
         client = self._options.gpus == 1
         return usable_now(self._host, [*self._devices.values()], self._user_limits, client=client)
 
     def _lines(self) -> list[Line]:
-        """Return the ledger of the devices as they are now, without those whose memory is unknown."""
+        """Return what is reserved and free on each device now, without devices whose memory is unknown."""
         return read_lines(self._host, self._usable()[0], self._user_limits)
 
     # -- what an earlier farm has done ---------------------------------------------------------------
@@ -722,7 +722,7 @@ class Farm:
         for copy in waiting:
             uuids = self._order_of_gpus([*self._devices], planned)[: self._options.gpus]
             planned.update(uuids)
-            gpu = self._gpu(*uuids)
+            gpu = self._copies_on(*uuids)
             environment = gpu.environment(self._limits_on(gpu.device.uuid), {})
             command = command_line({**environment, **self._variables(copy)}, command_of(self._command, copy))
             yield step_of_run(f"run copy {copy.copy} {gpu.share.where}", command)
@@ -769,15 +769,15 @@ class Farm:
         self._prepare_logs()
         self.say_first()
         while self._signals.first is None:
-            self._look_at_copies()
+            self._do_round()
             if self._is_over() or self._signals.ending_came(_STEP_SECONDS):
                 break
         self._leave_line()
         if self._signals.first is not None or self._giving_up:
             self._interrupt()
 
-    def _look_at_copies(self) -> None:
-        """Start what may start, and see what the copies do: what they hold, which have ended, which are clients."""
+    def _do_round(self) -> None:
+        """Do one round of the farm: start copies, end those above their limit, collect the ended ones, report progress."""
         self._start_copies()
         self._watch_memory()
         self._collect_ended()
@@ -892,12 +892,12 @@ class Farm:
             return None if gpu is None else (gpu, None)
         size = self._size_to_measure() if alone else self._size or 0
         place = self._take_place(self._request(size))
-        return None if place is None else (self._gpu(*place.held), place)
+        return None if place is None else (self._copies_on(*place.held), place)
 
     def _gpu_without_ledger(self) -> _CopiesOnGpu | None:
         """Return the GPU of the next copy where no GPU reports its memory, so that only MPS bounds them; None: all are full."""
         count = self._options.gpus
-        gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
+        gpu = self._copies_on(*self._order_of_gpus([*self._devices])[:count])
         # Outside MPS one at a time: without a ledger nothing tells whether a second one fits.
         most_copies = self._clients.get(gpu.device.uuid) if count == 1 else 1
         copies_by_gpu = self._copies_by_gpu()
@@ -1240,7 +1240,7 @@ class Farm:
         return errors
 
     def _stalled(self, program: Program) -> bool:
-        """Return whether a program has printed nothing for too long."""
+        """Return whether a program has printed nothing for so long that it is ended (``stall_seconds``)."""
         seconds = self._options.stall_seconds
         return seconds is not None and time.monotonic() - program.heard > seconds
 
@@ -1273,7 +1273,7 @@ class Farm:
         self._after_end(copy, again=again)
 
     def _note_result(self, running: _RunningCopy, failure: str | None, stuck: GpushareError | None) -> None:
-        """Note the exit code of a copy, whether it was a client, and how it failed, with a hint."""
+        """Note the exit code of a copy, whether it was a client of MPS, and how it failed, with a hint."""
         copy = running.copy
         program = running.program
         copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)

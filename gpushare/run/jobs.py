@@ -114,7 +114,7 @@ class JobRecord(Kept):
 
 
 def new_record(name: str | None, devices: Sequence[Device], command: Sequence[str]) -> JobRecord:
-    """Return the record of the job that this gpushare begins to run; without a name one is made when it is written."""
+    """Return a record of the job that this gpushare begins to run; if it has no name, `RecordedJob.open` makes one."""
     return JobRecord(
         name=name or "",
         pid=os.getpid(),
@@ -322,7 +322,7 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
 
 
 def _past_of(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
-    """Return what is kept of a job that has ended, its time and exit code still unknown."""
+    """Return the record of an ended job, made of that of the running job; its time and exit code are still unknown."""
     return PastJob(
         name=record.name,
         command=record.command,
@@ -442,7 +442,7 @@ class RecordedJob(Part):
         write_record(self.host, self.record)
 
     def started(self, watch: Watch) -> None:
-        """Name the program in the record; if that fails, the record still names gpushare."""
+        """Name the program's process in the record, in place of gpushare's; others find the job by it."""
         self._watch = watch
         with contextlib.suppress(GpushareError):
             self._write(watch.program_pid)
@@ -473,7 +473,7 @@ class RecordedJob(Part):
         return False
 
     def moved(self, device: Device) -> None:
-        """Name the device in the record; a full disk must not end the job."""
+        """Name the device to which the job was moved in its record; a full disk must not end the job."""
         self.device = device
         self.record = replace(self.record, devices=(device.uuid,))
         with contextlib.suppress(GpushareError):
@@ -517,7 +517,7 @@ def farm_job(
     code = None
 
     def note_end(exit_code: int, peak_bytes: int | None) -> None:
-        """Note how the farm has ended."""
+        """Note how the farm has ended, for `gpushare jobs`."""
         nonlocal code
         code = exit_code
         job.record = replace(job.record, memory_peak_bytes=peak_bytes)
@@ -623,7 +623,7 @@ def find_job(host: Host, text: str) -> Job:
 
 
 def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
-    """Return the job whose first process this is."""
+    """Return a process and its descendants as a job, with its user and the given name; ``record`` if it has one."""
     info = host.processes.describe(process.pid)
     if info is None and record is not None and record.supervisor is not None:
         # It has just ended, or not begun yet: its user is that of its gpushare.
@@ -674,7 +674,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
 
 
 def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
-    """Return the pause of the job with this name or PID. Raises as `find_job` and `consent_to`."""
+    """Return the pause of a job, by name or PID, for the caller to carry out. Raises as `find_job` and `consent_to`."""
     from gpushare.pause.change import JobPause
 
     job = find_job(host, text)
@@ -697,7 +697,7 @@ def find_paused_job(host: Host, text: str) -> PausedJob:
 
 
 def _owner(uid: int | None, user: str | None) -> str:
-    """Return a user for people."""
+    """Return the name of a user for messages: ``alice``, else ``user 1000``, else ``another user``."""
     return user or (f"user {uid}" if uid is not None else "another user")
 
 

@@ -77,7 +77,7 @@ class InstanceWish:
             return []
 
     def _existing_places(self) -> list[InstancePlace]:
-        """Return the instances that it may mean. Raises NotFound: there are none."""
+        """Return the instances that ``--mig`` may mean. Raises NotFound: there are none."""
         host = self.host
         if means_profile(self.text):
             return profile_places(host, self.text, self.gpu)
@@ -94,7 +94,7 @@ class InstanceWish:
         return places
 
     def _checked_places(self) -> list[InstancePlace]:
-        """Return the instances that it may mean, after a check that the program can run in the first one."""
+        """Return the instances that ``--mig`` may mean, after a check that the program can run in the first one."""
         places = self.places()
         if places:
             self.check(places[0].device)
@@ -121,7 +121,7 @@ class InstanceWish:
         return taken
 
     def free(self) -> list[InstancePlace]:
-        """Return such instances that are free now. Raises as `take`, but for InUse."""
+        """Return the instances that ``--mig`` may mean and that are free now. Raises as `take`, but for InUse."""
         return _free_and_held(self.host, self.places())[0]
 
     def _check_or_release(self, taken: TakenInstance) -> None:
@@ -199,6 +199,7 @@ class InstanceWish:
         self, free: Sequence[InstancePlace], jobs_ahead: Sequence[Reservation], *, passes: bool
     ) -> TakenInstance | None:
         """Take a free instance that the jobs ahead leave, or with ``passes`` any; None: there is none, or others were faster."""
+        # Each job ahead takes one.
         left_by_others = free[_count_takers(jobs_ahead, free) :]
         if not left_by_others and not passes:
             return None
@@ -207,7 +208,7 @@ class InstanceWish:
             self._check_or_release(taken)
         return taken
 
-    def planned(self, *, waits: bool) -> InstancePlace:
+    def instance_for_plan(self, *, waits: bool) -> InstancePlace:
         """Return the instance that a job would take now, or the first of those that it would wait for. Raises as `take`."""
         places = self._checked_places()
         free, held = _free_and_held(self.host, places)
@@ -282,13 +283,13 @@ def _count_takers(jobs: Sequence[Reservation], free: Sequence[InstancePlace]) ->
 
 
 def waiting_text(text: str, seconds: float | None) -> str:
-    """Return what waiting is called in a plan."""
+    """Return the text of the step of a plan in which the job waits for an instance."""
     most = "" if seconds is None else f", for {format_duration(seconds)} at most"
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
 
 
 def _read_again(host: Host, place: InstancePlace) -> tuple[InstancePlace | None, Holders]:
-    """Return an instance as it is now that it was claimed (None: it is gone), and its holders: both may have changed."""
+    """Return an instance read again after it was claimed (None: it is gone), and its holders: both may have changed."""
     gpu = host.nvml.gpu(place.gpu.index)
     places = [] if gpu.error is not None else places_on(host, gpu)
     current = next((other for other in places if other.same(place)), None)
@@ -305,7 +306,7 @@ def _is_free(place: InstancePlace, holders: Holders) -> bool:
 
 
 def _holders_inside(host: Host, place: InstancePlace, daemons: Mapping[str, Holder]) -> Holders:
-    """Return the programs in an instance, and its MPS daemon. None: unknown.
+    """Return what uses an instance: the programs in it, and its MPS daemon. None: unknown.
 
     An idle MPS daemon keeps the instance for its owner. The owner may name the instance, and then the daemon is no holder.
     """

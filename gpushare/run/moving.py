@@ -69,6 +69,7 @@ class _JobMove:
 
     @property
     def row(self) -> MovedJob:
+        """Return the move as the command prints it."""
         to = self.candidates[0].index if len(self.candidates) == 1 else None
         return MovedJob(
             pid=self.job.pid,
@@ -111,7 +112,7 @@ class Mover:
         self._gpus = host.nvml.sweep()
 
     def plan_job(self, text: str, devices: Sequence[Device] | None) -> Moves:
-        """Return the move of one job, by name or PID, to one of these devices; None: to any GPU of its model.
+        """Plan the move of one job, by name or PID, to one of these devices; None: to any GPU of its model.
 
         Raises:
             GpushareError: it cannot move there (`move.check_target`, `jobs.processes_to_swap`), or no GPU has room and it
@@ -141,7 +142,7 @@ class Mover:
         return self._plan_of([job_move if target is None else replace(job_move, candidates=(target,))])
 
     def plan_all_off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
-        """Return the moves of all jobs of a GPU to others with room.
+        """Plan the moves of all jobs of a GPU to other GPUs with room, so that it becomes free.
 
         Raises:
             GpushareError: one of them cannot move; nothing has changed.

@@ -119,7 +119,7 @@ def gpushare_of(host: Host, name: str) -> Identity | None:
     return None
 
 
-def is_present(host: Host, name: str) -> bool:
+def runs_or_waits(host: Host, name: str) -> bool:
     """Return whether this user's job of this name runs or waits."""
     return gpushare_of(host, name) is not None
 

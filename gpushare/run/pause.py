@@ -51,7 +51,7 @@ class Pauser:
 
     @property
     def paused(self) -> bool:
-        """Return whether it is paused."""
+        """Return whether the program, or a part of it, is paused."""
         return bool(self._stopped or (self._channels is not None and self._channels.off))
 
     def find_processes(self) -> None:
@@ -140,7 +140,7 @@ class Pauser:
                 return
 
     def _stop_process(self, pid: int) -> bool:
-        """Stop a process (SIGSTOP), unless it is stopped; return whether it was not."""
+        """Stop a process (SIGSTOP); return False if that was not needed: it is stopped already, or has ended."""
         info = self._host.processes.describe(pid)
         if info is None or info.stopped or info.started is None:
             return False
@@ -236,7 +236,7 @@ class ChannelPauser:
             self._note_state(PAUSED)
 
     def enable(self) -> Mapping[int, str]:
-        """Put back what is off; return by PID, in words, what the driver refuses. The next call tries that again."""
+        """Put the channels back on the GPU; return by PID in words why the driver refuses some. The next call tries again."""
         refused: dict[int, str] = {}
         if not self.off:
             return refused
@@ -255,7 +255,7 @@ class ChannelPauser:
         return refused
 
     def close(self) -> None:
-        """Forget the record, unless something is still off."""
+        """Forget the record, unless channels are still off the GPU: from it `gpushare resume` puts them back."""
         if self._has_record and not self.off:
             PAUSES.drop(self._host, self._pid)
         self._control.close()
@@ -294,6 +294,6 @@ class ChannelPauser:
 
 
 def resume_all(host: Host, pids: Sequence[int]) -> None:
-    """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
+    """Continue (SIGCONT) programs and their descendants, which a gpushare that died may have stopped, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
     signal_all(host.processes, starts_of(host.processes, members), signal.SIGCONT)

@@ -144,7 +144,7 @@ class PlainWatch(Watch):
         return (self.device.gpu.index, *sorted(self.more))
 
     def find_processes(self) -> None:
-        """Look for the program's processes on its devices, and on all other GPUs."""
+        """Note which processes of the program are on its devices, and which on other GPUs; nothing if that is unknown."""
         if self.host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace.
             return

@@ -54,8 +54,8 @@ class Activity:
         self._cpu_active_at = -math.inf
         self._nvml_active = False
 
-    def active(self) -> bool:
-        """Return whether it works."""
+    def works(self) -> bool:
+        """Return whether production works now, by the CPU time of its processes, else by NVML's samples of the GPU."""
         at = self._clock()
         if at >= self._family_due:
             self._family = self._find_family()
@@ -121,7 +121,7 @@ class Activity:
     def _busy_on_the_gpu(self, at: float) -> bool:
         """Return whether production had kernels on the GPU, by NVML's samples of the last moment.
 
-        Only of the time since its last work on the CPU, which was seen; and a sample right after that still covers that work.
+        Only samples from a second after its last work on the CPU: earlier ones cover that work, which was seen already.
         """
         window_seconds = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
         if window_seconds <= 0:
@@ -159,16 +159,16 @@ class ProductionJob:
         self._alive, self._alive_due = True, 0.0
 
     def works(self) -> bool:
-        """Return whether it works now, by `Activity`."""
+        """Return whether the job lives and works now, by `Activity`: if so, a program next to it is paused or ended."""
         at = time.monotonic()
         if at >= self._alive_due:
             # Its PID may have been reused by a busy process, or the job may have been started again under its name.
             self._alive = self.lives()
             self._alive_due = at + _ALIVE_SECONDS
-        return self._alive and self._activity.active()
+        return self._alive and self._activity.works()
 
     def lives(self) -> bool:
-        """Return whether it runs. If it was started again under its name, follow the new process."""
+        """Return whether the job runs. If it was started again under its name, follow the new process."""
         if self._host.processes.identity(self.pid) == (self.pid, self.started):
             return True
         record = None if self.name is None else find_record(self._host, self.name)
@@ -178,7 +178,7 @@ class ProductionJob:
         return True
 
     def rate(self) -> PrintedRate | None:
-        """Return where it prints its speed now, also after it was started again; None: that is not known."""
+        """Return where the job prints its speed, also after it was started again; None: unknown, such as without --metric."""
         if self.name is not None:
             record = find_record(self._host, self.name)
         else:

@@ -87,7 +87,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
             os.killpg(self._group, signal.SIGCONT)
 
     def _lend(self) -> None:
-        """Let the program have the terminal, if we have it."""
+        """Let the program have the terminal, if gpushare is in the foreground."""
         if self._descriptor is not None and os.getpgrp() == _foreground_group(self._descriptor):
             self._lent = _give_terminal(self._descriptor, self._group)
 
@@ -99,7 +99,7 @@ class Terminal(contextlib.AbstractContextManager["Terminal"]):
 
 
 def _controlling_terminal() -> int | None:
-    """Return the descriptor of our terminal; None: we have none."""
+    """Return the descriptor of the terminal that gpushare was started in; None: there is none."""
     try:
         return os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -189,7 +189,7 @@ class QueueOptions:
 
     @property
     def turns(self) -> bool:
-        """Return whether it takes turns with others."""
+        """Return whether the job takes turns on the GPU with others (``--swap turns``)."""
         return self.swap is not None and self.swap.turns
 
 
@@ -208,7 +208,7 @@ class TimeLimit(Part):
         return self._over
 
     def raise_end(self) -> None:
-        """Raise OperationFailed if it has ended the program (code ``time_limit``)."""
+        """Raise OperationFailed if the job's time was over, which has ended it (code ``time_limit``)."""
         if self._over:
             raise OperationFailed(
                 f"the job ran longer than its --time of {format_duration(self._limit)}: ended",
@@ -282,7 +282,7 @@ class Relay:
                 has_ended = self._ended.wait(_COPY_SECONDS)
 
     def close(self) -> None:
-        """Copy the rest; the program has ended."""
+        """Copy what the program has printed last; it has ended."""
         self._ended.set()
         # Not without end: nobody may read our stdout.
         self._thread.join(5.0)
@@ -335,7 +335,7 @@ class Run:
         self.share.check(self.command[0])
 
     def carry_out(self) -> int:
-        """Do the steps, and give the share back; return the program's exit code: 128 + N when signal N ended it.
+        """Run the program, and give the share back; return the program's exit code: 128 + N when signal N ended it.
 
         Raises:
             GpushareError: the share could not be set up (nothing was run), or the program not be started or ended.

@@ -116,15 +116,15 @@ def _words(argument: str, words: Sequence[Word]) -> list[str]:
     raise BadUsage(f"{argument} must be a list of texts, numbers or paths", hint)
 
 
-def _seconds(time: float | str | None) -> float | None:
-    """Return a time in seconds, which may also be as on the command line: ``10m``. Raises BadUsage (``bad_duration``)."""
-    if isinstance(time, str):
-        return parse_seconds(time)
-    if time is not None and not 0 <= time < math.inf:
+def _seconds(duration: float | str | None) -> float | None:
+    """Return a duration in seconds, also of one as on the command line: ``10m``. Raises BadUsage (``bad_duration``)."""
+    if isinstance(duration, str):
+        return parse_seconds(duration)
+    if duration is not None and not 0 <= duration < math.inf:
         raise BadUsage(
-            f"{time} is not a duration", "give a time in seconds, or with its unit: '10m'", code="bad_duration"
+            f"{duration} is not a duration", "give a time in seconds, or with its unit: '10m'", code="bad_duration"
         )
-    return time
+    return duration
 
 
 class Job:
@@ -171,7 +171,7 @@ class Job:
         return output.path
 
     def pause(self, seconds: float | str | None = None) -> None:
-        """Take it off the GPU, until `resume` or for this time. Raises GpushareError."""
+        """Take the job off the GPU, until `resume` or for this time. Raises GpushareError."""
         from gpushare.pause.change import pauses_locked
         from gpushare.run.jobs import pause_of
 
@@ -179,7 +179,7 @@ class Job:
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:
-        """Put it back on the GPU after `pause`. Raises GpushareError."""
+        """Put the job back on the GPU after `pause`. Raises GpushareError."""
         from gpushare.pause.change import pauses_locked, resume_step
         from gpushare.run.jobs import find_paused_job
 
@@ -187,7 +187,7 @@ class Job:
             resume_step(self._host, control, find_paused_job(self._host, self._checked_name)).do()
 
     def stop(self, grace: float | str | None = None) -> None:
-        """End it in the way that is safe for its neighbours; ``grace`` is in seconds, or ``30s``. Raises GpushareError."""
+        """End the job in the way that is safe for its neighbours; ``grace``: seconds, or ``30s``. Raises GpushareError."""
         from gpushare.mig.places import with_names
         from gpushare.run.stop import Stop
 
@@ -214,22 +214,22 @@ class Job:
             time.sleep(_POLL_SECONDS)
 
     def swap_out(self) -> None:
-        """Move it out of the GPU into host memory. Raises GpushareError."""
+        """Move the job out of the GPU into host memory. Raises GpushareError."""
         from gpushare.run.swap_job import plan_swap_out
 
         self._carry_out(plan_swap_out(self._host, self._checked_name, _quiet).plan)
 
     def swap_in(self, *, wait: bool = False) -> None:
-        """Bring it back to its GPU, or with ``wait`` as soon as there is room. Raises GpushareError."""
-        from gpushare.run.swap_job import back_to_gpu
+        """Bring the job back to its GPU, with ``wait`` as soon as there is room. Raises GpushareError."""
+        from gpushare.run.swap_job import plan_swap_in
         from gpushare.show.waiting import waiting_line
 
         seconds = None if wait else 0.0
-        work = back_to_gpu(self._host, self._checked_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        work = plan_swap_in(self._host, self._checked_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(work.plan)
 
     def move(self, gpu: str | int | None = None, *, wait: bool = False) -> None:
-        """Move it to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
+        """Move the job to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
         from gpushare.base.selection import select
         from gpushare.memory.swap import repair_first
         from gpushare.run.moving import Mover
@@ -243,7 +243,7 @@ class Job:
         self._carry_out(mover.plan_job(self._checked_name, devices).plan)
 
     def wait(self, seconds: float | str | None = None) -> int | None:
-        """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
+        """Wait until the job has ended, and return its exit code; None: it was never started, or nobody saw its end.
 
         Raises:
             NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.

@@ -59,7 +59,7 @@ def _size_with_more(size: int) -> int:
 
 
 def lacked_memory(text: bytes) -> bool:
-    """Return whether a program whose stderr, or log, ends so has failed for want of GPU memory.
+    """Return whether a program failed for want of GPU memory, by the end of its stderr or log (``text``).
 
     It has not if it went on after it told so, and failed later by a Python exception that is another one.
     """
@@ -99,7 +99,7 @@ class ErrorTail:
         self._thread.start()
 
     def _relay(self) -> None:
-        """Pass on what the program writes until it closes its stderr, in a thread."""
+        """Copy what the program writes to our stderr until it closes its own, in a thread; keep the end of it."""
         with contextlib.suppress(OSError):
             while text := os.read(self._read, 1 << 16):
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
@@ -113,7 +113,7 @@ class ErrorTail:
         os.close(self._read)
 
     def ran_out_of_memory(self) -> bool:
-        """Return whether the program has said that there was no memory; closes the pipe."""
+        """Return whether the program failed for want of GPU memory, by the end of its stderr. It has ended: closes the pipe."""
         os.close(self.descriptor)
         # A process that was left behind may keep it open.
         self._thread.join(1.0)
@@ -156,7 +156,7 @@ class Queued:
 
     @property
     def action(self) -> MemoryAction:
-        """Return what happens to the job above that memory."""
+        """Return what happens to the job above its memory: end, warn or pause (``--over``)."""
         return "end" if self.budget is None else self.budget.action
 
     @property
@@ -165,7 +165,7 @@ class Queued:
         return self.limits.get(os.geteuid())
 
     def run(self) -> int | None:
-        """Run it, again if it ran out of memory and may be queued again; return its exit code.
+        """Run the program; if it ran out of memory, with ``--requeue`` again with more. Return its exit code.
 
         Raises:
             BadUsage: it fits on none of the devices (code ``never_fits``).
@@ -291,9 +291,9 @@ class Queued:
             yield f"if it runs out of memory, wait again for {format_bytes(next_size)}"
 
     def _size_to_reserve(self) -> int | None:
-        """Return what it reserves, and say how that is known: what was given, else the peak that it reached here before.
+        """Return the bytes that the job reserves: those given, else the peak of earlier runs here; say which of them.
 
-        None: it is not known, so the job needs a GPU without other jobs. 0: it does not wait, so it reserves nothing.
+        None: neither is known, so the job needs a GPU without other jobs. 0: it does not wait, so it reserves nothing.
         """
         given_bytes = self.job_bytes
         if given_bytes is not None or not self.queue.wait:
@@ -314,7 +314,7 @@ class Queued:
         return size
 
     def _run_once(self, size: int | None) -> _Run:
-        """Run it once, with ``size`` bytes reserved on each device (None: all of it), and keep its peak."""
+        """Run the program once, with ``size`` bytes reserved on each device (None: all of it), and keep its peak."""
         devices, place = self._take_devices(size)
         # Started again with a larger size, its limit grows with that.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
@@ -323,7 +323,7 @@ class Queued:
             JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
         ]
-        swapping = self._swapping(devices[0], memory, place)
+        swapping = self._swapping_part(devices[0], memory, place)
         parts = (*self.options.parts, memory, *(() if swapping is None else (swapping,)), *others)
         log = self.options.log
         log_size = _size_of(log)
@@ -368,7 +368,7 @@ class Queued:
             with contextlib.suppress(GpushareError):
                 keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))
 
-    def _swapping(self, device: Device, memory: JobMemory, place: Place) -> Swapping | None:
+    def _swapping_part(self, device: Device, memory: JobMemory, place: Place) -> Swapping | None:
         """Return the part that swaps the job; None: it never leaves the GPU by itself."""
         policy = self._policy()
         if policy is None:

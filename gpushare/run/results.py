@@ -45,12 +45,12 @@ TUNED: Final = RecordStore(Tuned, "tuned", "the result of tune", survives_reboot
 
 
 def find_tuned(host: Host, name: str) -> Tuned | None:
-    """Return what was found for a production job: this user's, else root's; None when nothing is kept."""
+    """Return the setting that `tune` kept for a production job: this user's, else root's; None: there is none."""
     return next(iter(TUNED.find(host, name)), None)
 
 
 def keep_tuned(host: Host, tuned: Tuned) -> Path:
-    """Write what was found, over an earlier result of this name, and return the file.
+    """Keep the setting that `tune` found, in place of an earlier one for this name, and return its file.
 
     Raises:
         NoPermission, OperationFailed: it cannot be written.
@@ -90,7 +90,7 @@ def find_benched(host: Host, device: Device, command: Sequence[str], copies: int
 
 
 def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap]) -> None:
-    """Write what was found, over earlier results for these numbers of copies.
+    """Keep the caps that `bench` found, in place of earlier ones for these numbers of copies.
 
     Raises:
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
@@ -103,7 +103,7 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Seque
 
 
 def _record_key(device: Device, command: Sequence[str]) -> str:
-    """Return the name of the record of a command on such a device: a GPU of this model, or an instance of this profile."""
+    """Return the name of the record of a command on a GPU of this model, or an instance of this profile: a digest."""
     kind = device.gpu.name or ""
     if device.mig is not None:
         kind += f" {device.mig.profile or ''}"

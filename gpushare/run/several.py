@@ -67,18 +67,18 @@ class Program:
 
     @property
     def runs(self) -> bool:
-        """Return whether it was still running at the last look."""
+        """Return whether the program was still running when its output was last read."""
         return self.ended is None
 
     @property
     def failure(self) -> str | None:
-        """Return how it failed, with its last line; None while it runs and after a success."""
+        """Return how the program failed, with its last line; None while it runs and after a success."""
         if self.status is None or self.status == 0:
             return None
         return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
 
     def read_output(self) -> bool:
-        """Read what it has printed, and return whether it has ended by now."""
+        """Read what the program has printed, and return whether it has ended by now."""
         if self.ended is not None:
             return True
         status = self.child.poll()
@@ -95,7 +95,7 @@ class Program:
         return status is not None
 
     def _read_new_output(self, at: float) -> None:
-        """Take the lines that it has printed since the last time; a file that nobody keeps is emptied before it is large."""
+        """Hand on the lines that the program has printed since the last time; empty a file that nobody keeps before it is large."""
         while chunk := os.pread(self.file.fileno(), 1 << 16, self._offset):
             self._offset += len(chunk)
             self.heard = at
@@ -146,7 +146,7 @@ def directory_of_logs(path: Path) -> Iterator[int]:
 
 
 def open_output(log: Log | None) -> IO[bytes]:
-    """Return the file that a program prints to: a new log, or one without a name."""
+    """Open the file that a program prints to, and that we read: a new log, or without ``log`` a temporary file."""
     if log is None:
         return tempfile.TemporaryFile(buffering=0)
     try:
@@ -158,7 +158,7 @@ def open_output(log: Log | None) -> IO[bytes]:
 
 
 def exit_text(status: int) -> str:
-    """Return how a program ended, from its status as subprocess has it."""
+    """Return in words how a program ended (``exit code 1``, ``killed by SIGKILL``), from its status as subprocess has it."""
     if status >= 0:
         return f"exit code {status}"
     try:
@@ -294,7 +294,7 @@ class Group:
         self.programs = [program for program in self.programs if program.runs]
 
     def wait(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Look repeatedly for some seconds, or until a condition is true; return whether it is."""
+        """Read the outputs for some seconds, or until a condition is true; return whether it is."""
         deadline = time.monotonic() + seconds
         while True:
             self.read_outputs()
@@ -316,7 +316,7 @@ class Group:
         if not pids:
             return None
         drain = end_programs(self.host, pids, self.clients, self.meter, grace_seconds=self.grace_seconds, hurry=hurry)
-        self._wait_reaped(programs)
+        self._wait_until_reaped(programs)
         return drain
 
     def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> None:
@@ -327,7 +327,7 @@ class Group:
             kill_all(self.host, pids)
         elif pids:
             end_clients(self.host, pids, self.meter, bound_seconds=bound_seconds)
-        self._wait_reaped([program])
+        self._wait_until_reaped([program])
 
     def end_left_behind(self, stays: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False) -> None:
         """End the processes that `left_behind` has found: by SIGTERM, because a shell's background jobs ignore SIGINT.
@@ -363,8 +363,8 @@ class Group:
             groups[programs[0].pid] |= set(elsewhere).difference(*groups.values())
         return still_there(self.host, groups)
 
-    def _wait_reaped(self, programs: Sequence[Program]) -> None:
-        """Wait until they can be reaped.
+    def _wait_until_reaped(self, programs: Sequence[Program]) -> None:
+        """Wait until programs have ended wholly, at most `_REAP_SECONDS`.
 
         A process whose first thread has ended looks dead while CUDA's own threads still take its context down (seen on
         an H200). What runs next would be measured next to it.

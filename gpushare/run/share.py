@@ -54,7 +54,7 @@ class Attachment(Watch):
 
     @property
     def control(self) -> MpsControl:
-        """Return the conversation with the daemon."""
+        """Return what talks to the daemon, and waits at most a second for an answer."""
         return MpsControl(self.host.programs, str(self.home.pipe), seconds=CONVERSATION_SECONDS)
 
     def clients(self) -> set[int] | None:
@@ -62,12 +62,12 @@ class Attachment(Watch):
         return client_pids(self.control, self.attached)
 
     def servers(self) -> set[int]:
-        """Return the PIDs of the MPS servers that serve the program, as of the last look."""
+        """Return the PIDs of the MPS servers that served the program at the last poll; a server that has ended is left out."""
         infos = {pid: self.host.processes.describe(pid) for pid in self.attached.values() if pid is not None}
         return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
 
     def find_processes(self) -> None:
-        """Look for the program's processes among the daemon's clients and on the GPU."""
+        """Note which processes of the program are clients of the daemon, on the GPU outside MPS, or kept waiting."""
         tree = set(self.host.processes.descendants(self.program_pid))
         self.seen |= tree
         try:
@@ -154,7 +154,7 @@ class Attachment(Watch):
 
 
 def fatal_errors(home: DaemonHome) -> int:
-    """Return how often the servers' log tells of a fatal GPU error (its words: driver 570 and later)."""
+    """Return how many fatal GPU errors the servers' log tells of (in its words of driver 570 and later)."""
     return read_tail(home.log / "server.log", _LOG_TAIL_BYTES).count("encountered a fatal GPU error")
 
 
@@ -204,7 +204,7 @@ class Held(Protocol):
         """Return what measures whether the GPU is idle, for the safe end of a program; None: its end breaks no other."""
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give it back; return whether others still use it, in which case the guard waits for them.
+        """Give it back; return whether others still use its MPS daemon, in which case the guard waits for them.
 
         ``program_lives``: something failed and the guard will end the program, which keeps its claim until then.
         """
@@ -228,7 +228,7 @@ class Share(Held, Protocol):
         """Return what `open` would carry out on the host as it is now: the start of an MPS daemon, or nothing."""
 
     def open(self) -> None:
-        """Set it up."""
+        """Make it ready for programs, such as by the start of an MPS daemon."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the program."""

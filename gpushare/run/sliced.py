@@ -23,7 +23,7 @@ _MOST_TIMEOUTS: Final = 2
 
 
 def is_final(error: GpushareError) -> bool:
-    """Return whether another try would be refused, too."""
+    """Return whether the driver would refuse another try, too: it supports no slices here, or not for this user."""
     return isinstance(error, (NotSupported, NoPermission)) and error.code not in PASSING
 
 
@@ -44,7 +44,7 @@ class KeptSlices:
     _contexts_due: dict[int, float] = field(default_factory=dict)
 
     def apply(self, pids: Collection[int], microseconds: int) -> list[int]:
-        """Let processes have a slice; return those that were given it now. The contexts of others are forgotten.
+        """Give processes a slice; return those that did not have it. The contexts of other processes are forgotten.
 
         Raises as `ChannelControl.find` and `apply_slice`.
         """
@@ -61,7 +61,7 @@ class KeptSlices:
         self._contexts_due.pop(pid, None)
 
     def _apply_one(self, pid: int, microseconds: int) -> bool:
-        """Let a process have a slice; return whether it was given it now."""
+        """Give a process a slice; return whether it did not have it."""
         if self._control is None:
             self._control = self.host.open_channels().__enter__()
         if pid in self._known and self._has_slice(self._control, self._known[pid], microseconds):
@@ -107,7 +107,7 @@ class KeptSlices:
         return all(group.slice_us == microseconds for group in now.groups if group.key not in keys_before)
 
     def restore(self) -> None:
-        """Give the processes that still run the slices of before. Raises as `restore_slice`."""
+        """Give the processes that still run the slices that they had before `apply`. Raises as `restore_slice`."""
         if self._control is not None:
             for channels in self._known.values():
                 restore_slice(self.host, self._control, channels)
@@ -174,6 +174,6 @@ class OwnSlice(Part):
             where.append(text)
 
     def settle(self) -> None:
-        """End the calls, and forget the slices of what has ended."""
+        """End the child process that sets slices, and forget the records of ended processes."""
         self._slices.close()
         forget_ended(self.host)

@@ -138,7 +138,7 @@ class JobStart:
     creates: bool = False
 
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
-        """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
+        """Run the job on devices of ``-g``, or in an instance of ``--mig``; return its exit code, in a dry run its plan."""
         check_not_waiting(self.host, options.name)
         if options.log is not None and not self.dry_run:
             begin_log(options.log)
@@ -188,7 +188,7 @@ class JobStart:
         return self._run_and_record(run, job)
 
     def _recorded_job(self, share: Share, options: RunOptions, slice_us: int | None = None) -> RecordedJob:
-        """Return the part of the job that writes its record, with what that says before the job runs."""
+        """Return the part that keeps the job's record, by which `gpushare jobs` and others find it; not yet written."""
         mps = isinstance(share, MpsShare)
         # Only MPS has limits.
         limits = options.limits if mps else Limits()
@@ -247,7 +247,7 @@ class JobStart:
         )
 
     def _without_granted_to_others(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices, but no instance that is granted to other users only. Raises NoPermission: all of them are."""
+        """Return the devices without MIG instances granted to other users only. Raises NoPermission: none is left."""
         if not any(device.mig is not None and device.mig.name for device in devices):
             return tuple(devices)
         from gpushare.mig.places import check_granted
@@ -299,7 +299,7 @@ class JobStart:
                 if error.code != "other_device" or len(devices) == 1:
                     raise
         if self.count == 1:
-            devices = self._large_enough(devices)
+            devices = self._devices_with_memory(devices)
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
             # Waiting would not help: the mode stays until an administrator changes it.
             check_mode(devices[0])
@@ -372,8 +372,8 @@ class JobStart:
             return planned
         return replace(with_answer(planned, RunPlanAnswer, room=room), notes=(*planned.notes, room.why))
 
-    def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
-        """Return the devices that can have the memory of the job. Raises BadUsage: none can (``limit_above_gpu``)."""
+    def _devices_with_memory(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices that have the memory that the job asks for. Raises BadUsage: none has (``limit_above_gpu``)."""
         size = self._bytes_on(*devices) or 0
         # Where it is unknown what a job can have, the device is not refused.
         capacity = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
@@ -381,7 +381,7 @@ class JobStart:
         return tuple(device for device in devices if capacity[device.uuid] >= size)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
-        """Return whether the program will not be a client of MPS, as far as its options say."""
+        """Return whether the program will run outside MPS by its options alone: then it takes no place of a client."""
         if self.role.production is not None and not _asks_for_mps(options):
             return True
         return self.role.slice_us is not None and not self.role.opportunistic
@@ -403,7 +403,7 @@ class JobStart:
             if self.dry_run and not wish.free():
                 return creator.dry_run_result(self.command)
             if not self.dry_run:
-                creator.sweep()
+                creator.remove_leftovers()
             return self._run_in_named_instance(text, gpu, options, creator)
 
     def _run_in_named_instance(
@@ -428,7 +428,7 @@ class JobStart:
         queue = self.queue
         claim = None
         if self.dry_run:
-            place = wish.planned(waits=queue.wait)
+            place = wish.instance_for_plan(waits=queue.wait)
             if queue.wait:
                 options = replace(options, before=(step_of_run(waiting_text(text, queue.seconds)),))
         elif queue.wait:
@@ -750,7 +750,7 @@ class CpuBinding(Part):
     _cpus: frozenset[int] = field(default=frozenset())
 
     def check(self) -> None:
-        """Find the CPUs.
+        """Find the CPUs next to the job's GPUs that this process may use.
 
         Raises:
             NotSupported: the driver does not name them, or this process may use none of them (code ``cpus_unknown``).
@@ -780,7 +780,7 @@ class CpuBinding(Part):
             os.sched_setaffinity(pid, self._cpus)
 
     def started(self, watch: Watch) -> None:
-        """Read back where the program may run."""
+        """Read back on which CPUs the program may run, and tell the user if others are among them."""
         with contextlib.suppress(OSError):
             if not os.sched_getaffinity(watch.program_pid) <= self._cpus:
                 watch.troubles.append(f"the program does not run on CPUs {ranges(self._cpus)}")
@@ -842,7 +842,7 @@ class Yielding:
             self._wait(self._quiet, is_reported=True)
 
     def _wait(self, quiet_seconds: float, *, is_reported: bool) -> None:
-        """Wait until production has been quiet for some seconds; say so once, unless that ``is_reported``."""
+        """Wait until production has been quiet for some seconds; tell the user that the job waits, unless it ``is_reported``."""
         quiet_since = time.monotonic()
         while time.monotonic() - quiet_since < quiet_seconds:
             if self.production.works():

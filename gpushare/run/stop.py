@@ -128,7 +128,7 @@ def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
     return sorted(targets, key=lambda target: places.get(target.supervisor, -1), reverse=True)
 
 
-def tidy(host: Host, just_ended: Container[int] = ()) -> None:
+def forget_what_ended(host: Host, just_ended: Container[int] = ()) -> None:
     """Remove this user's records of what has ended, also of the jobs ``just_ended``; a failure does not matter."""
     if has_records(host, "pause"):
         PAUSES.sweep(host, lambda job: not job.lives(host))
@@ -173,7 +173,7 @@ class Stop:
         try:
             carry_out(self.plan)
         finally:
-            tidy(self._host, {self._job.pid})
+            forget_what_ended(self._host, {self._job.pid})
         return Stopped(
             name=self._job.name,
             pid=self._job.pid,
@@ -192,7 +192,7 @@ class Stop:
             Step(
                 what=f"ask its gpushare (process {supervisor.pid}), which {does}",
                 command=f"kill -TERM {supervisor.pid}",
-                do=lambda: self._ask(supervisor),
+                do=lambda: self._send_sigterm(supervisor),
             ),
             Step(
                 what=f"wait until it is gone, at most {format_duration(self._bound_seconds)}",
@@ -212,8 +212,8 @@ class Stop:
         own_grace = 0.0 if record is None else record.grace_seconds or 0.0
         return max(BOUND_SECONDS, own_grace + HURRY_SECONDS)
 
-    def _ask(self, supervisor: Identity) -> None:
-        """Ask the job's gpushare to end it (SIGTERM)."""
+    def _send_sigterm(self, supervisor: Identity) -> None:
+        """Ask the job's gpushare to end the job."""
         signal_if_same(self._host.processes, *supervisor, signal.SIGTERM)
 
     def _wait_for_end(self, supervisor: Identity) -> None:
@@ -223,7 +223,7 @@ class Stop:
         hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
         if self._grace is not None:
             # As a second Ctrl-C: it cuts the grace short.
-            self._ask(supervisor)
+            self._send_sigterm(supervisor)
             if self._wait_gone(supervisor, HURRY_SECONDS):
                 return
             hint = "its processes may hang in the driver; see: sudo dmesg | tail"
@@ -235,7 +235,7 @@ class Stop:
         )
 
     def _wait_gone(self, supervisor: Identity, seconds: float) -> bool:
-        """Wait until its gpushare and its program are gone, at most this long; return whether they are."""
+        """Wait until the job's gpushare and its program are gone, at most this long; return whether they are."""
         both = {supervisor, Identity(self._job.pid, self._job.started)}
         deadline = time.monotonic() + seconds
         while any(self._host.processes.identity(process.pid) == process for process in both):
@@ -358,7 +358,7 @@ class Stop:
         return Step(what=text, command=f"{engine} stop -t {grace:g} {container}", do=stop)
 
     def _signal_step(self, tree: Sequence[int]) -> Step:
-        """Return the step that ends a job outside MPS, where its end breaks no others."""
+        """Return the step that ends a job outside MPS by signals: there its end breaks no other."""
         host = self._host
         job = self._job
         grace = GRACE_SECONDS if self._grace is None else self._grace
@@ -368,7 +368,7 @@ class Stop:
         pids = " ".join(map(str, tree))
 
         def end() -> None:
-            """End it; `set`: no process is a client of MPS."""
+            """End the job; `set` returns no clients: outside MPS there are none."""
             programs = {job.pid: job.started}
             end_programs(host, programs, clients=set, meter=None, number=signal.SIGTERM, grace_seconds=grace)
 

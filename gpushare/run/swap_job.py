@@ -120,7 +120,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     return SwapWork(plan, swap, done)
 
 
-def back_to_gpu(
+def plan_swap_in(
     host: Host,
     text: str,
     seconds: float | None,
@@ -129,7 +129,7 @@ def back_to_gpu(
     *,
     dry_run: bool = False,
 ) -> SwapWork:
-    """Plan the way of a job, by name or PID, back to its GPU; it waits this long for room there (None: without end).
+    """Plan to swap a job, by name or PID, back in to its GPU; it waits this long for room there (None: without end).
 
     Raises:
         NotFound: it is not out (``not_out``), has ended, or its GPU is gone.

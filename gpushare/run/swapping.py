@@ -283,12 +283,12 @@ class Turns(Policy):
 
     @property
     def switch_seconds(self) -> float | None:
-        """Return how long leaving and coming back take together; None: not measured yet."""
+        """Return how many seconds leaving and coming back take together; None: not measured yet."""
         return None if len(self._switches) < 2 else sum(self._switches)
 
     @property
     def turn_seconds(self) -> float:
-        """Return how long a turn is now."""
+        """Return how many seconds a turn lasts: as given, else nine times the measured switch, at first 30 s."""
         if self.seconds is not None:
             return self.seconds
         if self.switch_seconds is not None:
@@ -367,7 +367,7 @@ class ForProduction(Policy):
         return sample.free_bytes + sample.later_bytes - lost_bytes < _MARGIN_BYTES
 
     def _note_free(self, sample: Sample, bytes_left_by_others: int) -> None:
-        """Note what others leave free, for `_bytes_lost_per_second`."""
+        """Note how much memory others leave free now, by which `_bytes_lost_per_second` sees production grow."""
         self._seen = [(at, free_bytes) for at, free_bytes in self._seen if sample.now - at <= _GROWTH_SECONDS]
         self._seen.append((sample.now, bytes_left_by_others))
 
@@ -476,7 +476,7 @@ class Swapping(Part):
         return False
 
     def _try_later(self, error: GpushareError) -> None:
-        """Let the policy try again later, and say why, once for each reason."""
+        """After a failed swap let the policy try again later, each time after a longer pause; say each reason once."""
         if error.code in _PASSING:
             return
         self._retry_at = self._clock() + self._retry_seconds
@@ -516,7 +516,7 @@ class Swapping(Part):
             )
 
     def _note_return(self, reason: str) -> None:
-        """Note that all of the job is back, and hold its reservation again."""
+        """Note that others have brought the job back, and reserve its memory again."""
         self._say(reason)
         self._since = self._clock()
         place = self._place
@@ -564,7 +564,7 @@ class Swapping(Part):
         """Move the job to another GPU if that makes room for a job that waits; return whether it was moved."""
         if not self._movable or sample.makes_room_for is None or not sample.held_bytes:
             return False
-        target = self._move_target(sample)
+        target = self._gpu_to_move_to(sample)
         if target is None:
             return False
         job = find_job(self._host, str(self._pid))
@@ -584,7 +584,7 @@ class Swapping(Part):
         renew_slices(self._host, moved.identities(self._host), self._say)
         return True
 
-    def _move_target(self, sample: Sample) -> Device | None:
+    def _gpu_to_move_to(self, sample: Sample) -> Device | None:
         """Return the GPU with the most room for all that this job has reserved; None: none has it."""
         gpus = self._host.nvml.sweep()
         present_gpu = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)

@@ -63,7 +63,7 @@ class Told:
         self.at += after
         self.cpu = None if cpu is None else (self.cpu or 0.0) + cpu
         self.samples += [] if gpu is None else [(self.at, gpu)]
-        return self.activity.active()
+        return self.activity.works()
 
 
 @pytest.fixture

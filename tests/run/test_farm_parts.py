@@ -107,7 +107,7 @@ class Step:
         self.several.clients = self._clients
         device = Device(gpu=Gpu(index=2, uuid="GPU-a", memory_total_bytes=80 * GIB))
         self.farm = module.Farm(host, [device], ["job"], FarmOptions(**options), Silent())
-        self.gpu = self.farm._gpu("GPU-a")
+        self.gpu = self.farm._copies_on("GPU-a")
         self.gpu.group = self.several
         self.farm._size, self.farm._size_from = GIB, "given"
         monkeypatch.setattr(self.farm, "_gpu_for_next", self._turn)
@@ -318,7 +318,7 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
     messages: list[str] = []
     step.farm._reporter.say = messages.append  # type: ignore[method-assign]
     step.farm._devices["GPU-b"] = Device(gpu=Gpu(index=3, uuid="GPU-b", memory_total_bytes=80 * GIB))
-    other = step.farm._gpu("GPU-b")
+    other = step.farm._copies_on("GPU-b")
 
     def refuse(*_: Any) -> Any:
         raise InUse("GPU 3 is busy", "wait")

@@ -69,7 +69,7 @@ def test_one_that_waits_without_the_processor_is_seen_by_its_gpu_use(
 ) -> None:
     waiting = Activity(host, device, start(_IDLE))
     # A simulated context keeps its GPU busy as long as its process runs.
-    until(waiting.active, "it is seen")
+    until(waiting.works, "it is seen")
 
 
 def test_a_stopped_or_ended_production_job_does_not_work(
@@ -78,9 +78,9 @@ def test_a_stopped_or_ended_production_job_does_not_work(
     monkeypatch.setattr(module, "_NVML_SECONDS", 0.0)
     pid = start(_IDLE)
     activity = Activity(host, device, pid)
-    until(activity.active, "it works")
+    until(activity.works, "it works")
     host.processes.send(pid, signal.SIGSTOP)
-    until(lambda: not activity.active(), "it rests")
+    until(lambda: not activity.works(), "it rests")
 
 
 class Scripted:

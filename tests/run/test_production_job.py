@@ -87,7 +87,7 @@ def test_its_work_is_that_of_the_one_that_runs(
     watched: list[int] = []
 
     def activity(_host: Any, _device: Any, pid: int) -> Any:
-        return SimpleNamespace(active=lambda: watched.append(pid) or True)
+        return SimpleNamespace(works=lambda: watched.append(pid) or True)
 
     at = 100.0
     monkeypatch.setattr(module, "Activity", activity)
