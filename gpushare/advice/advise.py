@@ -50,7 +50,7 @@ class Advice:
     # The case as it was asked.
     asked: Case
 
-    def of(self, way: Way) -> WayVerdict:
+    def verdict_on(self, way: Way) -> WayVerdict:
         return next(verdict for verdict in self.verdicts if verdict.way is way)
 
     @property
@@ -88,8 +88,8 @@ def advise(situation: Situation) -> Advice:
 
 
 def with_way(advice: Advice, way: Way, *, cap: float | None) -> Advice:
-    """Return the advice with another winner and, if measured, the thread cap of its MPS clients in percent."""
-    part = Part(situation=advice.situation.variant(cap=cap), best=advice.of(way))
+    """Return the advice with a measured winner; ``cap`` is the thread percentage of its MPS clients, None: no MPS."""
+    part = Part(situation=advice.situation.variant(cap=cap), best=advice.verdict_on(way))
     return replace(
         advice,
         situation=part.situation,
@@ -136,7 +136,7 @@ def _confidence(
         return Confidence.MEDIUM, missing_text
     # Their figures are from other hosts.
     measured_elsewhere = best.way in {Way.SLICES, Way.MPS_PRIORITY, *LEAVING}
-    is_open = any(reason.open for reason in best.of(Kind.CONDITION))
+    is_open = any(reason.open for reason in best.reasons_of(Kind.CONDITION))
     doubtful = measured_elsewhere or is_open or any(reason.contradiction for reason in best.reasons)
     possible = [verdict.way for verdict in judged if not verdict.refused and verdict.way not in {Way.MEASURE, Way.FIX}]
     if possible == [best.way] and not doubtful:
@@ -276,7 +276,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
     gpus = advice.gpus
     names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.used_gpus if gpu.name))
     title = situation.gpu.title if len(gpus) == 1 else f"GPUs {ranges(gpus)}"
-    conditions = [] if best is None else [reason.text for reason in best.of(Kind.CONDITION)]
+    conditions = [] if best is None else [reason.text for reason in best.reasons_of(Kind.CONDITION)]
     return AdviceAnswer(
         winner=None if best is None else best.way.value,
         answer=_title_of(advice),
@@ -354,7 +354,7 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     best = advice.best
     if best is None:
         return _why_nothing(advice)
-    unkept = [reason.text for reason in best.of(Kind.CONDITION) if reason.rule in _UNKEPT]
+    unkept = [reason.text for reason in best.reasons_of(Kind.CONDITION) if reason.rule in _UNKEPT]
     return [
         *(f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept),
         *_placement_sentences(advice),
@@ -365,9 +365,9 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
 
 def _why_this_way(advice: Advice, best: WayVerdict) -> list[str]:
     """Return what speaks for a way, and what rules the others out where none of them can share the GPU."""
-    reasons = [reason.text for reason in best.of(Kind.FOR)]
+    reasons = [reason.text for reason in best.reasons_of(Kind.FOR)]
     # A vGPU needs another host.
-    ruled_out = all(advice.of(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
+    ruled_out = all(advice.verdict_on(way).refused for way in CONCURRENT if way not in {best.way, Way.VGPU})
     why_not = "; ".join(_vetoes_of_nearest(advice)[: 1 if reasons else None]) if ruled_out else ""
     some_wait = advice.situation.placed_processes > advice.situation.gpu_sets
     if why_not and ((best.way is Way.WHOLE and some_wait) or (best.way not in CONCURRENT and not reasons)):
@@ -416,18 +416,17 @@ def _part_text(part: Part, *, names_way: bool) -> str:
 def _vetoes_of_nearest(advice: Advice, already_named: Sequence[str] = ()) -> list[str]:
     """Return why the refused way of sharing with the highest score is refused, without the reasons already named."""
     # These two need another host, or another program.
-    others = [advice.of(way) for way in CONCURRENT if way not in {Way.VGPU, Way.STREAMS}]
+    others = [advice.verdict_on(way) for way in CONCURRENT if way not in {Way.VGPU, Way.STREAMS}]
     nearest = max((verdict for verdict in others if verdict.refused), key=lambda verdict: verdict.score, default=None)
     if nearest is None:
         return []
-    return [
-        f"{nearest.way.label}: {reason.text}" for reason in nearest.of(Kind.VETO) if reason.text not in already_named
-    ]
+    vetoes = nearest.reasons_of(Kind.VETO)
+    return [f"{nearest.way.label}: {reason.text}" for reason in vetoes if reason.text not in already_named]
 
 
 def _why_nothing(advice: Advice) -> list[str]:
     """Return why nothing is possible: why the whole GPU and the nearest way of sharing are refused, and what would help."""
-    reasons = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
+    reasons = [reason.text for reason in advice.verdict_on(Way.WHOLE).reasons_of(Kind.VETO)]
     # A job that would be alone, or has several GPUs, does not ask for a way of sharing; next to instances that stay it does.
     asks_to_share = advice.situation.several or bool(advice.situation.kept_instances)
     if asks_to_share and advice.situation.gpus_each == 1:

@@ -207,7 +207,7 @@ def _text_by_gpu(texts: Iterable[tuple[int, str | None]]) -> str | None:
 
 
 def today_text(cell: Cell, driver: str | None) -> str:
-    """Return the present text of a cell; without a driver, with the one that it needs."""
+    """Return the present text of a cell; if the driver is unknown, with the one from which on it is true."""
     return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
 
 

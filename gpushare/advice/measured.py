@@ -61,7 +61,7 @@ class MeasuredAdvice:
 
 def bench_ways(advice: Advice) -> tuple[str, ...]:
     """Return the ways to measure, those without a veto, by their names in `gpushare bench`."""
-    return tuple(name for way, names in BENCH_WAYS.items() if not advice.of(way).refused for name in names)
+    return tuple(name for way, names in BENCH_WAYS.items() if not advice.verdict_on(way).refused for name in names)
 
 
 class _Finding(NamedTuple):
@@ -135,7 +135,7 @@ def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
     cells = [
         cell
         for cell in of_copies
-        if not cell.failures and cell.speed(metric) > 0 and not advice.of(_WAY_OF[cell.way]).refused
+        if not cell.failures and cell.speed(metric) > 0 and not advice.verdict_on(_WAY_OF[cell.way]).refused
     ]
     if not cells:
         return _open_finding(f"nothing was measured{_left_out_text(bench, copies)}")
@@ -155,8 +155,8 @@ def _finding_of(advice: Advice, bench: BenchAnswer, copies: int) -> _Finding:
     if of_rules is not None:
         # Another way or cap is faster.
         comparison = _ratio_text(choice, of_rules, metric)
-        chosen_way = _WAY_OF[choice.way]
-        reasons = [] if chosen_way is way else _reasons_not_measured(advice.of(way), advice.of(chosen_way))
+        faster = advice.verdict_on(_WAY_OF[choice.way])
+        reasons = [] if faster.way is way else _reasons_not_measured(advice.verdict_on(way), faster)
         if reasons:
             why = f"for a reason that throughput does not show: {reasons[0].text}"
             return _Finding("kept", f"{comparison}, but the rules' answer stands, {why}", of_rules, choice)
@@ -256,10 +256,10 @@ def _cap_of_each(situation: Situation, measured_way: str) -> float | None:
 
 def _reasons_not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:
     """Return the reasons for preferring one way to another that throughput does not show."""
-    rules_for_other = {reason.rule for reason in other.of(Kind.FOR)}
-    rules_against_best = {reason.rule for reason in best.of(Kind.AGAINST)}
-    reasons = [reason for reason in best.of(Kind.FOR) if reason.rule not in rules_for_other]
-    reasons += [reason for reason in other.of(Kind.AGAINST) if reason.rule not in rules_against_best]
+    rules_for_other = {reason.rule for reason in other.reasons_of(Kind.FOR)}
+    rules_against_best = {reason.rule for reason in best.reasons_of(Kind.AGAINST)}
+    reasons = [reason for reason in best.reasons_of(Kind.FOR) if reason.rule not in rules_for_other]
+    reasons += [reason for reason in other.reasons_of(Kind.AGAINST) if reason.rule not in rules_against_best]
     return sorted((reason for reason in reasons if reason.rule not in ANSWERED), key=lambda reason: -reason.weight)
 
 
@@ -314,7 +314,8 @@ def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> Advice
     why = answer.why
     if best is not None and best.way.value != rules.winner:
         # It won by the measurement; the rules have their own reasons for it, or none.
-        why = [*(reason.text for reason in best.of(Kind.FOR)), *(f"condition: {text}" for text in answer.conditions)]
+        why = [reason.text for reason in best.reasons_of(Kind.FOR)]
+        why += [f"condition: {text}" for text in answer.conditions]
     return replace(
         answer, why=why, rules=replace(rules, verdicts=(), notes=[]), measured=result.measured, measurement=bench
     )

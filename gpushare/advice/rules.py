@@ -264,7 +264,7 @@ class WayVerdict:
     def title(self) -> str:
         return self.way.label
 
-    def of(self, *kinds: Kind) -> tuple[Reason, ...]:
+    def reasons_of(self, *kinds: Kind) -> tuple[Reason, ...]:
         return tuple(reason for reason in self.reasons if reason.kind in kinds)
 
     @property
@@ -326,7 +326,7 @@ def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
     usable = [verdict for verdict in judged if not verdict.refused]
     # Measuring alone is no answer, and a change of the program or a vGPU only if a rule speaks for it.
     answers = (each for each in usable if each.way not in {Way.MEASURE, Way.FIX, Way.VGPU})
-    spoken_for = (each for each in usable if each.way in {Way.FIX, Way.VGPU} and each.of(Kind.FOR))
+    spoken_for = (each for each in usable if each.way in {Way.FIX, Way.VGPU} and each.reasons_of(Kind.FOR))
     return usable[0] if any(answers) or any(spoken_for) else None
 
 

@@ -279,7 +279,8 @@ def advise(
     notes = [*data.notes, *([RESTART_NOTE] if live else [])]
     if apply:
         return carry_out_setup(advice, notes)
-    return _advice_result(data, notes) if explained is None else _explained_result(data, advice.of(explained), notes)
+    verdict = None if explained is None else advice.verdict_on(explained)
+    return _advice_result(data, notes) if verdict is None else _explained_result(data, verdict, notes)
 
 
 def _with_production_saturating(case: Case, value: bool | None) -> Case:

@@ -151,7 +151,7 @@ class Copies:
         for copy in copies:
             copy.ended_by_us = copy.program.runs
         self._end([copy for copy in copies if copy.ended_by_us])
-        self._end_left_behind(copies, usage.members)
+        self._end_left_behind(copies, usage.run_pids)
         results = tuple(self._result_of(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
@@ -300,11 +300,11 @@ class Measurement:
 
     def runs_of(self, cell: Cell) -> list[RunResult]:
         """Return the runs that measure a cell: its own, or those of an equivalent one."""
-        way, copies = measured_as(cell, self.settings)
+        way, copies = measuring_cell(cell, self.settings)
         return [run for run in self.runs if (run.way, run.copies) == (way.name, copies)]
 
 
-def measured_as(cell: Cell, settings: Settings) -> Cell:
+def measuring_cell(cell: Cell, settings: Settings) -> Cell:
     """Return the cell whose runs measure this one: itself, or an equivalent one, so that nothing is measured twice."""
     way, copies = cell
     outside = way.kind in {Way.WHOLE, Way.TIMESLICE, Way.SLICES, *IN_ONE} and settings.alone.kind is Way.WHOLE
@@ -321,7 +321,7 @@ def measured_as(cell: Cell, settings: Settings) -> Cell:
 
 def schedule(settings: Settings) -> list[Cell]:
     """Return what is run in each round: one copy alone, and every cell once."""
-    return list(dict.fromkeys([settings.alone_cell, *(measured_as(cell, settings) for cell in settings.cells)]))
+    return list(dict.fromkeys([settings.alone_cell, *(measuring_cell(cell, settings) for cell in settings.cells)]))
 
 
 def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step, ...]:
@@ -447,7 +447,7 @@ class Bench:
         total = self._device.memory_total_bytes
 
         def why_too_large(way: BenchWay, number: int) -> str | None:
-            way, copies = measured_as((way, number), settings)
+            way, copies = measuring_cell((way, number), settings)
             # In turn, or each in an instance of its own, copies do not share memory.
             at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
             if peak is None or total is None or peak * at_once <= total:

@@ -30,7 +30,7 @@ from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFail
 from gpushare.base.selection import Device
 from gpushare.base.typed import parsed
 from gpushare.host.written_file import create_file
-from gpushare.measure.bench import Measurement, Settings, measured_as
+from gpushare.measure.bench import Measurement, Settings, measuring_cell
 from gpushare.measure.statistics import mean, mean_known, percentile, ratio, rounded, summarize
 from gpushare.measure.ways import IN_ONE_OPTIONS, Cell
 from gpushare.memory.peaks import Profile
@@ -70,7 +70,7 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
     way, copies = cell
     settings = measurement.settings
     metric = settings.metric
-    equivalent = measured_as(cell, settings)
+    equivalent = measuring_cell(cell, settings)
     runs = measurement.runs_of(cell)
     alone = measurement.runs_of(settings.alone_cell)
     good = [run for run in runs if run.throughput is not None]

@@ -140,7 +140,7 @@ _MOST_SIZES: Final = 32
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Return the sizes in a list, smallest first, each once; whether they can be run is judged elsewhere."""
+    """Return the sizes in a list, smallest first, each once; `built_in_workload` refuses those out of range."""
     sizes = set()
     for word in (word.strip() for word in text.split(",")):
         if not (word.isascii() and word.isdigit() and len(word) < 7):

@@ -60,7 +60,7 @@ def read_measured(path: str | Path) -> Recording:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             head = file.read(_HEAD)
-            if not _is_foreign(head):
+            if not _looks_like_dcgm(head):
                 return read_recording(path)
             text = head + file.read(_LARGEST)
     except OSError:
@@ -74,7 +74,7 @@ def read_measured(path: str | Path) -> Recording:
     return _recording_of(path, list(_points_of_prometheus(path, text) if is_json else _points_of_exporter(text)))
 
 
-def _is_foreign(head: str) -> bool:
+def _looks_like_dcgm(head: str) -> bool:
     """Return whether a file begins like an answer of Prometheus or a scrape of DCGM, and not like our recording."""
     start = head.lstrip()
     if start.startswith(("{", "[")):

@@ -150,7 +150,7 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
     return Sample(
         at=float(raw["t"]),
         gpus=tuple(_gpu_sample(*row) for row in raw["gpus"]),
-        processes=tuple(PartSample(id=int(number), **_values(*row)) for number, *row in raw["processes"]),
+        processes=tuple(PartSample(id=int(number), **_figure_fields(*row)) for number, *row in raw["processes"]),
     )
 
 
@@ -161,16 +161,16 @@ def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
     sm, memory, power, temperature, clock, way, instances = rest
     return GpuSample(
         index=int(index),
-        **_values(first, sm, memory),
+        **_figure_fields(first, sm, memory),
         power_watts=_number(power),
         temperature_celsius=None if temperature is None else int(temperature),
         sm_clock_mhz=None if clock is None else int(clock),
         way=None if way is None else str(way),
-        instances=tuple(PartSample(id=int(number), **_values(*row)) for number, *row in instances),
+        instances=tuple(PartSample(id=int(number), **_figure_fields(*row)) for number, *row in instances),
     )
 
 
-def _values(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
+def _figure_fields(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
     """Return the fields of `Figures` from the values of a row."""
     return {
         "utilization_percent": _number(utilization),
@@ -380,7 +380,7 @@ class Tally:
             self._drop_ended({seen.id for seen in sample.processes})
 
     def _drop_ended(self, present: set[int]) -> None:
-        """Forget the processes with the fewest samples, of those that are gone."""
+        """Forget the ended processes with the fewest samples, so that days of them fit into memory."""
         ended = [(use.samples, key) for key, (_, use) in self._processes.items() if key not in present]
         for _, key in sorted(ended)[: len(self._processes) - MOST_PROCESSES]:
             del self._processes[key]
@@ -608,7 +608,7 @@ def _read_header(path: Path, line: str) -> Header:
 def workloads_of(recording: Recording) -> tuple[ProcessUse, ...]:
     """Return how the compute processes of a recording used their GPU, without MPS servers and desktop programs."""
     # The driver books the work of MPS clients on the server.
-    return tuple(use for use in recording.processes if _is_program(use) and not use.process.graphics)
+    return tuple(use for use in recording.processes if _is_user_program(use) and not use.process.graphics)
 
 
 # Work in fewer samples than this does not count: monitoring programs open a context now and then.
@@ -647,7 +647,7 @@ def find_underuse(recording: Recording) -> tuple[Underuse, ...]:
             measure = "SM activity" if use.sm else "utilization"
             figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
             why = f"low: {figures}; a candidate for sharing"
-            underuses.append(Underuse(gpu=index, kind="low", why=why, pids=_pids(filter(_is_program, processes))))
+            underuses.append(Underuse(gpu=index, kind="low", why=why, pids=_pids(filter(_is_user_program, processes))))
         underuses += _idle_processes(index, processes)
     return tuple(underuses)
 
@@ -688,8 +688,8 @@ def _pids(uses: Iterable[ProcessUse]) -> tuple[int, ...]:
 
 
 def _holds_memory(use: ProcessUse) -> bool:
-    return (use.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(use)
+    return (use.memory_peak_bytes or 0) >= HELD_BYTES and _is_user_program(use)
 
 
-def _is_program(use: ProcessUse) -> bool:
+def _is_user_program(use: ProcessUse) -> bool:
     return use.process.name != MPS_SERVER

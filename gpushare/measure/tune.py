@@ -261,7 +261,7 @@ def tune(
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _WatchedWindow:
     """A window of production: alone, or together with the others under a ``setting``, with the rate of each of them.
 
     Or a window of the others alone, in which production is stopped: ``window`` then has no rate. In ``rates``, None: that job
@@ -299,7 +299,7 @@ class Tuner:
         # When all jobs had printed, and the budget began.
         self._began: float | None = None
         self._measuring_seconds = 0.0
-        self.others_alone: list[_Seen] = []
+        self.others_alone: list[_WatchedWindow] = []
         self._stages: list[Stage] = []
         # Why ways could not be used.
         self._refused: list[GpushareError] = []
@@ -483,7 +483,7 @@ class Tuner:
             self._measuring_seconds += seconds
 
     def first_cap_limits(self) -> Limits:
-        """Return the limits of the others at their start under MPS: none until their rate without a cap is known, then the first cap."""
+        """Return the limits of the others at their start under MPS: the first cap; none if their rate alone is not known yet."""
         wanted = next_setting(self._search, Way.CAPS, self._known) if self.others_alone else None
         return Limits() if wanted is None else _mps_limits(wanted.setting)
 
@@ -567,7 +567,7 @@ class Stage:
         self._others_seconds = 2 * self._window
         # By how much the windows are longer now.
         self._stretch = 1.0
-        self._log: list[_Seen] = []
+        self._log: list[_WatchedWindow] = []
         self.start_took = 0.0
         self.default_us: int | None = None
         self.request_us: float | None = None
@@ -778,14 +778,14 @@ class Stage:
         self._tuner.add_measuring_seconds(end - start)
         return end
 
-    def _watch(self, seconds: float, setting: Setting | None = None) -> _Seen:
+    def _watch(self, seconds: float, setting: Setting | None = None) -> _WatchedWindow:
         """Let the jobs run for this time, and return the window; ``setting`` None: production is alone."""
         self._tuner.check_budget(seconds)
         start = self._begin_window()
         self.experiment.wait(seconds)
         end = self._end_window(start)
         rates = () if setting is None else self._rates_of_others(start, end)
-        return _Seen(start, end, self._production.printed.window(start, end), setting, rates)
+        return _WatchedWindow(start, end, self._production.printed.window(start, end), setting, rates)
 
     def _use_since_last(self) -> _Use:
         """Return how busy the GPU was in a window that ends now."""
@@ -817,7 +817,7 @@ class Stage:
             self._window = min(_LONGEST_SECONDS, seconds)
         self._together_seconds = 2 * self._window
         window = printed.window(start, end)
-        self._log.append(_Seen(start, end, window))
+        self._log.append(_WatchedWindow(start, end, window))
         if window.latencies:
             self._usual_latency = percentile(window.latencies, 95)
             if printed.latency_us is not None:
@@ -878,7 +878,7 @@ class Stage:
         sizes = [memory_now(self._tuner.host, self._tuner.device, job.program) for job in self._others]
         if None not in sizes:
             self.others_memory = [size or 0 for size in sizes]
-        self._tuner.others_alone.append(_Seen(start, end, Window(rate=None), rates=rates))
+        self._tuner.others_alone.append(_WatchedWindow(start, end, Window(rate=None), rates=rates))
 
     def _fit_windows_of_others(self, start: float, end: float, rates: Sequence[float | None]) -> None:
         """Make windows with the others long enough for each to print several times, by their first window alone."""
@@ -995,7 +995,7 @@ class Stage:
 
     def figures(self, setting: Setting) -> Figures | None:
         """Return production's rate and p99 against alone, and the share of the others; None: too little was printed."""
-        together: list[_Seen] = []
+        together: list[_WatchedWindow] = []
         pairs: list[tuple[float, float]] = []
         for index, seen in enumerate(self._log):
             if seen.setting != setting:
@@ -1031,7 +1031,7 @@ class Stage:
         )
 
     @property
-    def _log_alone(self) -> list[_Seen]:
+    def _log_alone(self) -> list[_WatchedWindow]:
         """Return the windows of production alone."""
         return [seen for seen in self._log if seen.setting is None]
 
@@ -1050,7 +1050,7 @@ class Stage:
         """Return the rate of each window of production alone in which it worked."""
         return [seen.rate for seen in self._log_alone if seen.rate > 0]
 
-    def _windows_alone_near(self, together: Sequence[_Seen]) -> list[Window]:
+    def _windows_alone_near(self, together: Sequence[_WatchedWindow]) -> list[Window]:
         """Return the windows of production alone for a p99: the nearest in time, more than those together, enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.
@@ -1063,7 +1063,7 @@ class Stage:
             chosen.append(seen.window)
         return chosen
 
-    def _share_of_others(self, together: Sequence[_Seen]) -> Estimate | None:
+    def _share_of_others(self, together: Sequence[_WatchedWindow]) -> Estimate | None:
         """Return which share of its rate alone each of the others has, as a mean of them and of these windows."""
         shares = [share for seen in together if (share := self._share_in(seen)) is not None]
         if not shares:
@@ -1074,7 +1074,7 @@ class Stage:
         spread = self._tuner.others_spread()
         return Estimate(shares[0], None if spread is None else spread * shares[0])
 
-    def _share_in(self, seen: _Seen) -> float | None:
+    def _share_in(self, seen: _WatchedWindow) -> float | None:
         """Return the share of its rate alone that each of the others has in a window, on average; None: one is unknown."""
         nearest = sorted(self._tuner.others_alone, key=lambda alone: abs(alone.start - seen.start))[:2]
         shares = []

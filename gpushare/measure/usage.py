@@ -56,7 +56,7 @@ class UsageMeter:
         self._suspects: set[int] = set()
         # Names of programs of others by PID.
         self._others: dict[int, str] = {}
-        self._seen = {} if seen is None else seen
+        self._first_seen = {} if seen is None else seen
         self._peak: int | None = None
         # Where it is unknown whether NVML's PIDs are those of this namespace, they are taken as such.
         self._pids_are_ours = host.processes.namespace_is_host() is not False
@@ -118,8 +118,8 @@ class UsageMeter:
             self._peak = max(self._peak or 0, sum(size or 0 for size in sizes))
 
     @property
-    def members(self) -> frozenset[int]:
-        """Return the programs and all of their processes that were seen, even in other sessions."""
+    def run_pids(self) -> frozenset[int]:
+        """Return the PIDs of the run: its programs and all of their processes that were seen, even in other sessions."""
         return frozenset(self._mine)
 
     def usage(self) -> Usage:
@@ -156,8 +156,8 @@ class UsageMeter:
     def _sort_processes(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
         listed = {process.pid for process in processes if self._is_where_run_is(process)}
-        for ended in set(self._seen) - listed:
-            del self._seen[ended]
+        for ended in set(self._first_seen) - listed:
+            del self._first_seen[ended]
         new = listed - self._mine - set(self._others)
         if not new:
             return
@@ -165,10 +165,11 @@ class UsageMeter:
             self._mine |= set(self._host.processes.descendants(program))
         at = self._clock()
         for pid in new - self._mine:
-            if at - self._seen.setdefault(pid, at) < _STAYS_SECONDS:
+            # One that soon goes only starts here, on its way to another GPU.
+            if at - self._first_seen.setdefault(pid, at) < _STAYS_SECONDS:
                 continue
             info = self._host.processes.describe(pid)
-            # It may have ended since, and an MPS server only serves the run.
+            # It may have ended since; and an MPS server is no other program: it serves the run.
             if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 

@@ -269,9 +269,9 @@ def _why_not_mig(device: Device) -> str | None:
         return "-g names one instance; name the GPU to use several of its instances"
     if not gpu.mig_capable:
         return f"no MIG on {device.title}"
-    make = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"
+    how_to = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"
     if not gpu.mig_instances:
-        return f"there is no MIG instance on {device.title}, and bench makes none: {make}"
+        return f"there is no MIG instance on {device.title}, and bench makes none: {how_to}"
     return None
 
 

@@ -33,15 +33,15 @@ def test_case(case: dict[str, Any]) -> None:
     if "wins" in case:
         assert (None if advice.best is None else advice.best.way.value) == case["wins"]
     for way, rule in case.get("refused", {}).items():
-        verdict = advice.of(Way(way))
+        verdict = advice.verdict_on(Way(way))
         assert verdict.outcome is Outcome.REFUSED, way
-        assert rule in {one.rule for one in verdict.of(Kind.VETO)}, way
+        assert rule in {one.rule for one in verdict.reasons_of(Kind.VETO)}, way
     for way in case.get("fits", ()):
-        assert advice.of(Way(way)).outcome is not Outcome.REFUSED, way
+        assert advice.verdict_on(Way(way)).outcome is not Outcome.REFUSED, way
     for way, rule in case.get("conditions", {}).items():
-        verdict = advice.of(Way(way))
+        verdict = advice.verdict_on(Way(way))
         assert verdict.outcome is Outcome.CONDITION, way
-        assert rule in {one.rule for one in verdict.of(Kind.CONDITION)}, way
+        assert rule in {one.rule for one in verdict.reasons_of(Kind.CONDITION)}, way
     lines = "\n".join(line.command or line.what for line in advice.recipe.lines) if advice.recipe else ""
     for words in case.get("types", ()):
         assert words in lines.replace("'", "") or words in lines

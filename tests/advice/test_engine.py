@@ -61,8 +61,8 @@ def test_reasons_come_by_their_weight_for_the_answer(say: Any) -> None:
     kinds = (Kind.AGAINST, Kind.FOR, Kind.CONDITION, Kind.VETO)
     found = say(Way.MPS, *(reason(kind) for kind in kinds))
     assert [reason.kind for reason in found.reasons] == [Kind.VETO, Kind.CONDITION, Kind.FOR, Kind.AGAINST]
-    assert [one.kind for one in found.of(Kind.FOR, Kind.VETO)] == [Kind.VETO, Kind.FOR]
-    assert found.of() == ()
+    assert [one.kind for one in found.reasons_of(Kind.FOR, Kind.VETO)] == [Kind.VETO, Kind.FOR]
+    assert found.reasons_of() == ()
 
 
 def test_the_best_comes_first_and_what_is_refused_last(say: Any) -> None:

@@ -204,7 +204,7 @@ def test_each_has_its_own_gpu_for_certain() -> None:
     advice = placed("4xl4", {"processes": 4, "memory": "2G", **FARM})
     answer = advice_answer(advice)
     assert (answer.answer, answer.confidence) == ("a GPU for each", "high")
-    assert "own-gpu" in {reason.rule for reason in advice.of(Way.WHOLE).reasons}
+    assert "own-gpu" in {reason.rule for reason in advice.verdict_on(Way.WHOLE).reasons}
     assert [line.command for line in answer.commands] == ["gpushare run -g 0-3 --slice 2ms --wait -- CMD"]
 
 

@@ -16,7 +16,7 @@ from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import Device
 from gpushare.cli.bench import bench_notes
-from gpushare.measure.bench import Measurement, Settings, measured_as, schedule, throughput
+from gpushare.measure.bench import Measurement, Settings, measuring_cell, schedule, throughput
 from gpushare.measure.bench_data import (
     bench_answer,
     best_pick,
@@ -111,8 +111,8 @@ def test_the_queue_is_run_where_runs_are_counted() -> None:
 )
 def test_what_measures_a_cell_measures_itself(name: str, copies: int) -> None:
     one = settings(name, (copies,))
-    cell = measured_as((parse_ways(name)[0], copies), one)
-    assert measured_as(cell, one) == cell
+    cell = measuring_cell((parse_ways(name)[0], copies), one)
+    assert measuring_cell(cell, one) == cell
     assert cell in schedule(one)
 
 
