@@ -187,7 +187,7 @@ class Controller:
                 self._held_at = self._changed_at = at
             self._ledger.append(_Loss(at, seconds, None))
             # While a silence is examined, nothing is measured until it has ended.
-            if self._silent_since is None or self._ends_silence(at, self._silent_since, prints=bool(seen)):
+            if self._silent_since is None or self._examine_silence(at, self._silent_since, prints=bool(seen)):
                 self._measure(at)
         else:
             self._judge_speed(at, seconds)
@@ -399,11 +399,11 @@ class Controller:
         elif silent_seconds >= SILENT_SECONDS and self._slice > LEAST_US:
             self._run_with(at, LEAST_US)
 
-    def _ends_silence(self, at: float, since: float, *, prints: bool) -> bool:
-        """Return whether production ``prints`` now that the other job is held back: then that job had silenced it.
+    def _examine_silence(self, at: float, since: float, *, prints: bool) -> bool:
+        """Find out why production was silent, while the other job is held back; return whether that job was the reason.
 
-        All of its speed since ``since`` is noted as lost then. If no number comes for some intervals, production rests, and
-        the other job runs again.
+        It was if production ``prints`` now: all speed since ``since`` was lost. If no number comes for some intervals,
+        production rests, and the other job runs again.
         """
         held_at = self._changed_at
         if prints:

@@ -193,7 +193,7 @@ def not_started_error(job: Detached) -> GpushareError:
     code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code
     error_class = next((each for each in error_classes if each.exit_code == code), OperationFailed)
     try:
-        error = json.loads(document_of(job))["errors"][0]
+        error = json.loads(printed_document(job))["errors"][0]
         return error_class(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
     except (ValueError, LookupError, TypeError):
         return error_class(
@@ -203,7 +203,7 @@ def not_started_error(job: Detached) -> GpushareError:
         )
 
 
-def document_of(job: Detached) -> str:
+def printed_document(job: Detached) -> str:
     """Return the JSON document in what a job that did not start has printed; without one, all that it has printed."""
     opening = "{\n"
     closing = "\n}\n"

@@ -118,9 +118,8 @@ def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:
     alive = [pid for pid, started in starts.items() if host.processes.alive(pid, started)]
     tree = dict.fromkeys(member for pid in alive for member in host.processes.descendants(pid))
     # Start times that are given are not looked up: other processes may have taken these PIDs meanwhile.
-    new = starts_of(host.processes, [pid for pid in tree if pid not in starts])
-    known = {**new, **starts}
-    return {pid: known[pid] for pid in tree if pid in known and host.processes.alive(pid, known[pid])}
+    starts = {**starts_of(host.processes, [pid for pid in tree if pid not in starts]), **starts}
+    return {pid: starts[pid] for pid in tree if pid in starts and host.processes.alive(pid, starts[pid])}
 
 
 def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:

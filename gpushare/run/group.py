@@ -93,7 +93,7 @@ def production_under_mps_error(title: str, name: str | None) -> InUse:
 
 
 def check_production_outside(host: Host, device: Device) -> None:
-    """Raise InUse while a production job is in the daemon of a device."""
+    """Raise InUse while a production job is in the MPS daemon of a device, whose one time-slice it would share."""
     for job in living_productions(host, device):
         if roles.is_under_mps(host, device, job.pid):
             raise production_under_mps_error(f"'{job.name}'", job.name)
@@ -281,7 +281,7 @@ class AdaptedSlice(Part):
         return False
 
     def _read_progress(self, at: float) -> None:
-        """Read the numbers that production has printed since; if its log cannot be read, say so once."""
+        """Read the numbers that production has printed since the last call; if its log cannot be read, say so once."""
         if self._progress is None:
             return
         try:

@@ -480,9 +480,9 @@ class RecordedJob(Part):
             write_record(self.host, self.record)
 
     def close(self, *, program_lives: bool = False) -> None:
-        """Note that the program has ended. The job is still listed, until `forget`: the program may start once more.
+        """Note that the program has ended. The job stays listed until `forget`, as its program may be started once more.
 
-        So the record names this gpushare again. That of a production job does not: nothing has to be spared now.
+        So the record names this gpushare in place of the program; not that of a production job, which is not spared now.
         """
         if self._written and not program_lives:
             self._written = False
@@ -566,9 +566,9 @@ def running_record(host: Host, text: str) -> JobRecord | None:
         return process in {Identity(record.pid, record.started), record.supervisor}
 
     meant = [record for record in running_records(host) if is_meant(record)]
-    own = [record for record in meant if record.keeper_uid is None]
+    of_this_user = [record for record in meant if record.keeper_uid is None]
     of_root = [record for record in meant if record.keeper_uid == 0]
-    nearest = own or of_root or meant
+    nearest = of_this_user or of_root or meant
     return only_job(text, nearest, [record.pid for record in nearest])
 
 
@@ -585,10 +585,10 @@ def job_in_line(host: Host, text: str) -> Reservation | None:
     pid = pid_of(text)
     waiting = [job for job in reservations(host) or [] if job.waits]
     matching = [job for job in waiting if (job.name == text if pid is None else job.claim.pid == pid)]
-    own = [
+    of_this_user = [
         job for job in matching if (info := host.processes.describe(job.claim.pid)) is not None and info.uid == host.uid
     ]
-    jobs = own or matching
+    jobs = of_this_user or matching
     return only_job(text, jobs, [job.claim.pid for job in jobs])
 
 
@@ -659,7 +659,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     # Owners, each with what is touched, in words.
     touched = [*_processes_of_others(host, pids, {host.uid, job.uid}).items()]
     if job.uid != host.uid:
-        owner = _owner(job.uid, job.user)
+        owner = _owner_text(job.uid, job.user)
         if not host.root:
             raise NoPermission(
                 f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
@@ -696,7 +696,7 @@ def find_paused_job(host: Host, text: str) -> PausedJob:
     return find_paused(host, text if record is None else str(record.pid))
 
 
-def _owner(uid: int | None, user: str | None) -> str:
+def _owner_text(uid: int | None, user: str | None) -> str:
     """Return the name of a user for messages: ``alice``, else ``user 1000``, else ``another user``."""
     return user or (f"user {uid}" if uid is not None else "another user")
 
@@ -707,7 +707,7 @@ def _processes_of_others(host: Host, pids: Iterable[int], except_uids: Container
     for pid in sorted(pids):
         info = host.processes.describe(pid)
         if info is not None and (info.uid is None or info.uid not in except_uids):
-            pids_of.setdefault(_owner(info.uid, info.user), []).append(pid)
+            pids_of.setdefault(_owner_text(info.uid, info.user), []).append(pid)
     return {
         owner: f"process {owned[0]}" if len(owned) == 1 else f"{counted(len(owned), 'process')} such as {owned[0]}"
         for owner, owned in pids_of.items()

@@ -196,17 +196,17 @@ class ChannelPauser:
         """
         channels_of: dict[int, Channels] = {}
         for pid in pids:
-            before = self.known.get(pid)
+            earlier = self.known.get(pid)
             # NotFound: its context has ended, or is another process's, inherited.
             with contextlib.suppress(NotFound):
-                if before is None:
+                if earlier is None:
                     channels_of[pid] = probed_channels(self._host, self._control, pid)
                 elif pid not in self.off:
-                    channels_of[pid] = before
+                    channels_of[pid] = earlier
                 else:
-                    now = self._control.find_again(before)
+                    present = self._control.find_again(earlier)
                     # `disable` leaves out the objects that are in `off`: so a new object only if channels have changed.
-                    channels_of[pid] = before if channel_names(now) == channel_names(before) else now
+                    channels_of[pid] = earlier if channel_names(present) == channel_names(earlier) else present
             if pid in channels_of and channels_of[pid].under_mps:
                 raise NotSupported(
                     f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"

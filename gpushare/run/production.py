@@ -80,7 +80,7 @@ class Activity:
         return [pid for pid in family if pid not in ours]
 
     def _busy_on_the_cpu(self, at: float) -> bool:
-        """Return whether production used the CPU in the last window."""
+        """Return whether production used the CPU: much within some 20 ms, or a little all through the last half second."""
         used = {pid: spent for pid in self._family if (spent := cpu_time(pid)) is not None}
         if not used:
             return False

@@ -61,7 +61,7 @@ def _size_with_more(size: int) -> int:
 def lacked_memory(text: bytes) -> bool:
     """Return whether a program failed for want of GPU memory, by the end of its stderr or log (``text``).
 
-    It has not if it went on after it told so, and failed later by a Python exception that is another one.
+    A message about memory does not count if the program went on after it, and failed later by another Python exception.
     """
     ends = [match.end() for match in _NO_MEMORY.finditer(text)]
     if not ends:
@@ -298,15 +298,15 @@ class Queued:
         given_bytes = self.job_bytes
         if given_bytes is not None or not self.queue.wait:
             return given_bytes or 0
-        known = known_peak(self.host, self.devices, [self.command])
-        if known is None:
+        peak = known_peak(self.host, self.devices, [self.command])
+        if peak is None:
             self.say(
                 "its memory is not known: it waits for a GPU without other jobs; to share one, say with --memory how much it needs"
             )
             return None
-        size = known.memory_bytes
+        size = peak.memory_bytes
         reason = "the most that this command has used here"
-        if known.short:
+        if peak.short:
             reason = "a fifth more than it had when it ran out of memory"
             limit = self._largest_possible()
             size = _size_with_more(size) if limit is None else min(_size_with_more(size), limit)

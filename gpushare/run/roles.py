@@ -44,7 +44,7 @@ def spared_process(host: Host, device: Device, target: str | None) -> Production
     A PID may be of any process, also of one that gpushare did not start.
 
     Raises:
-        NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
+        NotFound: as `spared_record`, or no process has this PID (code ``no_process``).
         BadUsage: it runs on another device (code ``other_device``).
     """
     pid = None if target is None else pid_of(target)
@@ -56,7 +56,7 @@ def spared_process(host: Host, device: Device, target: str | None) -> Production
         if indexes and device.gpu.index not in indexes:
             raise _other_device_error(f"process {pid}", str(indexes[0]), device)
         return ProductionJob(host, device, *process, under_mps=is_under_mps(host, device, pid))
-    record = find_spared(host, device, target)
+    record = spared_record(host, device, target)
     if record is None or not is_running(host, record):
         return None
     if device.uuid not in record.devices:
@@ -121,7 +121,7 @@ def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     ``target`` is its name or PID. None: it runs in no job of gpushare now, or not all its devices are on ``gpus``.
 
     Raises:
-        NotFound: as `find_spared`, or no process has this PID (code ``no_process``).
+        NotFound: as `spared_record`, or no process has this PID (code ``no_process``).
         BadUsage: it was tuned and does not run, and there are several GPUs (code ``gpu_not_named``).
     """
     uuids = {gpu.uuid for gpu in gpus} | {mig.uuid for gpu in gpus for mig in gpu.mig_instances}
@@ -154,7 +154,7 @@ def devices_beside(host: Host, devices: Sequence[Device], target: str) -> Sequen
     return [each for each in devices if each.uuid in uuids] or devices
 
 
-def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
+def spared_record(host: Host, device: Device, target: str | None) -> JobRecord | None:
     """Return the record of the production job that is to keep its speed.
 
     ``target`` None: the only production job on the device; None if there is not exactly one. A PID: the job that runs with it
@@ -175,7 +175,7 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
 
 
 def _named_production(host: Host, name: str) -> JobRecord | None:
-    """Return the production job of this name, running or not; None: it was only tuned. Raises as `find_spared`."""
+    """Return the production job of this name, running or not; None: it was only tuned. Raises as `spared_record`."""
     record = find_record(host, check_job_name(name))
     if record is None and find_tuned(host, name) is None:
         check_not_in_line(host, name)
@@ -189,11 +189,11 @@ def _named_production(host: Host, name: str) -> JobRecord | None:
 
 def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | None:
     """Return the tuning for the production job of this name or PID, or for the only one that runs on the device."""
-    return _tuned_for(host, find_spared(host, device, target), target)
+    return _tuned_for(host, spared_record(host, device, target), target)
 
 
 def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> Tuned | None:
-    """Return the tuning for what `find_spared` found; if that is None, for the name ``target`` of a job that never ran."""
+    """Return the tuning for what `spared_record` found; if that is None, for the name ``target`` of a job that never ran."""
     name = target if production is None else production.name
     # What is decimal is a PID, and tunings are kept by name.
     return None if name is None or name.isdecimal() else find_tuned(host, name)
@@ -204,7 +204,7 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
 
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
     """
-    production = find_spared(host, device, target)
+    production = spared_record(host, device, target)
     # What production needs in memory holds for every way; the other limits are of the way that was tuned.
     tuned_any_way = _tuned_for(host, production, target)
     tuned = tuned_any_way if tuned_any_way is not None and tuned_any_way.way == way else None

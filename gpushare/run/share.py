@@ -308,18 +308,18 @@ class MpsShare:
 
     def open(self) -> None:
         """Join the daemon of the device; start one where there is none."""
-        own = own_home(self.host, self.device.uuid)
+        users_home = own_home(self.host, self.device.uuid)
         home = self.home
-        if home.directory != own.directory:
+        if home.directory != users_home.directory:
             # Another user's, which has granted access: without a lease.
             self._joined = home
             return
-        own.create()
-        with own.locked():
+        users_home.create()
+        with users_home.locked():
             # Planned under the lock: another run may have started one, or stopped it.
             carry_out(Plan(title=f"MPS on {self.device.title}", steps=self.steps()))
-            self._joined = own
-            self.lease = own.take_lease()
+            self._joined = users_home
+            self.lease = users_home.take_lease()
 
     @property
     def words_for_guard(self) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class KeptSlices:
         return None if record is None else record.slice_us
 
     def _has_slice(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
-        """Return whether a known process has its slice, in all contexts that it has now; look for new ones if that is due."""
+        """Return whether a known process has the slice, in all contexts that it has now; those are found anew every 5 s."""
         pid, process = channels.pid, (channels.pid, channels.started)
         try:
             if self.fixed or self.proved.get(process) != microseconds:
@@ -98,13 +98,13 @@ class KeptSlices:
             if time.monotonic() < self._contexts_due.get(pid, 0.0):
                 return True
             self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
-            now = control.find_again(channels)
+            present = control.find_again(channels)
         except NotFound:
             self._forget_contexts(pid)
             return False
-        self._known[pid] = now
+        self._known[pid] = present
         keys_before = {group.key for group in channels.groups}
-        return all(group.slice_us == microseconds for group in now.groups if group.key not in keys_before)
+        return all(group.slice_us == microseconds for group in present.groups if group.key not in keys_before)
 
     def restore(self) -> None:
         """Give the processes that still run the slices that they had before `apply`. Raises as `restore_slice`."""

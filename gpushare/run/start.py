@@ -756,10 +756,10 @@ class CpuBinding(Part):
             NotSupported: the driver does not name them, or this process may use none of them (code ``cpus_unknown``).
         """
         cpus_by_device = [self.host.nvml.cpus(device.gpu.index) for device in self.devices]
-        known = [cpus for cpus in cpus_by_device if cpus is not None]
-        self._cpus = frozenset(set().union(*known) & os.sched_getaffinity(0))
+        known_cpus = [cpus for cpus in cpus_by_device if cpus is not None]
+        self._cpus = frozenset(set().union(*known_cpus) & os.sched_getaffinity(0))
         reason = None
-        if len(known) < len(cpus_by_device):
+        if len(known_cpus) < len(cpus_by_device):
             reason = "the driver does not say which CPUs are"
         elif not self._cpus:
             reason = "this process may not use the CPUs that are"

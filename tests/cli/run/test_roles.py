@@ -100,7 +100,7 @@ def test_its_memory_counts_once_though_its_peak_has_just_grown(
     record = find_record(world.host, "web")
     assert record is not None
     grown = replace(record, memory_peak_bytes=61 * GIB)
-    monkeypatch.setattr("gpushare.run.roles.find_spared", lambda *_: record)
+    monkeypatch.setattr("gpushare.run.roles.spared_record", lambda *_: record)
     monkeypatch.setattr("gpushare.run.roles.living_productions", lambda *_: [grown])
     device = select("0", world.host.nvml.sweep())[0]
     left = limits_beside(world.host, device, Limits(), "web").limits.memory_limit_bytes
