@@ -219,7 +219,7 @@ def explanation_lines(
     host: HostFacts | None,
     why_no_host: str | None,
 ) -> list[tuple[str, str]]:
-    """Return all that is known about a cell: views, level, options, contradiction, sources."""
+    """Return all that is known about a cell as pairs of a title and a text: views, level, options, sources."""
     entry = table.entries[way, row_key]
     cell = table.cell(way, row_key, driver)
     row = table.row(row_key)

@@ -217,7 +217,7 @@ _WORD: Final = re.compile(r"[a-z]{2,}")
 
 @lru_cache(maxsize=1)
 def _known_beginnings() -> frozenset[str]:
-    """Return the first four letters of every word by which an explanation may be meant."""
+    """Return the first four letters of every word in an explanation: a line without any of them is not searched."""
     entries = explanations()
     texts = (text for entry in entries for text in (entry.pattern, entry.text, *entry.names, TITLES[entry.kind]))
     return frozenset(word[:4] for text in texts for word in _WORD.findall((text or "").lower()))

@@ -247,6 +247,7 @@ class Slices:
 
     @property
     def wish(self) -> Wish:
+        """Return the profiles as `mig apply` takes them, in reverse order of their names: 7g before 1g."""
         counts = Counter(sorted((profile.name for profile in self.profiles), reverse=True))
         return tuple(Request(profile=name, count=count) for name, count in counts.items())
 
@@ -432,7 +433,7 @@ class Situation:
 
     @property
     def jobs(self) -> dict[str, RunningJob]:
-        """Return the jobs that run on the GPUs that it is spread over, by name."""
+        """Return the jobs that run already on the used GPUs, by name."""
         uuids = {gpu.uuid for gpu in self.used_gpus}
         return {job.name: job for job in self.host.jobs if not uuids.isdisjoint(job.devices)}
 
@@ -454,12 +455,12 @@ class Situation:
 
     @property
     def counts_of_all(self) -> tuple[int | None, ...]:
-        """Return the number of processes of each workload on all of these GPUs."""
+        """Return the number of processes of each workload on all used GPUs; ``case.counts`` is of one GPU."""
         return (self.whole or self.case).counts
 
     @property
     def placed_processes(self) -> int:
-        """Return the number of processes on all of these GPUs; an unknown number counts as 2, of one application as 1."""
+        """Return the number of processes on all used GPUs; an unknown number counts as 2, of one application as 1."""
         if self.whole is None and self.one_process:
             return 1
         return (self.whole or self.case).processes or 2
@@ -498,7 +499,7 @@ class Situation:
 
     @cached_property
     def several(self) -> bool:
-        """Return whether several programs share; assumed where the number is unknown. Other users have programs too."""
+        """Return whether several programs share the GPU, of the case or of others; assumed where the number is unknown."""
         return (self.case.processes or 2) > 1 or self.with_others
 
     @cached_property
@@ -662,7 +663,7 @@ class Situation:
         return any_of([self.plain.may_fit, self.under_mps.may_fit])
 
     def leavers(self, way: Way) -> list[Workload]:
-        """Return the workloads that leave the GPU: all, but production of a pair stays where the other swaps."""
+        """Return the workloads that leave the GPU now and then: all, except production where the opportunistic job swaps."""
         production_stays = way is Way.SWAP and self.pair
         return [work for work in self.case.workloads if not production_stays or work.role is Role.OPPORTUNISTIC]
 

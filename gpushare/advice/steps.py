@@ -142,6 +142,7 @@ def _with_gpus(line: AdviceStep, gpus: Sequence[int]) -> AdviceStep:
 
 
 def _selector(gpus: Iterable[int]) -> str:
+    """Return the ``-g`` value for these GPUs: ``0-3,5``."""
     return ranges(gpus).replace(" ", "")
 
 
@@ -165,7 +166,7 @@ class Steps:
     job_names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.root = "" if self.s.host.root else "sudo "
+        self.sudo = "" if self.s.host.root else "sudo "
 
     @property
     def own_slice(self) -> str | None:
@@ -188,11 +189,11 @@ class Steps:
 
     def command_line(self, what: str, *words: str, root: bool = False) -> AdviceStep:
         """Return a line with a command of gpushare that no `Change` stands for."""
-        return AdviceStep(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
+        return AdviceStep(what, f"{self.sudo if root else ''}gpushare {shlex.join(words)}")
 
     def change_line(self, what: str, s: Situation, verb: Verb, **how: Any) -> AdviceStep:
         """Return the line of a change of a GPU; ``how`` are further fields of `Change`."""
-        sudo = bool(self.root) and verb not in _NEEDS_NO_ROOT
+        sudo = bool(self.sudo) and verb not in _NEEDS_NO_ROOT
         own = {"gpus": (s.gpu.index,), "instance": s.gpu.instance, "sudo": sudo}
         return AdviceStep(what, change=Change(**{"verb": verb, **own, **how}))
 
@@ -293,7 +294,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
         if gpu.time_slice not in {None, TimeSlice.DEFAULT}:
             what = "then the level, which gpushare sets only in a compute mode that admits several programs"
             level = f"compute-policy -i {gpu.index} --set-timeslice {int(gpu.time_slice or 0)}"
-            lines.append(AdviceStep(what, f"{steps.root}nvidia-smi {level}"))
+            lines.append(AdviceStep(what, f"{steps.sudo}nvidia-smi {level}"))
         return lines
     if verb is Verb.MIG_CREATE and change.names:
         what = "destroy the instance and stop its MPS daemon"

@@ -86,8 +86,8 @@ def _cell_figures(measurement: Measurement, cell: Cell) -> BenchCell:
         memory_peak_bytes=max(filter(None, (run.usage.memory_peak_bytes for run in good)), default=None),
         power_watts=mean_known(run.usage.power_watts for run in good),
         joules=mean_known(_joules_per_unit(run, metric) for run in good),
-        latency_p50=_latency(good, 50),
-        latency_p99=_latency(good, 99),
+        latency_p50=_pooled_latency(good, 50),
+        latency_p99=_pooled_latency(good, 99),
         failures=tuple(f"round {run.round}: {text}" for run in runs for text in run.failures),
         others=tuple(sorted({pid for run in runs for pid in run.usage.others})),
         slice_us=way.slice_us,
@@ -140,7 +140,7 @@ def _joules_per_unit(run: RunResult, metric: Metric) -> float | None:
     return power / run.throughput
 
 
-def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
+def _pooled_latency(runs: Sequence[RunResult], percent: int) -> float | None:
     """Return the 50th or 99th percentile over all copies of all runs; None: they printed no latencies."""
     copies = [copy for run in runs for copy in run.result.copies]
     pooled = [value for copy in copies for value in copy.latencies]

@@ -127,7 +127,7 @@ class Sampler:
     first_seen: list[RecordedProcess | RecordedInstance] = field(default_factory=list)
 
     def take(self, at: float) -> Sample:
-        """Return one sample; ``first_seen`` then has the processes and MIG devices that are new in it."""
+        """Return the sample at this second; ``first_seen`` then has the processes and MIG devices that are new in it."""
         wall = self.clock.wall()
         since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
         # If the clock was set back, do not ask for samples of the future.

@@ -466,6 +466,7 @@ class RecordingFile(contextlib.AbstractContextManager["RecordingFile"]):
     def _write(self, line: str) -> None:
         data = line.encode("ascii")
         try:
+            # Unbuffered: a write may take only a part.
             while data:
                 data = data[self._file.write(data) or 0 :]
         except OSError as error:

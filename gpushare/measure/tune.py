@@ -215,7 +215,7 @@ class TuneReporter:
     """What tune reports while it runs; the command line prints it."""
 
     def doing(self, what: str) -> None:
-        """Something begins."""
+        """Tell what begins."""
 
     def measured(self, figures: Figures) -> None:
         """A setting was measured, for the first time or longer."""
@@ -756,7 +756,7 @@ class Stage:
             self.experiment.wait(self._options.settle_seconds / 2)
 
     def least_seconds(self, setting: Setting) -> float:
-        """Return the least time that measuring a setting takes."""
+        """Return the least time that measuring a setting takes: with less of the budget left, it is not begun."""
         needs_start = self._way is Way.CAPS and _mps_limits(setting) != self._limits
         # The last second is for the pause and the resumption of the others.
         return (self.start_took if needs_start else 0.0) + self._window + self._together_seconds + 1.0

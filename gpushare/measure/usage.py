@@ -74,14 +74,14 @@ class UsageMeter:
     def restart(self) -> None:
         """Count energy and activity from now."""
         self._started = self._clock()
-        self._energy = self._joules()
+        self._energy = self._energy_counter()
         self._busy = []
         for recorder in self._recorders:
             recorder.since_last()
 
     def stop(self) -> None:
         """Count energy and activity up to now; of copies in turn, which all stop it, the last stop counts."""
-        self._stopped = self._joules(), self._clock()
+        self._stopped = self._energy_counter(), self._clock()
         if self._recorders:
             self._shares = [recorder.since_last() for recorder in self._recorders]
         for recorder in self._recorders:
@@ -124,7 +124,7 @@ class UsageMeter:
 
     def usage(self) -> Usage:
         """Return the usage from the last restart to the last stop, or to now."""
-        joules, until = self._stopped or (self._joules(), self._clock())
+        joules, until = self._stopped or (self._energy_counter(), self._clock())
         seconds = until - self._started
         energy = None if joules is None or self._energy is None else max(0.0, joules - self._energy)
         return Usage(
@@ -155,7 +155,7 @@ class UsageMeter:
 
     def _sort_processes(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""
-        listed = {process.pid for process in processes if self._is_where_run_is(process)}
+        listed = {process.pid for process in processes if self._is_on_run_device(process)}
         for ended in set(self._first_seen) - listed:
             del self._first_seen[ended]
         new = listed - self._mine - set(self._others)
@@ -173,14 +173,15 @@ class UsageMeter:
             if info is not None and info.name is not None and not is_server(info.name):
                 self._others[pid] = info.name
 
-    def _is_where_run_is(self, process: GpuProcess) -> bool:
+    def _is_on_run_device(self, process: GpuProcess) -> bool:
         """Return whether a process is where the run is: in one of its MIG instances, else on its device."""
         if self._gpu_instances is not None:
             return process.gpu_instance_id in self._gpu_instances
         mig = self._device.mig
         return mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
 
-    def _joules(self) -> float | None:
+    def _energy_counter(self) -> float | None:
+        """Return the joules that the GPU has used since the driver was loaded; None: unknown."""
         return or_none(lambda: self._host.nvml.energy_joules(self._device.gpu.index))
 
     def _used_bytes(self) -> int | None:

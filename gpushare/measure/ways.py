@@ -196,12 +196,12 @@ def find_obstacles(host: Host, device: Device, program: str, *, in_one: bool) ->
         if device.mig is not None
         else max_clients(or_none(lambda: probe_version(host.programs)), capability),
         level=_why_not_level(host, device),
-        slices=None if (refusal := error_of(lambda: check_settable(host))) is None else _sentence(refusal),
+        slices=None if (refusal := error_of(lambda: check_settable(host))) is None else _error_sentence(refusal),
         in_one=in_one,
     )
 
 
-def _sentence(error: GpushareError) -> str:
+def _error_sentence(error: GpushareError) -> str:
     return f"{error.message}; {error.hint}"
 
 
@@ -211,7 +211,7 @@ def _why_not_level(host: Host, device: Device) -> str | None:
         need_root(host, f"setting the time-slice of {device.title}")
         plan_level(host, [device], TimeSlice.DEFAULT, beside_mps=True)
     except GpushareError as error:
-        return _sentence(error)
+        return _error_sentence(error)
     return None
 
 
@@ -248,7 +248,7 @@ def _why_not_mps(host: Host, device: Device, program: str, *, served: bool) -> s
         share.steps()
         return _why_another_user_blocks(host, device)
     except GpushareError as error:
-        return _sentence(error)
+        return _error_sentence(error)
 
 
 def _why_another_user_blocks(host: Host, device: Device) -> str | None:
