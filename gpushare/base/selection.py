@@ -137,7 +137,7 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
     if text is None and len(gpus) > 1:
         raise gpu_not_named_error(len(gpus), "say which to change", "name one: -g 0; or all: -g all")
     devices = select(text, gpus)
-    check_answers(*(device.gpu for device in devices))
+    refuse_silent_gpus(*(device.gpu for device in devices))
     return devices
 
 
@@ -208,7 +208,7 @@ def devices_for_any(devices: Sequence[Device], *, instances: bool) -> tuple[Devi
     return tuple(chosen)
 
 
-def check_answers(*gpus: Gpu) -> None:
+def refuse_silent_gpus(*gpus: Gpu) -> None:
     """Raise GpuLost for the first GPU that does not answer."""
     for gpu in gpus:
         if gpu.error is not None:

@@ -69,14 +69,14 @@ _SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
 }
 
 
-def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
+def parse_typed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
     """Return the value of a type that JSON has in plain form; with ``more_keys`` an object may have keys without a field.
 
     Raises:
         ValueError: it is not of that type; the message says why.
     """
     origin = get_origin(kind)
-    parse = functools.partial(parsed, more_keys=more_keys)
+    parse = functools.partial(parse_typed, more_keys=more_keys)
     if origin is Annotated:
         limits, value = kind.__metadata__, parse(kind.__origin__, raw)
         if all(is_valid(value) for is_valid in limits):
@@ -143,10 +143,10 @@ def _stored(kind: Any) -> dict[str, bool]:
     return {each.name: each.default is not each.default_factory for each in fields(kind) if each.metadata != NOT_STORED}
 
 
-def plain(value: Any) -> Any:
-    """Return the plain form of a value, as JSON can carry it: the reverse of `parsed`."""
+def plain_form(value: Any) -> Any:
+    """Return the plain form of a value, as JSON can carry it: the reverse of `parse_typed`."""
     if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in _stored(type(value))}  # type: ignore[arg-type]
+        return {name: plain_form(getattr(value, name)) for name in _stored(type(value))}  # type: ignore[arg-type]
     if isinstance(value, tuple):
-        return [plain(each) for each in value]
+        return [plain_form(each) for each in value]
     return value.name if isinstance(value, Enum) else value

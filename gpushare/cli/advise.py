@@ -540,7 +540,7 @@ def _merge_processes(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
 
 
 def _prompt(text: str, words: list[str]) -> str:
-    """Return a question with the words that may be typed, on several lines if one is too short for it and an answer."""
+    """Return a question with the words that may be typed; on lines of their own if one has no room for an answer, too."""
     answers = f"[{'/'.join(words)}, Enter: unknown] "
     width = max(shutil.get_terminal_size().columns, 40)
     if len(text) + len(answers) + max(map(len, words)) < width:
@@ -654,6 +654,7 @@ def _carry_out_changes(changes: Sequence[Change]) -> Result:
         return _carry_out_mig_changes(mig_changes, later)
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
+    # Their locks are held meanwhile: no other gpushare starts or changes the daemon.
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
         homes = [own_home(host, device.uuid)]

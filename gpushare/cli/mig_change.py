@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
-from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
+from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select_for_change
 from gpushare.base.units import first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import OF_FILE, demands_of, read_config, typed_wish
@@ -707,7 +707,7 @@ def _demands_on_gpus(
     all_gpus = gpus_named(host, gpu)
     demands, notes = demands_of(config, all_gpus, host, named=gpu is not None, exact=exact)
     gpus = [each for each in all_gpus if each.index in demands]
-    check_answers(*gpus)
+    refuse_silent_gpus(*gpus)
     return gpus, layouts_of(host, gpus), demands, notes
 
 

@@ -792,7 +792,7 @@ def others_note(others: Mapping[int, str]) -> str:
     return f"other processes used the GPU during the measurement ({named}) and may have affected the figures"
 
 
-def percentage(option: str, text: str, *, example: str, code: str) -> float:
+def parse_percentage(option: str, text: str, *, example: str, code: str) -> float:
     """Return a part of something in percent, as typed: ``97%`` or ``97``; ``0.97`` is refused, as it may be a share."""
     try:
         percent = parse_thread_percentage(text)

@@ -22,7 +22,7 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     option,
-    percentage,
+    parse_percentage,
     positive_time,
     refuse,
     settings,
@@ -103,7 +103,7 @@ def run(
     # The share of the GPU, and the name.
     limits = Limits.typed(threads, None, priority)
     if yields == "caps" and yield_value is not None:
-        percent = percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
+        percent = parse_percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
         limits = replace(limits, threads_percent=percent)
     given_slice = yield_value if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
@@ -209,7 +209,7 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
 
 def _share_to_keep(text: str) -> float:
     """Return which part of its speed production keeps."""
-    percent = percentage("--keep", text, example="--keep 97%", code="bad_keep")
+    percent = parse_percentage("--keep", text, example="--keep 97%", code="bad_keep")
     if not 50 <= percent <= 99.5:
         raise BadUsage(f"--keep {text} is outside 50 to 99.5 %", "give one: --keep 97%", code="bad_keep")
     return percent / 100

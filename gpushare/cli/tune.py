@@ -20,7 +20,7 @@ from gpushare.cli.options import (
     interrupted_error,
     option,
     others_note,
-    percentage,
+    parse_percentage,
     positive_time,
     settings,
     split_command,
@@ -110,7 +110,7 @@ def tune(
         opportunistic=[split_command("--opportunistic", each) for each in opportunistic],
         search=Search(
             goal=Goal(
-                keep=percentage("--keep", keep, example="--keep 97%", code="bad_keep") / 100,
+                keep=parse_percentage("--keep", keep, example="--keep 97%", code="bad_keep") / 100,
                 p99_factor=None if p99 is None else _parse_factor(p99),
             ),
             ways=_parse_ways(ways, caps),

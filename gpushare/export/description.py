@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu_error
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, Priority, TimeSlice, Way, way_in_force
-from gpushare.base.selection import check_answers
+from gpushare.base.selection import refuse_silent_gpus
 from gpushare.base.units import format_percent
 from gpushare.host.host import Host
 from gpushare.host.nvml import NVLINK
@@ -156,7 +156,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     """
     if not gpus:
         raise no_gpu_error()
-    check_answers(*gpus)
+    refuse_silent_gpus(*gpus)
     items = with_units(state.host, state.daemons, state.gpus)
     # A transient one is not of the host's setup: it ends with its `gpushare run`.
     daemons = tuple(item.daemon for item in items if item.daemon.pid is not None and not item.daemon.transient)

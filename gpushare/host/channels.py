@@ -43,7 +43,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from gpushare.base import errors
 from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.base.package import package_rows
-from gpushare.base.typed import Count, Pid, Shown, parsed
+from gpushare.base.typed import Count, Pid, Shown, parse_typed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of, parent_of, pid_space, real_uid
@@ -1219,7 +1219,9 @@ class ChannelControl:
         reply = self._answer(request, pid, seconds)
         # Our own child answers: what is wrong here is a fault of gpushare.
         try:
-            channels: Channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
+            channels: Channels = parse_typed(
+                Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]}
+            )
         except ValueError:
             raise _refusal_error("internal", pid, "its answer is no list of groups", None) from None
         if not channels.groups:

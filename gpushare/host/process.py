@@ -422,7 +422,7 @@ class Processes:
             ) from None
         return Child(process)
 
-    def moved(self, client: int, pid: int) -> None:
+    def replace_client(self, client: int, pid: int) -> None:
         """Note for a simulated host that the program of the spawned ``client`` is the process ``pid``, as in a container."""
 
     def namespace_is_host(self) -> bool | None:

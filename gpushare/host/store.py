@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.typed import JOB_NAME, parsed, plain
+from gpushare.base.typed import JOB_NAME, parse_typed, plain_form
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
@@ -354,7 +354,7 @@ class RecordStore(Generic[T]):
             raise ValueError("it is of another version")
         if boot != boot_id():
             raise ValueError("it does not say of which boot it is")
-        value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
+        value: T = replace(parse_typed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
         reason = None if user_check is None else user_check.reason_against(value)
@@ -374,7 +374,7 @@ class RecordStore(Generic[T]):
         # One by one, because only the last directory of a path is checked.
         for directory in reversed(self._directories_of(value.path)):
             make_private_directory(directory, variable=variable)
-        document = {"schema": SCHEMA, **plain(value)}
+        document = {"schema": SCHEMA, **plain_form(value)}
         if not self._survives_reboot:
             document |= {"boot": boot_id(), "space": pid_space()}
         with writing(value.path, self.noun, code=code):

@@ -14,7 +14,7 @@ from functools import partial
 
 from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, Way
-from gpushare.base.selection import Device, check_answers
+from gpushare.base.selection import Device, refuse_silent_gpus
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host
 from gpushare.hostfile.diff import check_has_mig, points
@@ -76,7 +76,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         GpuLost: the GPU does not answer.
     """
     live = _read_live(host, index)
-    check_answers(live.gpu)
+    refuse_silent_gpus(live.gpu)
     title = f"apply to GPU {index}: {entry.sharing.value}"
     check_has_mig(live.gpu, entry)
     if not points(live, entry):

@@ -28,7 +28,7 @@ from gpushare.base.benchmark import (
 )
 from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFailed
 from gpushare.base.selection import Device
-from gpushare.base.typed import parsed
+from gpushare.base.typed import parse_typed
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Measurement, Settings, measuring_cell
 from gpushare.measure.statistics import mean, mean_known, percentile, ratio, rounded, summarize
@@ -289,7 +289,9 @@ def read_bench(text: str) -> Benchmark:
         if len(data) > _MOST_BYTES:
             raise ValueError("it is too large")
         raw = json.loads(data.decode())
-        benchmark: Benchmark = parsed(Benchmark, raw.get("data", raw) if isinstance(raw, dict) else raw, more_keys=True)
+        benchmark: Benchmark = parse_typed(
+            Benchmark, raw.get("data", raw) if isinstance(raw, dict) else raw, more_keys=True
+        )
     except FileNotFoundError:
         raise NotFound(f"file {text} does not exist", "check the spelling", code="no_file") from None
     except OSError as error:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Final
 from gpushare.base import values
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import MPS_SERVER, MigInstance
-from gpushare.base.typed import Count, Within, parsed
+from gpushare.base.typed import Count, Within, parse_typed
 from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
@@ -512,10 +512,10 @@ class Samples:
                 self._times.append(float(line[5:].partition(",")[0]))
                 self._offsets.append(offset)
             elif line.startswith('{"process":'):
-                process = parsed(RecordedProcess, json.loads(line)["process"], more_keys=True)
+                process = parse_typed(RecordedProcess, json.loads(line)["process"], more_keys=True)
                 self.processes[process.id] = process
             elif line.startswith('{"instance":'):
-                instance = parsed(RecordedInstance, json.loads(line)["instance"], more_keys=True)
+                instance = parse_typed(RecordedInstance, json.loads(line)["instance"], more_keys=True)
                 self.instances[instance.id] = instance
 
     def __len__(self) -> int:
@@ -573,7 +573,7 @@ def read_recording(path: str | Path) -> Recording:
                 if "t" in raw:
                     tally.add(sample_of(raw))
                 elif "process" in raw:
-                    tally.add_process(parsed(RecordedProcess, raw["process"], more_keys=True))
+                    tally.add_process(parse_typed(RecordedProcess, raw["process"], more_keys=True))
                 elif "end" in raw:
                     # Both or none: a damaged line counts for nothing.
                     missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
@@ -600,7 +600,7 @@ def _read_header(path: Path, line: str) -> Header:
             )
         if schema != SCHEMA:
             raise ValueError(schema)
-        header: Header = parsed(Header, raw, more_keys=True)
+        header: Header = parse_typed(Header, raw, more_keys=True)
     except _DAMAGED:
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
     return header

@@ -15,7 +15,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
-from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
+from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select, select_for_change
 from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
@@ -106,7 +106,7 @@ def named_places(host: Host, name: str) -> list[InstancePlace]:
             "see: gpushare status",
             code="unknown_gpu",
         )
-    check_answers(gpu)
+    refuse_silent_gpus(gpu)
     places = places_on(host, gpu)
     meant = [place for place in places if place.instance.place == named.place]
     if not meant:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
-from gpushare.base.selection import check_answers
+from gpushare.base.selection import refuse_silent_gpus
 from gpushare.base.units import ranges
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
@@ -95,7 +95,7 @@ def shape_now(host: Host, index: int) -> GpuShape:
     """Return the shape of a GPU as the driver tells it now."""
     host.nvml.restart()
     gpu = host.nvml.gpu(index)
-    check_answers(gpu)
+    refuse_silent_gpus(gpu)
     return shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
 
 

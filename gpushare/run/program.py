@@ -452,7 +452,7 @@ class Session:
         pid = container.first_process()
         if pid is None:
             return
-        self._host.processes.moved(client, pid)
+        self._host.processes.replace_client(client, pid)
         self._tell(pid, start_of(self._host.processes.identity(pid)))
         watch = self._share.watch(pid)
         # Only root may signal the processes of a foreign container; the client passes signals on.

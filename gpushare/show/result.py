@@ -106,7 +106,7 @@ def record_table(
     of: Mapping[str, Callable[[Any], Any]] | None = None,
     **more: Any,
 ) -> Table:
-    """Return a table for programs, with its ``keys`` as the titles of the columns.
+    """Return a table for programs (CSV), a record per row, with its ``keys`` as the titles of the columns.
 
     ``of`` has, by key, the functions of the columns that are no field of a row.
     """

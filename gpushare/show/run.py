@@ -160,6 +160,7 @@ class InstanceReport(RunReport):
 
     @property
     def _place(self) -> str:
+        """Return where the program runs, for messages: ``on GPU 0``, ``in MIG 1g.10gb of GPU 0``."""
         return f"{'on' if self._device.mig is None else 'in'} {self.title}"
 
 

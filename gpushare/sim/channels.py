@@ -98,7 +98,7 @@ class SimulatedFiles(KernelFiles):
         self._next = 1000
 
     def check(self) -> None:
-        """Raise Refused where a sandbox forbids descriptors of other processes."""
+        """Raise Refused where a sandbox forbids to copy descriptors of other processes: no time-slice can be set there."""
         fault = current(self._state_file).channel_fault
         if fault in {"no_pidfd_getfd", "gvisor", "seccomp", "wsl"}:
             raise Refused(fault)

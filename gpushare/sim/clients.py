@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import MIB
 from gpushare.sim import mps_servers
-from gpushare.sim.devices import Device, daemon_devices, host_devices, open_nodes, split, visible_devices
+from gpushare.sim.devices import Device, daemon_devices, host_devices, open_nodes, split_names, visible_devices
 from gpushare.sim.mps_servers import LogLine, control_line, server_lines
 from gpushare.sim.state import (
     SimulatedDaemon,
@@ -65,7 +65,7 @@ def attach(state: SimulatedHostState, process: SimulatedProcess) -> list[LogLine
 
 def _usable_devices(process: SimulatedProcess, devices: list[Device]) -> list[Device]:
     """Return the devices that a process sees; none, and the process is refused, if it may not use the first of them."""
-    shown = visible_devices(devices, split(process.environment.get("CUDA_VISIBLE_DEVICES")))
+    shown = visible_devices(devices, split_names(process.environment.get("CUDA_VISIBLE_DEVICES")))
     if shown and open_nodes(shown[0], process.uid):
         return shown
     _refuse(process, "CUDA_ERROR_NO_DEVICE")

@@ -45,4 +45,4 @@ def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[L
         lines += clients.settle(state)
         yield state, lines
         # Under the lock, so that two processes do not mix their lines.
-        mps_servers.append(lines)
+        mps_servers.append_to_logs(lines)

@@ -56,8 +56,8 @@ def visible_devices(devices: Sequence[Device], names: Sequence[str]) -> list[Dev
     return shown
 
 
-def split(value: str | None) -> list[str]:
-    """Return the entries of a CUDA_VISIBLE_DEVICES; none when it is not set."""
+def split_names(value: str | None) -> list[str]:
+    """Return the entries of a list of devices (CUDA_VISIBLE_DEVICES): indexes or UUIDs; none when it is not set."""
     return [entry.strip() for entry in (value or "").split(",") if entry.strip()]
 
 

@@ -17,7 +17,7 @@ from gpushare.host.process import ticks_now
 from gpushare.host.program import Completed, timed_out_error
 from gpushare.sim import clients, mps_servers
 from gpushare.sim.current import changing, clock, current
-from gpushare.sim.devices import daemon_devices, split
+from gpushare.sim.devices import daemon_devices, split_names
 from gpushare.sim.mps_servers import (
     CONTROL,
     DEFAULT_DIRECTORY,
@@ -215,7 +215,7 @@ def _set_memory_limit(request: MpsRequest, owner: _Owner) -> str:
     if device is not None:
         uuids = {each.uuid for each in daemon_devices(request.state, request.daemon)}
         is_known = device.isdigit() or device in uuids
-        mps_servers.set_last(owner.memory, device, mps_servers.parse_memory(value) if is_known else None)
+        mps_servers.set_last_limit(owner.memory, device, mps_servers.parse_memory(value) if is_known else None)
     return ""
 
 
@@ -366,7 +366,7 @@ def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], *, multiuser:
         uid=state.uid,
         pipe_directory=env.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY,
         log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_DIRECTORY,
-        visible=split(env.get("CUDA_VISIBLE_DEVICES")),
+        visible=split_names(env.get("CUDA_VISIBLE_DEVICES")),
         started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
         multiuser=multiuser,

@@ -46,7 +46,7 @@ def is_of_real_mps(directory: str) -> bool:
     return directory in {DEFAULT_PIPE_DIRECTORY, DEFAULT_DIRECTORY} or directory.startswith(_OF_UNITS)
 
 
-def append(lines: Iterable[LogLine]) -> None:
+def append_to_logs(lines: Iterable[LogLine]) -> None:
     """Append the lines to their files; a log directory that is gone or closed loses them, as with the real daemon."""
     at = time.time()
     texts: dict[str, str] = {}
@@ -140,7 +140,7 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
     """Start a server for a user with the daemon's defaults of this moment; return it with its log lines."""
     memory = parse_memory_limits(daemon.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
     for device, limit in daemon.memory.items():
-        set_last(memory, device, limit)
+        set_last_limit(memory, device, limit)
     server = SimulatedServer(
         pid=state.new_pid(), uid=uid, threads=daemon.threads, memory=memory, priority=daemon.priority
     )
@@ -168,7 +168,7 @@ def _startup_texts(state: SimulatedHostState, daemon: SimulatedDaemon, server: S
     return [*texts, "Server has started"]
 
 
-def set_last(limits: dict[str, int], device: str, limit: int | None) -> None:
+def set_last_limit(limits: dict[str, int], device: str, limit: int | None) -> None:
     """Set or (None) clear the limit of a device, as the last entry: `limit_of` reads the order of the entries."""
     limits.pop(device, None)
     if limit is not None:

@@ -248,8 +248,8 @@ class SimulatedProcesses(Processes):
                 lines += clients.attach(state, process)
         return child
 
-    def moved(self, client: int, pid: int) -> None:
-        """Put the process of a container on the GPU in place of ``client``, the process of the engine that started it."""
+    def replace_client(self, client: int, pid: int) -> None:
+        """Put the program in a container (``pid``) on the GPU in place of ``client``, the docker or podman that started it."""
         identity = identity_of(pid)
         if identity is None:
             return

@@ -301,11 +301,11 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
             ("UUID", shown(gpu.uuid)),
         ],
     ]
-    return [line for group in facts for line in _flow(group, width)]
+    return [line for group in facts for line in _flow_facts(group, width)]
 
 
-def _flow(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
-    """Return facts, each a title and a value, in as many lines of ``width`` cells as they need."""
+def _flow_facts(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
+    """Return facts, each a title and a value, one after the other in as many lines of ``width`` cells as they need."""
     lines: list[list[Piece]] = []
     room = 0
     for title, value in facts:

@@ -111,7 +111,7 @@ def _name_cell(row: Row) -> Cell:
     return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
 
 
-def _of_job(
+def _job_column(
     key: str,
     title: str,
     width: int,
@@ -167,20 +167,20 @@ def _cpu_cell(row: Row) -> Cell:
 COLUMNS: Final = (
     Column("job", "JOB", 14, lambda row: None if row.member is not None else program_of(row.job), _name_cell),
     Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
-    _of_job("state", "STATE", 9, lambda job: _state_cell(job)[0], cell=_state_cell),
-    _of_job("user", "USER", 7, lambda job: job.user),
-    _of_job("role", "ROLE", 6, lambda job: job.role, cell=lambda job: _ROLE_CELLS.get(job.role or "", ("-", "dim"))),
-    _of_job("gpu", "GPU", 3, lambda job: job.gpu_indexes or None, ranges, right=True),
-    _of_job("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
-    _of_job("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
-    _of_job("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
-    _of_job("way", "WAY", 10, _short_way),
+    _job_column("state", "STATE", 9, lambda job: _state_cell(job)[0], cell=_state_cell),
+    _job_column("user", "USER", 7, lambda job: job.user),
+    _job_column("role", "ROLE", 6, lambda job: job.role, cell=lambda job: _ROLE_CELLS.get(job.role or "", ("-", "dim"))),
+    _job_column("gpu", "GPU", 3, lambda job: job.gpu_indexes or None, ranges, right=True),
+    _job_column("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
+    _job_column("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
+    _job_column("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
+    _job_column("way", "WAY", 10, _short_way),
     Column("cpu", "CPU%", 5, lambda row: row.use and row.use.cpu_percent, _cpu_cell, right=True, falls=True),
-    _of_job("age", "AGE", 4, lambda job: job.since_seconds, age, "dim", right=True, falls=True),
+    _job_column("age", "AGE", 4, lambda job: job.since_seconds, age, "dim", right=True, falls=True),
     Column("ram", "RAM", 5, lambda row: row.use and row.use.memory_bytes, lambda row: (size_text(None if row.use is None else row.use.memory_bytes), "text"), right=True, falls=True),
-    _of_job("threads", "THR%", 4, lambda job: job.threads_percent, lambda value: f"{value:g}", right=True, falls=True),
-    _of_job("slice", "SLICE", 7, lambda job: job.slice_us, format_slice, right=True, falls=True),
-    _of_job("container", "CONTAINER", 12, lambda job: job.container, lambda name: visible(container_name(name)), "dim"),
+    _job_column("threads", "THR%", 4, lambda job: job.threads_percent, lambda value: f"{value:g}", right=True, falls=True),
+    _job_column("slice", "SLICE", 7, lambda job: job.slice_us, format_slice, right=True, falls=True),
+    _job_column("container", "CONTAINER", 12, lambda job: job.container, lambda name: visible(container_name(name)), "dim"),
     Column("command", "COMMAND", 20, lambda row: _command_cell(row)[0], _command_cell),
 )  # fmt: skip
 

@@ -130,7 +130,7 @@ class Panel(Widget, can_focus=True):
         return max(0, self.size.height - 1)
 
     def show_rows(self, head: list[Piece], rows: list[list[Piece]], cursor: int) -> None:
-        """Draw other rows, but only those that have changed; the cursor stays in view."""
+        """Show these rows from now on, with the cursor in view; only lines that have changed are drawn."""
         old_lines = [self._head, *self._rows]
         old_view = (self.top, self.cursor)
         self._head, self._rows = head, rows
@@ -316,7 +316,7 @@ class Cockpit(App[None]):
         self.screen.query("*").refresh()
 
     def take(self, frame: Frame) -> None:
-        """Show a frame, and keep it in the past."""
+        """Show a frame that was read, and add it to the charts of the past and the events."""
         if frame.error is None:
             self.past.add(frame)
         self.happened.add(frame)
@@ -536,7 +536,7 @@ class Cockpit(App[None]):
         return self._gpu_of_row[at] if at < len(self._gpu_of_row) else None
 
     def move_cursor(self, panel: Panel, row: int) -> None:
-        """Put the cursor of a panel on a row, and the keys into the panel; another GPU has other charts."""
+        """Put the cursor and the focus on a row of a panel; for another GPU, draw its charts."""
         panel.focus()
         panel.show_rows(panel._head, panel._rows, row)
         if panel is self._gpus and self.frame is not None:

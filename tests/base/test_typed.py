@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from gpushare.base.typed import NOT_STORED, Count, Most, Percent, Pid, Shown, Within, is_shown, parsed, plain
+from gpushare.base.typed import NOT_STORED, Count, Most, Percent, Pid, Shown, Within, is_shown, parse_typed, plain_form
 from gpushare.host.store import RecordStore
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gpushare"
@@ -50,7 +50,7 @@ _NUMBERS = (1, 7, 0.5, 99.0)
 
 
 def values(hint: Any) -> some.SearchStrategy[Any]:
-    """Return values of a type, as `parsed` knows types."""
+    """Return values of a type, as `parse_typed` knows types."""
     origin, inside = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _annotated(inside[0], inside[1:])
@@ -108,7 +108,7 @@ def _different(one: some.SearchStrategy[Any], most: int) -> some.SearchStrategy[
 @given(some.data())
 def test_what_was_written_is_read_as_it_was(kind: Any, data: some.DataObject) -> None:
     value = data.draw(values(kind))
-    assert parsed(kind, json.loads(json.dumps(plain(value)))) == value
+    assert parse_typed(kind, json.loads(json.dumps(plain_form(value)))) == value
 
 
 _JUNK = (
@@ -126,7 +126,7 @@ _JUNK = (
 @settings(max_examples=25)
 @given(some.data())
 def test_junk_in_any_place_is_refused_or_valid_and_crashes_nothing(kind: Any, data: some.DataObject) -> None:
-    document = json.loads(json.dumps(plain(data.draw(values(kind)))))
+    document = json.loads(json.dumps(plain_form(data.draw(values(kind)))))
     at: Any = document
     while True:
         keys = list(at) if isinstance(at, dict) else list(range(len(at)))
@@ -138,10 +138,10 @@ def test_junk_in_any_place_is_refused_or_valid_and_crashes_nothing(kind: Any, da
             break
         at = at[key]
     try:
-        value = parsed(kind, document)
+        value = parse_typed(kind, document)
     except ValueError:
         return
-    assert parsed(kind, json.loads(json.dumps(plain(value)))) == value
+    assert parse_typed(kind, json.loads(json.dumps(plain_form(value)))) == value
 
 
 class Size(Enum):
@@ -168,8 +168,8 @@ WHOLE = {"pid": 7, "parts": [[8, 9]], "share": 50, "name": "a", "size": "SMALL",
 
 
 def test_each_type_is_parsed() -> None:
-    assert parsed(Thing, WHOLE) == Thing(7, (Part(8, 9),), 50, "a", Size.SMALL, "b", False)
-    assert parsed(Thing, {"pid": 7}) == Thing(7)
+    assert parse_typed(Thing, WHOLE) == Thing(7, (Part(8, 9),), 50, "a", Size.SMALL, "b", False)
+    assert parse_typed(Thing, {"pid": 7}) == Thing(7)
 
 
 @pytest.mark.parametrize(
@@ -203,24 +203,24 @@ def test_each_type_is_parsed() -> None:
 )
 def test_what_is_not_valid_is_refused(change: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError) as refused:
-        parsed(Thing, {**WHOLE, **change})
+        parse_typed(Thing, {**WHOLE, **change})
     # Of a union, only that no member of it fits is said.
     assert why in str(refused.value) or "is not a valid value" in str(refused.value)
     assert len(str(refused.value)) < 100
 
 
 def test_more_keys_are_passed_over_where_they_may_be() -> None:
-    assert parsed(Thing, {**WHOLE, "other": 1}, more_keys=True) == parsed(Thing, WHOLE)
+    assert parse_typed(Thing, {**WHOLE, "other": 1}, more_keys=True) == parse_typed(Thing, WHOLE)
     with pytest.raises(ValueError, match="pid is missing"):
-        parsed(Thing, {"other": 1}, more_keys=True)
+        parse_typed(Thing, {"other": 1}, more_keys=True)
 
 
 @pytest.mark.parametrize("raw", [None, [], 7, "x", [["pid", 7]]])
 def test_an_object_must_be_one(raw: Any) -> None:
     with pytest.raises(ValueError):
-        parsed(Thing, raw)
+        parse_typed(Thing, raw)
     with pytest.raises(ValueError, match="pid is missing"):
-        parsed(Thing, {})
+        parse_typed(Thing, {})
 
 
 @pytest.mark.parametrize(

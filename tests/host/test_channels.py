@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import GpuLost, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.base.typed import parsed, plain
+from gpushare.base.typed import parse_typed, plain_form
 from gpushare.connect import connect
 from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
@@ -98,7 +98,7 @@ def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile
 
 def test_a_record_survives_json(control: ChannelControl, pid: int) -> None:
     found = control.find(pid)
-    again = parsed(Channels, json.loads(json.dumps(plain(found))))
+    again = parse_typed(Channels, json.loads(json.dumps(plain_form(found))))
     assert (again.pid, again.started, again.groups) == (found.pid, found.started, found.groups)
     assert control.read_slices(again) == (2048,)
 
@@ -131,9 +131,9 @@ def test_another_look_finds_channels_made_since_and_does_not_probe(
     ],
 )
 def test_a_record_that_is_something_else_is_refused(control: ChannelControl, pid: int, change: dict[str, Any]) -> None:
-    for raw in ({**plain(control.find(pid)), **change}, {}):
+    for raw in ({**plain_form(control.find(pid)), **change}, {}):
         with pytest.raises(ValueError):
-            parsed(Channels, raw)
+            parse_typed(Channels, raw)
 
 
 def test_groups_without_a_compute_object_are_refused(
@@ -310,9 +310,9 @@ def test_a_channel_that_has_gone_stops_a_pause_and_hinders_no_resume(
     control: ChannelControl, state_file: StateFile, pid: int
 ) -> None:
     found = control.find(pid)
-    record = plain(found)
+    record = plain_form(found)
     record["groups"][0]["channels"] = [*CHANNELS, COMPUTE_GROUP + 0x700]
-    more = parsed(Channels, record)
+    more = parse_typed(Channels, record)
     assert refusal(lambda: control.disable(more)) == (NotFound, "stale_channels")
     assert busy(state_file, pid)
     control.disable(found)
@@ -512,7 +512,7 @@ def test_a_real_descriptor_is_duplicated_checked_used_and_closed(
         before = os.listdir("/proc/self/fd")
         reply = answer(files, {"do": "find", "pid": child.pid, "started": None})
         assert len(reply["groups"]) == 1
-        found = parsed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
+        found = parse_typed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
         assert answer(files, request("set", found, microseconds=300)) == {}
         assert process_of(state_file, child.pid).slices == {"compute": 300}
         assert len(os.listdir("/proc/self/fd")) == len(before)
@@ -551,7 +551,7 @@ def test_a_descriptor_that_became_another_file_gets_no_ioctl(state_file: StateFi
         for group in reply["groups"]:
             # Its stdin is a pipe; 99 is closed.
             group["descriptor"] = 0
-        found = parsed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
+        found = parse_typed(Channels, {"pid": child.pid, "started": reply["started"], "groups": reply["groups"]})
         calls = files.calls
         assert answer(files, request("off", found))["refused"] == "forged"
         made = request("off", found)

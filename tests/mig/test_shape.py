@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gpushare.base.typed import parsed, plain
+from gpushare.base.typed import parse_typed, plain_form
 from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
@@ -141,7 +141,7 @@ def carried_out(layout: Layout, plan: GpuPlan) -> Model:
 def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bool | None, name: str) -> None:
     named = replace(found[0], instances=tuple(replace(each, name=name or None) for each in found[0].instances))
     one = shape_of(named, mig_enabled=mode)
-    assert parsed(GpuShape, json.loads(json.dumps(plain(one)))) == one
+    assert parse_typed(GpuShape, json.loads(json.dumps(plain_form(one)))) == one
     assert model_of_shape(one.instances) == model_of(found[0].instances)
     assert differences(one, one) == ()
 
@@ -158,9 +158,9 @@ def test_a_shape_is_read_back_as_it_was_kept(found: tuple[Layout, ...], mode: bo
 )  # fmt: skip
 def test_what_is_no_shape_is_refused(change: dict[str, object]) -> None:
     whole = {"uuid": "u", "index": 0, "mig_enabled": True, "instances": [["1g.10gb", 0, 1, [[1, None]], None]]}
-    assert parsed(GpuShape, whole)
+    assert parse_typed(GpuShape, whole)
     with pytest.raises(ValueError):
-        parsed(GpuShape, {**whole, **change})
+        parse_typed(GpuShape, {**whole, **change})
 
 
 def test_a_shape_has_no_more_in_the_journal_than_does_not_change_by_itself() -> None:
@@ -172,8 +172,8 @@ def test_a_shape_has_no_more_in_the_journal_than_does_not_change_by_itself() -> 
         "mig_enabled": True,
         "instances": [["3g.71gb", 4, 4, [[2, 0], [1, None]], "train"]],
     }
-    assert json.loads(json.dumps(plain(shape))) == json.loads(json.dumps(kept))
-    assert parsed(GpuShape, kept) == shape
+    assert json.loads(json.dumps(plain_form(shape))) == json.loads(json.dumps(kept))
+    assert parse_typed(GpuShape, kept) == shape
 
 
 def test_a_proof_is_read_back_as_it_was_kept() -> None:
@@ -181,10 +181,10 @@ def test_a_proof_is_read_back_as_it_was_kept() -> None:
     part = replace(made, compute=0, uuid="MIG-1")
     begun = Creation(gpu="u", profile="1g.10gb", start=5, instance=8, slices=1, there=(0, 1))
     for proof in (NOTHING, Proof(made=(made, part), begun=begun)):
-        assert parsed(Proof, json.loads(json.dumps(plain(proof)))) == proof
-    for wrong in ({"made": [plain(begun) | {"more": 1}], "begun": None}, {"made": [[0]], "begun": None}, {}):
+        assert parse_typed(Proof, json.loads(json.dumps(plain_form(proof)))) == proof
+    for wrong in ({"made": [plain_form(begun) | {"more": 1}], "begun": None}, {"made": [[0]], "begun": None}, {}):
         with pytest.raises(ValueError):
-            parsed(Proof, wrong)
+            parse_typed(Proof, wrong)
 
 
 @given(gpus(2))

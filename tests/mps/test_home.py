@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, InUse, NoPermission, OperationFailed
 from gpushare.base.model import device_key
-from gpushare.base.typed import parsed
+from gpushare.base.typed import parse_typed
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mps import home as mps_home
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of, homes_in
@@ -136,7 +136,7 @@ def test_a_record_is_written_and_read(home: DaemonHome) -> None:
 )
 def test_any_record_is_read_or_refused(fields: dict[str, object]) -> None:
     try:
-        found = parsed(DaemonRecord, {**GOOD, **fields})
+        found = parse_typed(DaemonRecord, {**GOOD, **fields})
     except ValueError:
         return
     assert found.pid is None or found.pid > 0

@@ -480,5 +480,5 @@ def test_no_simulated_line_goes_to_the_logs_of_the_machines_own_daemons(
     monkeypatch.setattr(mps_servers, "_OF_UNITS", (f"{tmp_path}/units/",))
     for name in ("units/gpu-0", "simulated"):
         (tmp_path / name).mkdir(parents=True)
-        mps_servers.append([mps_servers.LogLine(str(tmp_path / name), "control.log", "Control", 1, "a line")])
+        mps_servers.append_to_logs([mps_servers.LogLine(str(tmp_path / name), "control.log", "Control", 1, "a line")])
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.log")] == ["simulated/control.log"]
