@@ -84,7 +84,7 @@ def farm(
         raise BadUsage(wrong, "give one of them before the program: --copies 8, or --each FILE", code="bad_copies")
     # --gpus 1 is as without it.
     refuse(_REFUSED, settings.given - {"--gpus"} if gpus == 1 else None)
-    limits = Limits.typed(threads, None, priority)
+    limits = Limits.parse(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
     budget = None if memory is None else parse_budget(memory, over)

@@ -38,7 +38,7 @@ from gpushare.cli.options import (
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import Host
 from gpushare.host.records import read_trusted_tail
-from gpushare.mps.control import without_questions
+from gpushare.mps.control import without_own_questions
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonHome, client_environment, home_of, own_home
 from gpushare.mps.limits import LimitOptions, Limits, check_memory
@@ -105,7 +105,7 @@ def logs(
     texts = {name: last_lines(home.log / name, lines) for name in ("control.log", "server.log")}
     if not settings.verbose:
         # Most of the log may be queries of gpushare: the last lines without them are further up.
-        texts["control.log"] = without_questions(last_lines(home.log / "control.log", _MOST_LINES))[-lines:]
+        texts["control.log"] = without_own_questions(last_lines(home.log / "control.log", _MOST_LINES))[-lines:]
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in texts)
     return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text)
 
@@ -170,7 +170,7 @@ def env(
 
     gpushare does not watch these programs; `gpushare run` also checks that its program is attached.
     """
-    limits = Limits.typed(threads, memory, priority)
+    limits = Limits.parse(threads, memory, priority)
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     check_memory(device, limits.memory_limit_bytes)

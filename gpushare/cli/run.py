@@ -101,7 +101,7 @@ def run(
     refuse(REFUSED, {*given, f"--over:{over}", f"--priority:{priority}", *_words_of_values(yields, yield_value, swaps)})
 
     # The share of the GPU, and the name.
-    limits = Limits.typed(threads, None, priority)
+    limits = Limits.parse(threads, None, priority)
     if yields == "caps" and yield_value is not None:
         percent = parse_percentage("--yield caps", yield_value, example="--yield caps=60", code="bad_yield")
         limits = replace(limits, threads_percent=percent)

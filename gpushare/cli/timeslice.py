@@ -38,7 +38,7 @@ from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import BLIND
-from gpushare.timeslice.policy import level_of, plan_level, plan_reset
+from gpushare.timeslice.policy import parse_level_or_raise, plan_level, plan_reset
 from gpushare.timeslice.rules import slice_of_weight_text
 from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
@@ -267,7 +267,7 @@ def set_slice(
         raise BadUsage(
             f"{quoted(level)} is a time-slice, and no job is named", f"name one: {_EXAMPLE}", code="no_job_named"
         )
-    wanted = level_of(level)
+    wanted = parse_level_or_raise(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
     try:

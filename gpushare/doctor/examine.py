@@ -61,7 +61,7 @@ from gpushare.run.jobs import JOBS
 from gpushare.run.results import BENCHED, TUNED
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.keep import KEEPS, keep_record
-from gpushare.timeslice.policy import LENT, MODES, left_level
+from gpushare.timeslice.policy import LENT, MODES, level_before_killed
 from gpushare.timeslice.rules import KEEP_UNIT
 from gpushare.timeslice.slices import RECORDS, slice_records
 
@@ -695,7 +695,7 @@ def _levels(seen: Examination) -> Iterator[Check]:
     """Check that no bench was killed while it had set a time-slice level."""
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        before = left_level(seen.host, gpu)
+        before = level_before_killed(seen.host, gpu)
         if before is None or level is None:
             continue
         command = "reset" if before is TimeSlice.DEFAULT else f"set {before.title}"

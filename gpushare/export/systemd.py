@@ -18,7 +18,7 @@ from gpushare.export.document import Document, Export, notes, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.kept import KEPT
-from gpushare.mps.control import start_words
+from gpushare.mps.control import start_argv
 from gpushare.mps.home import LIMIT_FILE, UNIT_RUNTIME, pipe_directory, unit_name
 from gpushare.timeslice.rules import KEEP_UNIT
 
@@ -123,7 +123,7 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         MODE="0750" if mps.users else "0755",
         PROGRAM=program,
         BEFORE=before,
-        START=" ".join(start_words(foreground=True, multiuser=mps.multiuser)),
+        START=" ".join(start_argv(foreground=True, multiuser=mps.multiuser)),
         READY=f"{READY_PATH} {_ready_arguments(mps)}",
         DRAIN=DRAIN_SECONDS,
         AFTER=after,

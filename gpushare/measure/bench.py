@@ -30,7 +30,7 @@ from gpushare.run.program import step_of_run
 from gpushare.run.several import Group, Program
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
-from gpushare.timeslice.policy import lent_level, plan_level
+from gpushare.timeslice.policy import plan_level, temporary_level
 from gpushare.timeslice.slices import PASSING
 
 _POLL_SECONDS: Final = 0.05
@@ -470,7 +470,7 @@ class Bench:
         slice_us = way.slice_us
         if slice_us is not None:
             runner.set_slice = lambda program: self._experiment.set_slice(program, slice_us)
-        level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
+        level = contextlib.nullcontext() if way.level is None else temporary_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
             result = (

@@ -32,7 +32,7 @@ from gpushare.run.mig import InstanceWish
 from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.several import Group, Program
 from gpushare.run.share import INSTANCE, MPS, MpsShare, guard_words
-from gpushare.timeslice.policy import left_level, plan_level
+from gpushare.timeslice.policy import level_before_killed, plan_level
 from gpushare.timeslice.slices import PASSING, apply_slice, find_channels, restore_slice
 
 
@@ -157,7 +157,7 @@ class Grounds:
         if self.device.mig is not None or not self.host.root or not has_records(self.host, "lent"):
             return ()
         with contextlib.suppress(GpushareError):
-            level = left_level(self.host, self.device.gpu)
+            level = level_before_killed(self.host, self.device.gpu)
             return () if level is None else plan_level(self.host, [self.device], level, beside_mps=True).steps
         return ()
 

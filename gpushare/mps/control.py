@@ -196,7 +196,7 @@ def is_server(name: str | None) -> bool:
 _EVENT: Final = r"Accepting connection|NEW (CLIENT|SERVER)|Starting new server|Server \d|User did not send|Removed "
 
 
-def without_questions(lines: Sequence[str]) -> list[str]:
+def without_own_questions(lines: Sequence[str]) -> list[str]:
     """Return the lines of a control.log without gpushare's own questions: conversations that only read, and end as ours do.
 
     The daemon logs each conversation: ``NEW UI``, ``Cmd:...`` with the reply, ``UI closed`` (tests/real_daemon). One that
@@ -525,7 +525,7 @@ def probe_version(programs: Programs) -> int | None:
     return int(match.group(1)) if match else None
 
 
-def start_words(*, foreground: bool = False, multiuser: bool = False) -> list[str]:
+def start_argv(*, foreground: bool = False, multiuser: bool = False) -> list[str]:
     """Return the command that starts a daemon; ``multiuser``: one server, of root, for several users at the same time."""
     return [PROGRAM, "-f" if foreground else "-d", *(["-M"] if multiuser else [])]
 

@@ -120,7 +120,7 @@ class _Answer:
             threads_percent=overview.limits.threads_percent,
             memory_limit_bytes=memory,
             priority=overview.limits.priority,
-            servers=tuple(self._server_answer(row) for row in overview.servers if self._may_belong(row.pid)),
+            servers=tuple(self._server_with_clients(row) for row in overview.servers if self._may_belong(row.pid)),
         )
 
     def _may_belong(self, pid: int) -> bool:
@@ -138,7 +138,7 @@ class _Answer:
         forms = (mps_memory_readback(recorded), mps_memory(recorded))
         return recorded if printed in map(parse_memory, forms) else printed
 
-    def _server_answer(self, row: ServerRow) -> MpsServer:
+    def _server_with_clients(self, row: ServerRow) -> MpsServer:
         """Return a server with those of its clients that may be its own."""
         info = self._host.processes.describe(row.pid)
         clients = [client for client in self._overview.clients if client.server_pid in {row.pid, None}]
@@ -147,10 +147,10 @@ class _Answer:
             user=None if info is None else info.user,
             status=row.status,
             threads_percent=row.limits.threads_percent,
-            clients=tuple(self._client_answer(client, row) for client in clients if self._may_belong(client.pid)),
+            clients=tuple(self._client_with_limits(client, row) for client in clients if self._may_belong(client.pid)),
         )
 
-    def _client_answer(self, row: MpsClient, server: ServerRow) -> MpsClient:
+    def _client_with_limits(self, row: MpsClient, server: ServerRow) -> MpsClient:
         """Return a client with the limits that it has had since it attached, and those that it would get now."""
         info = self._host.processes.describe(row.pid)
         environment = self._host.processes.environment(row.pid)
@@ -164,7 +164,7 @@ class _Answer:
                 priority=self._overview.limits.priority,
             )
             upcoming = _limits_of_client(of_server_now, own)
-            of_server_then = self._at_attachment(row.pid, of_server_now)
+            of_server_then = self._server_limits_at_attachment(row.pid, of_server_now)
             if of_server_then is not None:
                 held = _limits_of_client(of_server_then, own)
         return replace(
@@ -180,18 +180,18 @@ class _Answer:
             next_priority=upcoming.priority,
         )
 
-    def _at_attachment(self, pid: int, now: Limits) -> Limits | None:
+    def _server_limits_at_attachment(self, pid: int, now: Limits) -> Limits | None:
         """Return the limits that the server had when a client attached, ``now`` if none are recorded; None: unknown."""
         record = self._item.record
         if record is None:
             return now
         for client in record.attached:
-            if client.pid == pid and is_still(self._host, client):
+            if client.pid == pid and is_same_process(self._host, client):
                 return client.limits
         return None if changed_by_hand(record, now.threads_percent) else now
 
 
-def is_still(host: Host, client: AttachedClient) -> bool:
+def is_same_process(host: Host, client: AttachedClient) -> bool:
     """Return whether the PID of a client is still its own, as far as that can be known."""
     return client.started is None or host.processes.alive(client.pid, client.started)
 

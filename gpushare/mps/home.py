@@ -168,11 +168,11 @@ class DaemonHome:
             ) from None
         # It removes the leases of programs that have ended.
         self.live_leases()
-        for path in self.leftovers() if sockets else ():
+        for path in self.files_of_dead_daemon() if sockets else ():
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def leftovers(self) -> list[Path]:
+    def files_of_dead_daemon(self) -> list[Path]:
         try:
             return sorted(path for path in self.pipe.iterdir() if not path.is_dir())
         except OSError:

@@ -241,7 +241,7 @@ def serves_clients_error(pid: int, what: str, hint: str) -> BadUsage:
     )
 
 
-def read_state(host: Host, client: Client) -> str | None:
+def server_state_unless_fault(host: Host, client: Client) -> str | None:
     """Return the state of the server of a client that has ended, as it answers; None: it does not.
 
     Raises OperationFailed: the server is in FAULT (code ``server_fault``).

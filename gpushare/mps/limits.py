@@ -29,7 +29,6 @@ MEMORY_VARIABLE: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
 VARIABLES: Final = (THREADS_VARIABLE, MEMORY_VARIABLE, PRIORITY_VARIABLE)
 
-
 # What a CUDA context takes in addition to a program's allocations; the pinned memory limit does not count it.
 CONTEXT_BYTES: Final = 512 * MIB
 
@@ -93,7 +92,7 @@ class Limits:
         )
 
     @classmethod
-    def typed(cls, threads: str | None, memory: str | None, priority: str | None) -> Limits:
+    def parse(cls, threads: str | None, memory: str | None, priority: str | None) -> Limits:
         """Return the limits of one client as typed. Raises BadUsage: one of them is not a percentage, size or priority."""
         return cls(
             threads_percent=None if threads is None else parse_thread_percentage(threads),
@@ -149,7 +148,7 @@ class Limits:
             priority=self.priority if change.priority is None else change.priority,
         )
 
-    def back_from(self, change: Limits) -> Limits:
+    def undo_of(self, change: Limits) -> Limits:
         """Return the change that undoes ``change`` of these limits: it sets those that ``change`` sets, to what they are here."""
         before = self.explicit
         changes_memory = change.memory_limit_bytes is not None or change.no_memory_limit

@@ -12,7 +12,7 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.mps.control import MpsControl
-from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
+from gpushare.mps.daemons import changed_by_hand, is_same_process, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.plan import Plan, Step
@@ -64,7 +64,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
             revert=lambda: home.write(record),
         )
     )
-    back = record.limits.back_from(limits)
+    back = record.limits.undo_of(limits)
     notes = []
     if servers:
         notes.append("running clients keep the limits that they started with; restart them to apply the new ones")
@@ -81,7 +81,7 @@ class _AttachedClients:
 
     def __init__(self, host: Host, control: MpsControl, home: DaemonHome, record: DaemonRecord) -> None:
         self._host, self._control, self._record = host, control, record
-        # Of a daemon that was found without a record the limits are unknown.
+        # Else it was found without a record (`home.ADOPTED`), and its limits are unknown.
         self._recorded = home.read() is not None
         self._seen: dict[int, AttachedClient] = {}
 
@@ -93,10 +93,10 @@ class _AttachedClients:
         earlier = {client.pid: client for client in self._record.attached}
         for client in self._control.clients():
             attached = earlier.get(client.pid)
-            if attached is None or not is_still(self._host, attached):
+            if attached is None or not is_same_process(self._host, attached):
                 threads = servers.get(client.server_pid or 0)
                 has_recorded = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
-                attached = self._attached(client.pid, self._record.limits.explicit if has_recorded else None)
+                attached = self._as_attached(client.pid, self._record.limits.explicit if has_recorded else None)
             self._seen[client.pid] = attached
         return tuple(self._seen.values())
 
@@ -106,10 +106,10 @@ class _AttachedClients:
             # Only a server has clients.
             if self._seen or self._control.servers():
                 for client in self._control.clients():
-                    self._seen.setdefault(client.pid, self._attached(client.pid, None))
+                    self._seen.setdefault(client.pid, self._as_attached(client.pid, None))
         return tuple(self._seen.values())
 
-    def _attached(self, pid: int, limits: Limits | None) -> AttachedClient:
+    def _as_attached(self, pid: int, limits: Limits | None) -> AttachedClient:
         """Return a client with the limits of its server when it attached; None: unknown."""
         return AttachedClient(pid=pid, started=start_of(self._host.processes.identity(pid)), limits=limits)
 
@@ -123,7 +123,7 @@ def _with_joint_undo(
     started with.
     """
 
-    def back() -> None:
+    def restore_limits() -> None:
         """Set the old limits of the daemon and of the servers that still run."""
         # A daemon of another user, which refuses this, has not taken the new limits either.
         with contextlib.suppress(NoPermission):
@@ -133,4 +133,4 @@ def _with_joint_undo(
                 for step in control.limit_steps(replace(before, threads_percent=servers[server] or 100.0), server):
                     step.do()
 
-    return [replace(steps[0], revert=back), *steps[1:]]
+    return [replace(steps[0], revert=restore_limits), *steps[1:]]

@@ -16,7 +16,7 @@ from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
-from gpushare.mps.control import MpsControl, control_command, probe_version, start_environment, start_words
+from gpushare.mps.control import MpsControl, control_command, probe_version, start_argv, start_environment
 from gpushare.mps.daemons import FoundDaemon, check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, own_home, pipe_users, set_pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force_title
@@ -54,7 +54,7 @@ def plan_start(
         check_several_users(host)
     start = _Start(host, device, home, limits, transient=transient, users=users)
     # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
-    _refuse_second(host, device, find_daemons(host, [device.gpu], deep=False))
+    _refuse_second_daemon(host, device, find_daemons(host, [device.gpu], deep=False))
     notes = _outside_notes(host, device)
     if users is not None:
         notes.append(
@@ -88,7 +88,7 @@ class _Start:
         self._host, self._device, self._home, self._limits, self._transient = host, device, home, limits, transient
         self._users = None if users is None else tuple(users)
         self._users_before: tuple[str, ...] | None = None
-        self._argv = start_words(multiuser=users is not None)
+        self._argv = start_argv(multiuser=users is not None)
         self._control = MpsControl(host.programs, str(home.pipe))
         self._before = home.read()
         self._started = False
@@ -279,7 +279,7 @@ class _Start:
             raise _daemon_exists_error(self._device, self._daemon_pid())
         if self._daemon_pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
-            for path in self._home.leftovers():
+            for path in self._home.files_of_dead_daemon():
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -342,7 +342,7 @@ def check_several_users(host: Host) -> None:
         )
 
 
-def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -> None:
+def _refuse_second_daemon(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -> None:
     for item in daemons:
         daemon = item.daemon
         if daemon.ours and daemon.device_uuid == device.uuid:

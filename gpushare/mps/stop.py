@@ -336,11 +336,11 @@ class Stop:
         # Another process may listen there now.
         _check_listener(host, item)
         clients = self._wait_for_clients(0.0)
-        self._refuse_new(clients)
+        self._refuse_new_clients(clients)
         signaled = end_daemon(host, item.control(host), self._pid, started=started, force=self._force)
         self.forced = bool(clients) or signaled
 
-    def _refuse_new(self, clients: Sequence[int]) -> None:
+    def _refuse_new_clients(self, clients: Sequence[int]) -> None:
         """Raise InUse if one of these clients came after the user agreed to lose those of then."""
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:

@@ -34,7 +34,7 @@ from gpushare.mps.kill import (
     Ending,
     find_clients,
     meter_of,
-    read_state,
+    server_state_unless_fault,
     serves_clients_error,
 )
 from gpushare.pause.change import paused_jobs_among
@@ -329,7 +329,7 @@ class Stop:
             return self._ending.steps()
 
         def read_server_state() -> None:
-            self._status = read_state(host, clients[0])
+            self._status = server_state_unless_fault(host, clients[0])
 
         state_step = Step(
             what="read the state of the MPS server",

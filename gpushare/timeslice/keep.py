@@ -191,7 +191,7 @@ class Keeper:
         # What has happened in this look.
         self._events: list[Event] = []
         # Processes whose slices `undo` could not put back.
-        self.left: list[int] = []
+        self.not_restored: list[int] = []
 
     def recover(self) -> list[Event]:
         """Put back what a killed keep left.
@@ -389,7 +389,7 @@ class Keeper:
                 rule = None if wish.decision is None else wish.decision.rule.mark
                 batches.setdefault((self._gpu_of(process, group), group.slice_us, wanted_us, rule), []).append(wish)
         for batch in batches.values():
-            self._set(process, batch)
+            self._set_batch(process, batch)
         if not any(wish.decision for wish in wishes):
             # It is scanned again when a rule is for it.
             process.slices, process.channels, process.scan = {}, None, True
@@ -422,11 +422,11 @@ class Keeper:
 
     def _note(self, kind: str, process: _Process, group: Group, **more: Any) -> None:
         """Note what has happened to a channel group of a process."""
-        gpu, user = self._gpu_of(process, group), _user_of(process.origin.uid)
+        gpu, user = self._gpu_of(process, group), _user_name(process.origin.uid)
         self._events.append(Event(kind=kind, pid=process.pid, user=user, gpu=gpu, **more))
 
-    def _set(self, process: _Process, batch: Sequence[_Wish]) -> None:
-        """Set groups of one GPU that have the same slice and get the same one by the same rule, or without a rule."""
+    def _set_batch(self, process: _Process, batch: Sequence[_Wish]) -> None:
+        """Set a batch: groups on one GPU that have the same slice and get the same one, by the same rule or, back, without one."""
         group, kept, decision = batch[0]
         channels = Channels(pid=process.pid, started=process.origin.started, groups=tuple(wish.group for wish in batch))
         with slices_locked(self._host):
@@ -480,13 +480,14 @@ class Keeper:
                 failed.pop(process.pid, None)
                 events += put_back
                 process.slices.clear()
-        self.left = [process.pid for process in self._processes.values() if process.slices]
+        self.not_restored = [process.pid for process in self._processes.values() if process.slices]
         self._try_to_write()
         return events + [event for put_back in failed.values() for event in put_back]
 
     def _write(self) -> None:
         """Write the record of what is set. Raises GpushareError: it cannot be written."""
         own = [kept for process in self._processes.values() if (kept := process.kept) is not None]
+        # 0: without its start the record reads as that of a killed keep.
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         path = KEEPS.path(self._host, _KEY)
         KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(own), path=path))
@@ -497,14 +498,14 @@ class Keeper:
             self._write()
 
 
-def _user_of(uid: int | None) -> str | None:
+def _user_name(uid: int | None) -> str | None:
     return None if uid is None else user_name(uid)
 
 
 def _skipped_event(pid: int, uid: int | None, error: GpushareError) -> Event:
     """Return the event that a process is left alone because of an error."""
     reason = error.message.removeprefix(f"process {pid}: ")
-    return Event(kind="skipped", pid=pid, user=_user_of(uid), why=reason, code=error.code)
+    return Event(kind="skipped", pid=pid, user=_user_name(uid), why=reason, code=error.code)
 
 
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
@@ -533,7 +534,7 @@ def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Ev
                         restored.add((current, slices.before))
     except GpushareError as error:
         return [_skipped_event(kept.pid, kept.uid, error)]
-    user = _user_of(kept.uid)
+    user = _user_name(kept.uid)
     return [
         Event(kind="restored", pid=kept.pid, user=user, before_us=current, slice_us=before)
         for current, before in sorted(restored)
@@ -576,7 +577,7 @@ def sole_keep(host: Host) -> Iterator[None]:
     """
     path = KEEPS.path(host, _KEY)
 
-    def busy(_seconds: float = 0.0) -> NoReturn:
+    def raise_in_use(_seconds: float = 0.0) -> NoReturn:
         """Raise InUse: another keep runs."""
         record = keep_record(host)
         # A keep that has just begun may still have the record of one that was killed.
@@ -590,8 +591,8 @@ def sole_keep(host: Host) -> Iterator[None]:
     # The lock keeps out another keep of this user, and the record root's.
     record = keep_record(host)
     if record is not None and record.keeper_uid == 0 and record.runs:
-        busy()
-    with KEEPS.locked(host, on_wait=busy):
+        raise_in_use()
+    with KEEPS.locked(host, on_wait=raise_in_use):
         yield
         record = KEEPS.read(path)
         if record is None or not record.processes:
@@ -626,15 +627,15 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
                     break
         finally:
             events = keeper.undo()
-            if not keeper.left:
+            if not keeper.not_restored:
                 # Even where the disk is full, and the record could not be written again.
                 KEEPS.forget(KEEPS.path(host, _KEY))
         say(events)
-        if keeper.left:
-            processes = counted(len(keeper.left), "process")
+        if keeper.not_restored:
+            processes = counted(len(keeper.not_restored), "process")
             raise OperationFailed(
-                f"the time-slices of {processes} could not be put back: {first_few(keeper.left, 5)}",
-                f"the next timeslice keep does it; or: gpushare timeslice reset {keeper.left[0]}",
+                f"the time-slices of {processes} could not be put back: {first_few(keeper.not_restored, 5)}",
+                f"the next timeslice keep does it; or: gpushare timeslice reset {keeper.not_restored[0]}",
                 code="slices_left",
             )
 
@@ -676,7 +677,7 @@ def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, 
     """Return the rule for one process on a GPU, and why it would not be applied."""
     info = host.processes.describe(pid)
     name = None if info is None else info.name
-    verdict = Verdict(pid=pid, user=_user_of(origin.uid), name=name, gpu=gpu.index)
+    verdict = Verdict(pid=pid, user=_user_name(origin.uid), name=name, gpu=gpu.index)
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     if decision is None:
         return verdict

@@ -27,7 +27,7 @@ NO_MILLISECONDS: Final = (
 )
 
 
-def level_of(text: str) -> TimeSlice:
+def parse_level_or_raise(text: str) -> TimeSlice:
     level = parse_level(text)
     if level is None:
         raise BadUsage(
@@ -127,8 +127,8 @@ MODES: Final = RecordStore(FoundMode, "mode", "the note of the compute mode that
 
 
 @contextlib.contextmanager
-def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
-    """Set a level, and set it back at the end. If gpushare is killed meanwhile, `left_level` finds the old level in a record.
+def temporary_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
+    """Set a level, and set it back at the end. If gpushare is killed first, `level_before_killed` finds the old one in a record.
 
     Raises GpushareError: it cannot be set, or not be set back; or the record cannot be written.
     """
@@ -148,7 +148,7 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
         LENT.drop(host, device.uuid)
 
 
-def left_level(host: Host, gpu: Gpu) -> TimeSlice | None:
+def level_before_killed(host: Host, gpu: Gpu) -> TimeSlice | None:
     """Return the level that a GPU had before a gpushare, killed since, set its present level; None: it was not set so."""
     for record in LENT.find(host, gpu.uuid or ""):
         if not any_lives(host, record) and record.level is host.policy.read().get(gpu.index):
@@ -161,10 +161,10 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
     setting = f"the time-slice of {device.title}"
 
     def write(value: TimeSlice) -> None:
-        was_left = left_level(host, device.gpu) is not None
+        has_record = level_before_killed(host, device.gpu) is not None
         host.policy.set(device.uuid, value)
         # The record of a killed gpushare has no use once its level was changed.
-        if was_left:
+        if has_record:
             LENT.drop(host, device.uuid)
 
     return setting_step(
@@ -235,9 +235,9 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
 def _served_by_mps(host: Host, devices: Sequence[Device]) -> list[int]:
     """Return the indexes of those GPUs that live MPS daemons of gpushare serve, or an instance of them."""
     return [
-        found.daemon.gpu_index
-        for found in find_daemons(host, [device.gpu for device in devices], deep=False)
-        if found.daemon.ours and found.daemon.error is None and found.daemon.gpu_index is not None
+        item.daemon.gpu_index
+        for item in find_daemons(host, [device.gpu for device in devices], deep=False)
+        if item.daemon.ours and item.daemon.error is None and item.daemon.gpu_index is not None
     ]
 
 

@@ -79,13 +79,13 @@ class SliceRecord(Kept):
 
     def slice_before(self, group: Group) -> int | None:
         """Return the slice that a group had; a group made since then counts as the first one. None: no group is recorded."""
-        slices = {(found.client, found.handle): found.slice_us for found in self.before}
+        slices = {(earlier.client, earlier.handle): earlier.slice_us for earlier in self.before}
         return slices.get(group.key) or next(iter(slices.values()), None)
 
     @property
     def slices_before(self) -> set[int]:
         """Return the different slices that the groups had."""
-        return {found.slice_us for found in self.before}
+        return {earlier.slice_us for earlier in self.before}
 
 
 RECORDS: Final = RecordStore(SliceRecord, SLICES, "the record of a time-slice")
@@ -129,7 +129,7 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     """
     earlier = slice_record(host, channels.pid, channels.started)
     before = () if earlier is None else earlier.before
-    recorded = {(found.client, found.handle) for found in before}
+    recorded = {(group.client, group.handle) for group in before}
     # After a swap the groups are new, and `renew_slices` gave them gpushare's own slice: that is not what they had before.
     own_us = None if earlier is None else earlier.slice_us
     new = (
@@ -205,7 +205,7 @@ def apply_slice(
     cannot be written.
     """
 
-    def once(present: Channels) -> Channels:
+    def record_and_set(present: Channels) -> Channels:
         forget_ended(host)
         with record_put_back_on_failure(host, present):
             note_slice(host, present, microseconds, job=job)
@@ -214,7 +214,7 @@ def apply_slice(
         return present
 
     with slices_locked(host):
-        return _with_present(control, channels, once)
+        return _with_present(control, channels, record_and_set)
 
 
 @contextlib.contextmanager
@@ -243,12 +243,12 @@ def restore_slice(
         if record is None:
             return
 
-        def once(present: Channels) -> None:
+        def restore(present: Channels) -> None:
             on_found(present)
             groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.groups)
             control.restore_slices(replace(present, groups=groups))
 
-        _with_present(control, channels, once)
+        _with_present(control, channels, restore)
         put_record_back(host, channels.pid, None)
         if slice_record(host, channels.pid, channels.started) is not None:
             # Root's record, which this user cannot remove, counts until there is a later one.
@@ -373,12 +373,12 @@ def _set_step(
 ) -> Step:
     """Return the step that sets the slices of a process by ``act``, as `apply_slice` does; ``to`` says to what."""
     record = slice_record(host, channels.pid, channels.started)
-    found: list[Channels] = []
+    old_slices: list[Channels] = []
 
-    def back() -> None:
+    def restore() -> None:
         """Restore the slices that were found: a record's may be out of date, as other programs set slices too."""
-        while found:
-            present = found.pop()
+        while old_slices:
+            present = old_slices.pop()
             # If it has ended, its slice has ended with it.
             with contextlib.suppress(NotFound):
                 control.restore_slices(present)
@@ -389,8 +389,8 @@ def _set_step(
         what=f"set the time-slice of process {channels.pid} from {_slices_text(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
         # NVIDIA has no program for it.
         command=None,
-        do=lambda: act(found.append),
-        revert=back,
+        do=lambda: act(old_slices.append),
+        revert=restore,
     )
 
 

@@ -147,9 +147,9 @@ def test_clearing_leaves_the_logs(home: DaemonHome) -> None:
     home.write(RECORD)
     for path in (home.pipe / "control", home.pipe / "log", home.log / "control.log"):
         path.write_text("")
-    assert [path.name for path in home.leftovers()] == ["control", "log"]
+    assert [path.name for path in home.files_of_dead_daemon()] == ["control", "log"]
     home.clear()
-    assert home.leftovers() == []
+    assert home.files_of_dead_daemon() == []
     assert (home.log / "control.log").exists()
 
 

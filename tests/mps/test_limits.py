@@ -67,9 +67,9 @@ def test_what_cuda_ignores_is_no_limit() -> None:
 @given(limits, changes)
 def test_the_undo_of_a_change_brings_back_what_was(before: Limits, change: Limits) -> None:
     after = before.changed_by(change)
-    assert after.changed_by(before.back_from(change)).explicit == before.explicit
+    assert after.changed_by(before.undo_of(change)).explicit == before.explicit
     if change == Limits():
-        assert (after, before.back_from(change)) == (before, Limits())
+        assert (after, before.undo_of(change)) == (before, Limits())
 
 
 def test_the_defaults_of_a_daemon_are_no_limits() -> None:

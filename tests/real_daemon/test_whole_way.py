@@ -166,7 +166,7 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: P
     stop.run()
     assert not stop.forced
     assert find_daemons(host, [device.gpu]) == []
-    assert home_of(host.run_directory, device.uuid).leftovers() == []
+    assert home_of(host.run_directory, device.uuid).files_of_dead_daemon() == []
 
 
 def suspend(pid: int) -> None:
@@ -291,7 +291,7 @@ def test_a_limit_that_does_not_hold_takes_the_daemon_down_again(
     assert caught.value.code == "limit_not_held", setter
     assert daemons_below(sim_dir) == []
     assert find_daemons(host, [device.gpu]) == []
-    assert home_of(host.run_directory, device.uuid).leftovers() == []
+    assert home_of(host.run_directory, device.uuid).files_of_dead_daemon() == []
 
 
 def test_a_program_that_starts_nothing_and_exits_0_is_noticed(

@@ -21,7 +21,7 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, has_unrecorded_daemon, home_of, homes_in
 from gpushare.run.jobs import JobRecord, records, write_record
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
-from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
+from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, level_before_killed
 from gpushare.timeslice.slices import RECORDS, FoundSlice, SliceRecord, slice_records
 from tests.cli.drive import World
 from tests.errors import fails
@@ -69,7 +69,7 @@ READERS: dict[str, Reader] = {
     "production": lambda host, device: records(host),
     "slices": lambda host, device: slice_records(host),
     "mode": lambda host, device: MODES.read(MODES.path(host, device.uuid)),
-    "lent": lambda host, device: left_level(host, device.gpu),
+    "lent": lambda host, device: level_before_killed(host, device.gpu),
     "peaks": lambda host, device: find_profile(host, device, ["true"]),
     "benched": lambda host, device: find_benched(host, device, ["true"], 1),
     "tuned": lambda host, device: find_tuned(host, "web"),

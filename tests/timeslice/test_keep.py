@@ -431,7 +431,7 @@ def test_what_cannot_be_put_back_is_tried_again_and_stays_written_down(
         patched.setattr(ChannelControl, "set_slice", failing)
         events = desk.keeper.undo()
     assert [event.kind for event in events] == ["skipped" if stays else "restored"]
-    assert desk.keeper.left == ([pid] if stays else [])
+    assert desk.keeper.not_restored == ([pid] if stays else [])
     record = keep_record(desk.host)
     assert [kept.pid for kept in record.processes] == ([pid] if stays else [])
     # The next one does it.
@@ -475,7 +475,7 @@ def test_what_the_next_keep_cannot_put_back_counts_as_its_own(
         assert {event.kind for event in new_desk().keeper.recover()} == {"restored"}
     else:
         assert {event.kind for event in desk.keeper.undo()} == {"restored"}
-        assert desk.keeper.left == []
+        assert desk.keeper.not_restored == []
     assert (desk.slice(pid), desk.slice(serve)) == (DEFAULT, DEFAULT)
 
 
@@ -515,7 +515,7 @@ def test_what_cannot_be_put_back_at_the_end_either_stays_written_down(
         patched.setattr(ChannelControl, "set_slice", failing)
         desk.look()
         assert [event.kind for event in desk.keeper.undo()] == ["skipped"]
-    assert desk.keeper.left == [pid]
+    assert desk.keeper.not_restored == [pid]
     new_desk().keeper.recover()
     assert desk.slice(pid) == DEFAULT
 

@@ -12,7 +12,7 @@ import pytest
 from gpushare.base.model import TimeSlice
 from gpushare.base.selection import Device
 from gpushare.measure.bench import Bench, Copies
-from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level
+from gpushare.timeslice.policy import LENT, LentLevel, level_before_killed, temporary_level
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import Cli, Refused, World
 
@@ -101,7 +101,7 @@ def killed(world: World) -> Iterator[None]:
     """Leave a GPU as a bench leaves it that was killed in a run with another level."""
     (gpu,) = world.host.nvml.sweep()
     # Its end is not reached before that of the test.
-    lent = lent_level(world.host, Device(gpu=gpu), TimeSlice.SHORT)
+    lent = temporary_level(world.host, Device(gpu=gpu), TimeSlice.SHORT)
     lent.__enter__()
     (path,) = left(world)
     record = json.loads(path.read_text())
@@ -154,8 +154,8 @@ def test_the_next_bench_sets_a_level_back_first(cli: Cli, world: World, monkeypa
 
 def test_what_a_living_one_has_set_is_left(world: World) -> None:
     (gpu,) = world.host.nvml.sweep()
-    with lent_level(world.host, Device(gpu=gpu), TimeSlice.SHORT):
-        assert left_level(world.host, gpu) is None
+    with temporary_level(world.host, Device(gpu=gpu), TimeSlice.SHORT):
+        assert level_before_killed(world.host, gpu) is None
         assert len(left(world)) == 1
     assert (level(world), left(world)) == (TimeSlice.DEFAULT, [])
 
@@ -179,9 +179,9 @@ def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dic
     killed = LentLevel(pid=999999, started=1, level=TimeSlice(level(world)), before=TimeSlice.LONG, path=path)
     LENT.write(killed)
     # Itself it is one: else the test would show nothing.
-    assert left_level(world.host, gpu) is TimeSlice.LONG
+    assert level_before_killed(world.host, gpu) is TimeSlice.LONG
     path.write_text(text or json.dumps({**json.loads(path.read_text()), **wrong}))
-    assert left_level(world.host, gpu) is None
+    assert level_before_killed(world.host, gpu) is None
 
 
 def test_a_level_needs_root(cli: Cli, world: World, refused: Refused) -> None:

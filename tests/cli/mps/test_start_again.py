@@ -34,10 +34,10 @@ def test_a_daemon_that_nobody_noted_is_not_taken_down(
     with monkeypatch.context() as patched:
         patched.setattr("gpushare.sim.mps_control.daemon_devices", lambda *_: [None])
         assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
-    sockets = home.leftovers()
+    sockets = home.files_of_dead_daemon()
     refused("mps", "start", code="daemon_exists", exit_code=19)
     assert len(world.state.daemons) == 1
-    assert home.leftovers() == sockets != []
+    assert home.files_of_dead_daemon() == sockets != []
 
 
 def test_dead_daemon_then_start(cli: Cli, world: World) -> None:

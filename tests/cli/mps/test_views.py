@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.mps.control import without_questions
+from gpushare.mps.control import without_own_questions
 from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
@@ -126,7 +126,7 @@ BETWEEN = conversation(
     ],
 )
 def test_only_closed_questions_of_gpushare_are_left_out(lines: list[str], kept: list[str]) -> None:
-    assert without_questions(lines) == kept
+    assert without_own_questions(lines) == kept
 
 
 def test_logs_of_nothing(refused: Refused) -> None:
