@@ -123,9 +123,9 @@ def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:
 
 
 def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:
-    """Return the PIDs of the daemon's clients and of its ``earlier`` ones; None when the daemon does not answer.
+    """Return the PIDs of the daemon's clients, and of those seen ``earlier``; None: the daemon does not answer.
 
-    A dead daemon has no clients, and the death of a process without a context harms no other process.
+    If the daemon is gone, only the earlier ones count: the death of a process without a context harms no other.
     """
     try:
         return {client.pid for client in control.clients()} | set(earlier)

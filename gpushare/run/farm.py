@@ -60,7 +60,7 @@ _MORE: Final = 1.2
 
 
 def share_of_threads(copies: int) -> float | None:
-    """Return the thread cap of each of N copies on one GPU, 200/N percent; None (no cap) for one or two."""
+    """Return the thread cap of each of N copies on a GPU: 200/N percent, as NVIDIA advises; None (no cap) for one or two."""
     return None if copies <= 2 else max(0.1, round(200.0 / copies, 1))
 
 
@@ -587,7 +587,7 @@ class Farm:
         return self._user_limits.get(os.geteuid())
 
     def _request(self, size: int, devices: Iterable[Device] | None = None) -> Request:
-        """Return what a copy asks for, on some of these devices; None: on those that it may have."""
+        """Return what a copy asks the ledger for: ``size`` bytes on some of these devices; None: on those that it may have."""
         count = self._options.gpus
         uuids = tuple(self._devices) if devices is None else tuple(device.uuid for device in devices)
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)

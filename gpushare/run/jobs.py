@@ -492,7 +492,7 @@ class RecordedJob(Part):
                     self._write(os.getpid())
 
     def forget(self) -> None:
-        """Remove the record of a job that has ended. Call it after `keep_past`, so that the job is listed at each moment."""
+        """Remove the record of an ended job; production's stays, for its peak. After `keep_past`: so the job is always listed."""
         if self._ended and self.record.role == PRODUCTION:
             with contextlib.suppress(GpushareError):
                 write_record(self.host, replace(self.record, supervisor=None))

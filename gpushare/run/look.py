@@ -19,7 +19,7 @@ class StatusReader:
         self._observer, self._work = Observer(host, strangers=strangers, power=power), LastWork(host)
 
     def snapshot(self) -> Snapshot:
-        """Return what is there now. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
+        """Return the GPUs now, with their daemons, processes, jobs and reservations. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
         host = self._host
         snapshot = self._work.added_to(only_gpus(self._observer.read(), self._gpu))
         return with_mig_leftovers(host, with_jobs(host, with_memory(host, with_leases(host, snapshot))))
@@ -77,7 +77,7 @@ def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
 
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
-    """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
+    """Return the snapshot with what jobs reserve on each GPU, and with the jobs that are swapped out."""
     if not has_claims(host, LEDGER) and not has_records(host, "swap"):
         return replace(snapshot, gpus=tuple(map(_with_nothing_reserved, snapshot.gpus)))
     from gpushare.memory.look import with_ledger

@@ -62,7 +62,7 @@ class _JobMove:
         return back if self.swap.state != OUT else f"{back} && gpushare swap out {self.job.selector}"
 
     @property
-    def end(self) -> str:
+    def outcome(self) -> str:
         """Return in words what holds after the move."""
         to_gpu = self.row.to_gpu
         return f"{self.job.title} has moved" if to_gpu is None else f"{self.job.title} is on GPU {to_gpu} now"
@@ -253,7 +253,7 @@ class Mover:
     def _plan_of(self, moves: Sequence[_JobMove]) -> Moves:
         """Return the plan of these moves, one step for each job."""
         plan = Plan(
-            title="; ".join(job_move.end for job_move in moves) or "no job is there",
+            title="; ".join(job_move.outcome for job_move in moves) or "no job is there",
             steps=tuple(self._step(job_move) for job_move in moves),
             undo="; ".join(job_move.undo for job_move in moves) or None,
             consent=tuple(

@@ -127,7 +127,7 @@ def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> di
 
 
 def dropped_variables(base: Mapping[str, str]) -> list[str]:
-    """Return the caller's variables that ask for MPS, or for limits that only MPS has."""
+    """Return the caller's variables that only MPS understands, such as limits: outside MPS the program does not get them."""
     return sorted(name for name, value in base.items() if name.startswith(_MPS) and value)
 
 

@@ -160,7 +160,7 @@ class RunOptions:
 
     @property
     def log(self) -> Path | None:
-        """Return the file that the program's output goes to, or None."""
+        """Return the file that keeps the program's output; None: it is not kept, and goes to our stdout."""
         return None if self.rate is None else Path(self.rate.log)
 
 
@@ -179,12 +179,12 @@ class QueueOptions:
 
     @property
     def takes_place(self) -> bool:
-        """Return whether the job has to be in the ledger of memory."""
+        """Return whether the job needs a place in the ledger of memory, even without a limit of its memory."""
         return self.wait or self.swappable or self.run_seconds is not None
 
     @property
     def swappable(self) -> bool:
-        """Return whether the job leaves the GPU by itself."""
+        """Return whether the job may be swapped out: then it runs outside MPS, and has a place in the ledger."""
         return self.swap is not None or self.for_production
 
     @property
@@ -268,7 +268,7 @@ class Relay:
         self._thread.start()
 
     def _copy_to_stdout(self) -> None:
-        """Copy until the program has ended, in a thread."""
+        """Copy what is appended to the log to our stdout until the program has ended, in a thread."""
         # A closed stdout must not end the program.
         with contextlib.suppress(OSError):
             has_ended = False

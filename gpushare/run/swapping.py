@@ -221,6 +221,7 @@ class Idle(Policy):
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._window = None
             return used > _IDLE_CPU_SHARE * elapsed
+        # What is used adds up from sample to sample until the window is over; then the next sample begins a new one.
         window = min(_IDLE_WINDOW_SECONDS, max(elapsed, self.seconds))
         start, used_before = self._window or (earlier.now, 0.0)
         used += used_before
@@ -736,7 +737,7 @@ class Swapping(Part):
         return sum(size for job, size in later if self._leaves_for_production(job))
 
     def _leaves_for_production(self, job: Reservation) -> bool:
-        """Return whether a job leaves for this user's production, as only this user's own jobs do."""
+        """Return whether a job will leave for this user's production: it may, has not told that it stays, and is this user's."""
         return job.leaves and not job.stays and job.claim.uid == self._host.uid
 
     def _is_needed(self, production: Sequence[Reservation], line: Line, later_bytes: int) -> bool:
@@ -830,7 +831,7 @@ class Swapping(Part):
         return place.try_to_take(devices, clients, limits)
 
     def _note_switch(self, began: float, text: str) -> None:
-        """Note that the job has left or come back, and say so the first times."""
+        """Note that the job has left or come back since ``began`` (by the clock), and say so the first times."""
         self._since = self._clock()
         self._said = None
         self._retry_seconds = _AGAIN_SECONDS
