@@ -35,16 +35,16 @@ from gpushare.hostfile.kept import kept_limits, user_limits_in
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import (
     applied_path,
-    before_path,
     changed_limits,
     entries_of,
     is_kept,
     keep_applied,
-    keep_before,
+    keep_state_before,
     kept_entries,
     kept_file,
     load,
     names_in,
+    state_before_path,
     with_place_in_file,
 )
 from gpushare.hostfile.look import live_gpus
@@ -246,7 +246,7 @@ def _prepare_undo(host: Host, rows: Sequence[_GpuRow]) -> str | None:
         file = replace(kept, entries=file.entries)
     text = text_of(file)
     try:
-        path = before_path(host, text) if settings.dry_run else keep_before(host, text)
+        path = state_before_path(host, text) if settings.dry_run else keep_state_before(host, text)
     except GpushareError:
         # A full disk does not keep the host from being set up.
         return None

@@ -9,7 +9,7 @@ from gpushare.base.errors import no_gpu_error
 from gpushare.base.selection import select
 from gpushare.cli.options import GPU_OPTION, Command, settings, verb
 from gpushare.hostfile.file import document_of, text_of
-from gpushare.hostfile.kept import roots_file
+from gpushare.hostfile.kept import file_applied_by_root
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
 from gpushare.hostfile.look import live_gpus
@@ -37,7 +37,7 @@ def capture(gpu: str | None = GPU_OPTION) -> Any:
         raise no_gpu_error()
     file, notes = captured_file(live_gpus(state, list(gpus.values())))
     kept = kept_file(state.host)
-    in_force = roots_file(state.host)
+    in_force = file_applied_by_root(state.host)
     # Rules and limits cannot be seen on the host. Limits are in force only from root's file.
     if kept is not None:
         file = replace(file, rules=kept.rules)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
-from gpushare.doctor.examine import examine, worst
+from gpushare.doctor.examine import examine, worst_verdict
 from gpushare.show.result import Column, Result, Table, plain_value, record_table
 from gpushare.show.text import complete_commands, wrapped
 
@@ -57,11 +57,12 @@ def doctor(
     )
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
+    worst = worst_verdict(checks)
     return Result(
-        data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
+        data=DoctorAnswer(worst=worst, checks=tuple(checks)),
         tables=(table,),
         csv=record_table("checks", _CSV, rows),
-        exit_code=int(worst(checks) in {Verdict.FAIL, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL}),
+        exit_code=int(worst in {Verdict.FAIL, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL}),
     )
 
 

@@ -30,7 +30,7 @@ from gpushare.export.containers import (
     docker_export,
     mig_parted_export,
 )
-from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
+from gpushare.export.description import GpuDescription, HostDescription, as_wished, describe_host
 from gpushare.export.document import Export, apply_script, check_word, joined_text, write_documents
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
@@ -40,7 +40,7 @@ from gpushare.export.slurm import slurm_export
 from gpushare.export.systemd import FILE, units_export
 from gpushare.hostfile.diff import check_fits, points
 from gpushare.hostfile.file import HostFile, document_of
-from gpushare.hostfile.kept import roots_file
+from gpushare.hostfile.kept import file_applied_by_root
 from gpushare.hostfile.load import entries_of, kept_file, load, with_place_in_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.mig.driver import MigReader
@@ -324,7 +324,7 @@ def describe(
         raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     host = describe_host(state, [device.gpu for device in devices], node=node)
     if file is None:
-        wanted = roots_file(state.host)
+        wanted = file_applied_by_root(state.host)
     else:
         # Once: stdin cannot be read again.
         wanted, _ = load(file)
@@ -388,7 +388,7 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
     applied = {
         live.gpu.index for live in live_gpus(state, with_mig) if not points(live, matched.entries[live.gpu.index])
     }
-    return wished(host, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
+    return as_wished(host, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
 
 
 def k8s(

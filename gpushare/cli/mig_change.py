@@ -43,30 +43,30 @@ from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, t
 from gpushare.mig.driver import MigReader, may_change, need_rights
 from gpushare.mig.grant import (
     Naming,
-    as_root,
-    name_steps,
+    binding_step,
     name_taken_error,
-    names_step,
+    name_upkeep_steps,
     need_root_to_grant,
     plan_grant,
     plan_names,
     plan_revoke,
+    sudo_prefix,
 )
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, Spot, check_name, names_of, refuse_name_of_root
-from gpushare.mig.on_demand import left_instances, remove_left
+from gpushare.mig.on_demand import orphan_instances, remove_orphans
 from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.recover import (
-    accept,
+    accept_losses,
     as_commands,
     at_current_indexes,
     is_complete,
+    lost_layouts,
     naming_commands,
-    not_restored,
     shell_wish,
 )
 from gpushare.mig.recover import recover as recover_changes
@@ -129,7 +129,7 @@ def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cd
     ledger = MigLedger(host)
     if settings.dry_run:
         change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
-        interrupted = ledger.interrupted()
+        interrupted = ledger.interrupted_change()
         notes: tuple[str, ...] = ()
         # A complete change is not undone.
         if interrupted is not None and not is_complete(host, interrupted):
@@ -138,7 +138,7 @@ def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cd
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     try:
-        first = make(host, ledger).plan if ledger.interrupted() is None else None
+        first = make(host, ledger).plan if ledger.interrupted_change() is None else None
     except InUse:
         # Who ends what is in the way must be able to go on.
         need_rights(host)
@@ -163,13 +163,13 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
     It is printed even if the change that follows is refused. Raises NoPermission if this user may not undo it.
     """
     with ledger.locked():
-        if ledger.begun() is not None:
+        if ledger.current_change() is not None:
             # Without rights the undo would fail, and the change would count as one that cannot be undone.
             need_rights(host)
         notes = recover_changes(host, ledger)
         # Where no job has had an instance of its own, nothing of it is loaded.
         if (host.run_directory / "on-demand").is_dir():
-            notes = (*notes, *remove_left(host, ledger))
+            notes = (*notes, *remove_orphans(host, ledger))
         try:
             yield notes
         except GpushareError:
@@ -180,7 +180,7 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
 
 def recover_first(host: Host, ledger: MigLedger) -> None:
     """Undo an interrupted change before something else is planned, and print what was done: it may be the only obstacle."""
-    if ledger.interrupted() is not None and may_change(host):
+    if ledger.interrupted_change() is not None and may_change(host):
         with recovered(host, ledger) as undone:
             for text in undone:
                 note(text)
@@ -425,9 +425,9 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
 
     Returns what was done, the command that takes it back, and what is still not restored.
     """
-    interrupted = ledger.interrupted()
-    nothing_left = interrupted is None and not left_instances(host) and not ledger.not_restored()
-    if ledger.running() or nothing_left:
+    interrupted = ledger.interrupted_change()
+    nothing_left = interrupted is None and not orphan_instances(host) and not ledger.failed_changes()
+    if ledger.is_running() or nothing_left:
         return (), None, ()
     undo = None
     if interrupted is not None and not is_complete(host, interrupted):
@@ -437,8 +437,8 @@ def _recover_or_preview(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...],
     else:
         need_rights(host)
         with ledger.locked():
-            done = (*recover_changes(host, ledger, retry=True), *remove_left(host, ledger))
-    lost = not_restored(host, ledger)
+            done = (*recover_changes(host, ledger, retry=True), *remove_orphans(host, ledger))
+    lost = lost_layouts(host, ledger)
     if lost and not done:
         hints = dict.fromkeys(leftover.remedy for leftover in lost)
         raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
@@ -451,16 +451,16 @@ def _recovery_preview(host: Host, ledger: MigLedger, interrupted: ChangeRecord |
         yield f"'{interrupted.title}' was interrupted but is complete; nothing would be undone"
     elif interrupted is not None:
         yield f"'{interrupted.title}' was interrupted at '{interrupted.step or 'its start'}'; it would be undone"
-    yield from (f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
-    yield from (f"{each} was made for a job that has ended; it would be destroyed" for each in left_instances(host))
+    yield from (f"{leftover.seen}; it would be tried again" for leftover in lost_layouts(host, ledger))
+    yield from (f"{each} was made for a job that has ended; it would be destroyed" for each in orphan_instances(host))
 
 
 def _forget(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Accept what could not be restored, and return it in words; in a dry run only return it."""
     if settings.dry_run:
-        return () if ledger.running() else accept(host, ledger, dry_run=True)
+        return () if ledger.is_running() else accept_losses(host, ledger, dry_run=True)
     with ledger.locked():
-        return accept(host, ledger, dry_run=False)
+        return accept_losses(host, ledger, dry_run=False)
 
 
 EVICT: Final = option("--evict", "INSTANCE", "This busy instance may be destroyed: its programs are ended.")
@@ -687,7 +687,7 @@ def change_of(
         evict={(target.gpu, target.instance) for target in evict},
         first=naming.first,
         naming=naming.commands,
-        after=[*name_steps(host, plan.gpus, {named.name for named in naming.bound}), *naming.after],
+        after=[*name_upkeep_steps(host, plan.gpus, {named.name for named in naming.bound}), *naming.after],
     )
     return replace(change, plan=replace(change.plan, undo=one_shell_line(naming.undo)), names=naming.bound)
 
@@ -778,7 +778,7 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
             f"an instance has one name; forget that one first: gpushare mig name --forget {gpu_instance.name}",
             code="name_taken",
         )
-    step = names_step(host, [named], (), {named.gpu_uuid: layout.gpu})
+    step = binding_step(host, [named], (), {named.gpu_uuid: layout.gpu})
     return Plan(
         title=f"{gpu_instance} on GPU {layout.gpu} is named '{name}'",
         steps=() if gpu_instance.name == name else (step,),
@@ -798,10 +798,10 @@ def _plan_forget(name: str) -> Plan:
     lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(named.users)}",))
     place = f"{named.profile}:{named.start}"
     undo = [f"gpushare mig name {name} {place} -g {named.gpu_uuid}"]
-    undo += [f"{as_root(host)}gpushare mig grant {name} {shlex.quote(user)}" for user in named.users]
+    undo += [f"{sudo_prefix(host)}gpushare mig grant {name} {shlex.quote(user)}" for user in named.users]
     return Plan(
         title=f"{place} has no name",
-        steps=(names_step(host, (), [named]),),
+        steps=(binding_step(host, (), [named]),),
         undo=one_shell_line(undo),
         consent=(lost,) if named.users else (),
     )
@@ -843,6 +843,6 @@ def _carry_out_grant(make: Callable[[Host], Plan]) -> Any:
     # Planned before the lock, too: a refused change must not wait for it. But the undo of an interrupted change comes
     # first: until then an empty plan stands for the one that is made under the lock.
     plan_before_lock = Plan(title="the users of the instance", steps=())
-    if ledger.interrupted() is None:
+    if ledger.interrupted_change() is None:
         plan_before_lock = make(host)
     return ask_and_carry_out(plan_before_lock, replan=lambda: make(host), locked=lambda: recovered(host, ledger))

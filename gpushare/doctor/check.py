@@ -132,7 +132,7 @@ def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
 
 
 def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:
-    """Return a check whose remedy must be carried out by the owner of these processes; it names whom to ask."""
+    """Return a check with "ask USER" before its remedy if these processes are not this user's to end."""
     owner = whom_to_ask(seen, pids)
     return check if owner is None else replace(check, remedy=f"ask {owner}: {check.remedy}")
 

@@ -133,14 +133,14 @@ def xids(seen: Examination) -> Iterator[Check]:
         return
     bad = sorted({(xid.number, xid.pci) for xid in logged if xid.number in BAD_XIDS})
     for number, pci in bad:
-        gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
+        gpu = next((gpu for gpu in seen.gpus if _has_pci_address(gpu, pci)), None)
         yield finding("gpu.xid", None if gpu is None else gpu.index, number=number, pci=pci)
     if not bad:
         numbers = ", ".join(str(number) for number in sorted({xid.number for xid in logged}))
         yield Check.passed("gpu.xid", seen=f"Xids of programs since boot: {numbers}" if logged else "no Xid since boot")
 
 
-def _is_at(gpu: Gpu, pci: str) -> bool:
+def _has_pci_address(gpu: Gpu, pci: str) -> bool:
     """Return whether a GPU has this PCI address; NVML writes 00000000:01:00.0 where the kernel has 0000:01:00."""
     without_function = pci.lower().rsplit(".", 1)[0]
     return gpu.pci_bus_id is not None and without_function in gpu.pci_bus_id.lower()
@@ -148,8 +148,6 @@ def _is_at(gpu: Gpu, pci: str) -> bool:
 
 _DEVICES: Final = ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES")
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
-
-
 # Longer values are ignored: a path has at most 4,096 bytes, and so do a hundred UUIDs. Any user may set a megabyte.
 _MOST_CHARACTERS: Final = 4096
 _MOST_VALUES: Final = 10
@@ -189,15 +187,15 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
 
 
 def _findings_by_value(
-    seen: Examination, by_value: Mapping[Key, list[int]], found: Callable[[Key, str], Check], more: str
+    seen: Examination, by_value: Mapping[Key, list[int]], finding_of: Callable[[Key, str], Check], more: str
 ) -> Iterator[Check]:
-    """Yield what is ``found`` for each of the first values in environments, and how many there are ``more`` (a row).
+    """Yield a finding for each of the first values in environments; the row ``more`` of the findings counts the others.
 
-    ``by_value`` has the processes that have each of the values.
+    ``by_value`` has the PIDs with each value; ``finding_of`` takes a value and its processes in words.
     """
     shown = _first_values(seen, by_value)
     for value in shown:
-        yield for_owner(seen, found(value, _processes_text(seen, by_value[value])), by_value[value])
+        yield for_owner(seen, finding_of(value, _processes_text(seen, by_value[value])), by_value[value])
     if len(by_value) > len(shown):
         yield finding(more, number=len(by_value) - len(shown))
 
@@ -330,13 +328,13 @@ def drift(seen: Examination) -> Iterator[Check]:
 def examine(host: Host) -> list[Check]:
     """Run every check. None of them changes anything, and none fails because another did."""
     examination = Examination(host)
-    with _error_kept(examination, "nvml_error"):
+    with _storing_error(examination, "nvml_error"):
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
     if examination.nvml_error is None:
-        with _error_kept(examination, "wanted_error"):
+        with _storing_error(examination, "wanted_error"):
             examination.wanted, examination.wanted_error = kept_entries(host, examination.gpus)
-    with _error_kept(examination, "daemons_error"):
+    with _storing_error(examination, "daemons_error"):
         examination.daemons = find_daemons(host, examination.gpus)
     checks: list[Check] = []
     for check in CHECKS:
@@ -354,8 +352,8 @@ def examine(host: Host) -> list[Check]:
 
 
 @contextlib.contextmanager
-def _error_kept(examination: Examination, field: str) -> Iterator[None]:
-    """Set a field of the examination to the error of a first look; the checks that need no answer of it still run."""
+def _storing_error(examination: Examination, field: str) -> Iterator[None]:
+    """Store an error of the body in a field of the examination, so that the checks that do not need its answer still run."""
     try:
         yield
     except GpushareError as error:
@@ -729,7 +727,7 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
 )
 
 
-def worst(checks: list[Check]) -> Verdict:
+def worst_verdict(checks: list[Check]) -> Verdict:
     """Return the worst verdict: pass, warn or fail. Skipped checks do not count."""
     verdicts = {check.verdict for check in checks}
     return next((verdict for verdict in (Verdict.FAIL, Verdict.WARN) if verdict in verdicts), Verdict.PASS)

@@ -16,7 +16,7 @@ from gpushare.host import cdi
 from gpushare.host.process import processes_text
 from gpushare.mig.driver import MigReader
 from gpushare.mig.grant import reapplied_steps
-from gpushare.mig.holders import claimed_instances, gpu_holders, instance_holders, open_device_files, remedy
+from gpushare.mig.holders import claimed_instances, gpu_holders, instance_holders, open_device_files, release_remedy
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.places import named_places
 from gpushare.mig.profile import on_or_off
@@ -30,7 +30,7 @@ def modes(seen: Examination) -> Iterator[Check]:
     """Check for a pending MIG mode, changes that were not finished, and MIG mode without usable instances."""
     directories = seen.host.run_directories
     ledgers = [MigLedger(replace(seen.host, run_directory=directory)) for directory in directories]
-    if any(ledger.running() for ledger in ledgers):
+    if any(ledger.is_running() for ledger in ledgers):
         yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")
         return
     wrong = False
@@ -128,8 +128,8 @@ def holders(seen: Examination) -> Iterator[Check]:
             if holder.pid not in ending and not (holder.name or "").startswith(_NO_OBSTACLE)
         ]
         if present:
-            holders = processes_text(seen.host.processes, [holder.pid for holder in present])
-            yield finding("mig.holders", gpu.index, holders=holders, remedy=remedy(present) or "end what holds it")
+            text = processes_text(seen.host.processes, [holder.pid for holder in present])
+            yield finding("mig.holders", gpu.index, holders=text, remedy=release_remedy(present) or "end what holds it")
 
 
 def _pids_ending_by_themselves(seen: Examination) -> set[int]:

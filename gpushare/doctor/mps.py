@@ -167,7 +167,7 @@ def _first_closed(directory: Path, root: Path) -> Path | None:
 
 
 def _trusted_lstat(path: Path) -> os.stat_result | None:
-    """Return the lstat of a path that belongs to this user or root."""
+    """Return the lstat of a path that belongs to this user or root; None: it does not, as others may swap it, or is not there."""
     with contextlib.suppress(OSError):
         stated = path.lstat()
         return stated if stated.st_uid in {os.geteuid(), 0} else None
@@ -195,7 +195,7 @@ def client_environments(seen: Examination) -> Iterator[Check]:
         for client in item.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
             limits = environment.get(MEMORY_VARIABLE, "")
-            if uuid is not None and any(_names_other(entry, uuid) for entry in limits.split(",")):
+            if uuid is not None and any(_names_other_device(entry, uuid) for entry in limits.split(",")):
                 value = cut(limits, MOST_SHOWN)
                 check = finding("mps.limits_dropped", item.daemon.gpu_index, client=client, value=value)
                 yield for_owner(seen, check, [client.pid])
@@ -208,7 +208,7 @@ def client_environments(seen: Examination) -> Iterator[Check]:
                 yield for_owner(seen, check, [client.pid])
 
 
-def _names_other(entry: str, uuid: str) -> bool:
+def _names_other_device(entry: str, uuid: str) -> bool:
     """Return whether an entry (``DEVICE=SIZE``) names a device other than the visible one: ordinal 0, or its UUID."""
     device = entry.partition("=")[0].strip()
     # CUDA takes the beginning of a UUID too, but GPU- alone is none.
@@ -285,6 +285,7 @@ def _dead_default(seen: Examination) -> Iterator[Check]:
 
 
 def _refuses_connection(path: Path) -> bool:
+    """Return whether nothing listens at a socket any longer."""
     with socket.socket(socket.AF_UNIX) as conversation:
         conversation.settimeout(0.5)
         try:

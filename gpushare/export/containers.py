@@ -170,7 +170,6 @@ def cdi_export(share: ExportedDevice) -> Export:
 
 
 def compose_export(share: ExportedDevice, *, image: str | None = None) -> Export:
-    """Return a compose file with one service on the device."""
     reserved = {"driver": "nvidia", "device_ids": [share.uuid], "capabilities": ["gpu"]}
     body: dict[str, Any] = {"image": image_or_default(image)}
     if share.mps is not None:

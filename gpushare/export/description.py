@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign, wanted_devices
-from gpushare.hostfile.look import users_of, with_units
+from gpushare.hostfile.look import daemon_users, with_units
 from gpushare.mig.profile import GpuInstance, Profile
 from gpushare.mps.daemons import is_multiuser
 from gpushare.mps.limits import Limits
@@ -188,7 +188,7 @@ def _check_daemon_answers(daemon: MpsDaemon) -> None:
 
 
 def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
-    """Return one GPU as it is now. Raises NotSupported if no program can use it."""
+    """Return one GPU as it is now, with the daemon that serves it. Raises NotSupported if no program can use it."""
     host = state.host
     # Without the daemons of its MIG instances.
     own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
@@ -230,11 +230,10 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
 
 
 def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
-    """Return a daemon with its limits, its users and its pipe directory."""
     return MpsWish(
         limits=Limits.of(daemon),
         # A daemon that does not run as root serves only its own user.
-        users=(daemon.user,) if daemon.user not in {None, "root"} else users_of(host, daemon),
+        users=(daemon.user,) if daemon.user not in {None, "root"} else daemon_users(host, daemon),
         multiuser=is_multiuser(host, daemon.pid),
         pipe_directory=daemon.pipe_directory,
     )
@@ -284,7 +283,7 @@ def _capability_minors(host: Host, index: int, mig: MigInstance) -> tuple[int, i
     return None if outer is None or inner is None else (outer.minor, inner.minor)
 
 
-def wished(
+def as_wished(
     host: HostDescription, entries: Mapping[int, Entry], profiles: Mapping[int, Sequence[Profile]]
 ) -> HostDescription:
     """Return the host with each GPU as its entry wants it; a GPU without an entry stays as it is.

@@ -45,7 +45,7 @@ class _Packaged(Template):
     delimiter = "@"
 
 
-def rendered(name: str, **values: str | int) -> str:
+def render_file(name: str, **values: str | int) -> str:
     """Return a file of ``gpushare/data/export`` with its values."""
     return _Packaged(package_text(f"export/{name}")).substitute(values)
 
@@ -75,8 +75,6 @@ def cluster_object(api: str, kind: str, name: str, spec: Mapping[str, Any]) -> d
 
 # Runs a kernel and ends: listing GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
-
-
 # As in `docker pull`: a registry, lower-case names, a tag, a digest (github.com/distribution/reference, regexp.go).
 _IMAGE: Final = re.compile(
     r"(?:[a-zA-Z0-9][a-zA-Z0-9.-]{0,254}(?::\d{1,5})?/)?[a-z0-9][a-z0-9._/-]{0,254}(?::\w[\w.-]{0,127})?(?:@[a-z0-9]+:[0-9a-f]{32,128})?",

@@ -59,7 +59,6 @@ def resource_of(profile: str) -> str:
 
 
 def plugin_config(sharing: NodeSharing) -> dict[str, Any]:
-    """Return the configuration file of the device plugin."""
     config: dict[str, Any] = {"version": VERSION}
     if sharing.mig:
         config["flags"] = {"migStrategy": "mixed"}

@@ -21,8 +21,6 @@ from gpushare.export.k8s import sharing_of_node
 _DEFAULT_AMI: Final = "al2023@latest"
 # A placeholder for the name of the cluster, where it is unknown.
 _CLUSTER: Final = "CLUSTER"
-
-
 _OBJECT: Final = r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?"
 _TAG: Final = r"[^=\s]{1,128}=[^\s]{1,256}"
 

@@ -15,7 +15,7 @@ from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Way
 from gpushare.base.units import GIB, mps_memory, mps_memory_readback
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription, short_model
-from gpushare.export.document import Document, Export, notes, rendered
+from gpushare.export.document import Document, Export, notes, render_file
 from gpushare.export.k8s import DEFAULT_REPLICAS
 
 STATE: Final = "/run/gpushare-slurm"
@@ -31,7 +31,7 @@ def _prolog(host: HostDescription, *, by_nvml: bool) -> str:
         for gpu in host.gpus
         if gpu.mps is not None and (limit := gpu.mps.limits.memory_limit_bytes) is not None
     )
-    return _rendered_script(
+    return _render_script(
         "prolog",
         CASES=_uuid_cases(mps_uuids),
         MPS=_numbers_with("mps", mps_uuids),
@@ -47,13 +47,14 @@ def _uuid_cases(uuids: Mapping[int, str]) -> str:
 
 
 def _numbers_with(gres: str, uuids: Mapping[int, str]) -> str:
-    """Return the number of the only GPU with a gres (empty: none has it); of several, slurmctld is asked for the job's."""
+    """Return shell text for the numbers of a job's GPUs with a gres: of several the script asks slurmctld (empty: none)."""
     return ",".join(map(str, uuids)) if len(uuids) < 2 else f"$(numbers_of {gres})"
 
 
-def _rendered_script(name: str, **values: str) -> str:
-    common = "" if name == "task-prolog" else rendered("slurm-common.sh", STATE=STATE)
-    return rendered(f"slurm-{name}.sh", STATE=STATE, COMMON=common, **values)
+def _render_script(name: str, **values: str) -> str:
+    """Return a script of Slurm with its values, after the functions that prolog and epilog share."""
+    common = "" if name == "task-prolog" else render_file("slurm-common.sh", STATE=STATE)
+    return render_file(f"slurm-{name}.sh", STATE=STATE, COMMON=common, **values)
 
 
 _SCRIPTS: Final = "gpushare-prolog.sh gpushare-epilog.sh gpushare-task-prolog.sh"
@@ -83,12 +84,12 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     if with_mps:
         documents += [
             Document(name="gpushare-prolog.sh", text=_prolog(host, by_nvml=by_nvml), kind="sh"),
-            Document(name="gpushare-epilog.sh", text=_rendered_script("epilog"), kind="sh"),
+            Document(name="gpushare-epilog.sh", text=_render_script("epilog"), kind="sh"),
             # A Prolog's own environment never reaches the job.
-            Document(name="gpushare-task-prolog.sh", text=_rendered_script("task-prolog"), kind="sh"),
+            Document(name="gpushare-task-prolog.sh", text=_render_script("task-prolog"), kind="sh"),
         ]
     traits = host.traits | ({"nvml"} if by_nvml else set())
-    if any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances()):
+    if any(slurm_type(gpu, mig, by_nvml=True) != slurm_type(gpu, mig) for gpu, mig in host.instances()):
         traits.add("named-by-memory")
     files = [f"/dev/nvidia{device.gpu.minor}" for device in slurm_order(host, by_nvml=False)]
     return Export(
@@ -107,7 +108,7 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     )
 
 
-def type_of(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: bool = False) -> str:
+def slurm_type(gpu: GpuDescription, mig: MigDescription | None = None, *, by_nvml: bool = False) -> str:
     """Return the Type of a device: ``t4``; of a MIG device the driver's whole name with the profile.
 
     Where slurmd detects devices (``by_nvml``) it does not use the profile's name, but makes one from the slices of the GPU
@@ -142,7 +143,7 @@ ConstrainDevices=yes
 def _devices_by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     """Return the records of gres/gpu in the order of gres.conf."""
     return [
-        SlurmDevice(type_of(gpu, mig, by_nvml=by_nvml), gpu, mig)
+        SlurmDevice(slurm_type(gpu, mig, by_nvml=by_nvml), gpu, mig)
         for gpu in sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
         for mig in (gpu.mig if gpu.sharing is Way.MIG else (None,))
     ]
@@ -220,7 +221,7 @@ def _device_lines(gpu: GpuDescription) -> list[str]:
     if gpu.sharing is not Way.MIG:
         # So that a job of several GPUs gets connected ones; with AutoDetect slurmd finds them (gres.conf(5), Links).
         links = f" Links={','.join(map(str, gpu.links))}" if any(link > 0 for link in gpu.links) else ""
-        return [f"Name=gpu Type={type_of(gpu)} File=/dev/nvidia{gpu.minor}{links}"]
+        return [f"Name=gpu Type={slurm_type(gpu)} File=/dev/nvidia{gpu.minor}{links}"]
     lines = []
     for mig in gpu.mig:
         if mig.capabilities is None:
@@ -232,7 +233,7 @@ def _device_lines(gpu: GpuDescription) -> list[str]:
                 code="no_capabilities",
             )
         nodes = (f",/dev/nvidia-caps/nvidia-cap{capability}" for capability in mig.capabilities)
-        lines.append(f"Name=gpu Type={type_of(gpu, mig)} MultipleFiles=/dev/nvidia{gpu.minor}{''.join(nodes)}")
+        lines.append(f"Name=gpu Type={slurm_type(gpu, mig)} MultipleFiles=/dev/nvidia{gpu.minor}{''.join(nodes)}")
     return lines
 
 

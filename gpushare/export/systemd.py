@@ -14,7 +14,7 @@ from gpushare.base.model import ComputeMode, Priority, Way, device_key
 from gpushare.base.units import mps_memory, mps_memory_readback, mps_percentage
 from gpushare.export.containers import ExportedDevice
 from gpushare.export.description import HostDescription
-from gpushare.export.document import Document, Export, notes, rendered
+from gpushare.export.document import Document, Export, notes, render_file
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.kept import KEPT
@@ -50,10 +50,10 @@ def units_export(
     host_text = _host_unit(host, program, file, [unit.name for unit in mps_units])
     documents = [Document(name=HOST_UNIT, text=host_text, kind="unit"), *mps_units]
     if rules:
-        keep_text = rendered("gpushare-timeslice.service", FILE=file, PROGRAM=program, HOST=HOST_UNIT)
+        keep_text = render_file("gpushare-timeslice.service", FILE=file, PROGRAM=program, HOST=HOST_UNIT)
         documents.append(Document(name=KEEP_UNIT, text=keep_text, kind="unit"))
     if mps_units:
-        documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
+        documents.append(Document(name=READY, text=render_file("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
     first = "sudo gpushare apply -f gpushare.yaml"
     if file != FILE:
         first = f"sudo install -m 644 gpushare.yaml {file}"
@@ -87,7 +87,7 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
     needs_mode = major.isdecimal() and int(major) < 580
     enabled = ",".join(gpu.uuid for gpu in host.gpus if needs_mode and gpu.sharing is Way.MIG)
     enable = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {enabled} --yes\n"
-    return rendered(
+    return render_file(
         HOST_UNIT,
         FILE=file,
         PROGRAM=program,
@@ -98,6 +98,7 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
 
 
 def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
+    """Return the unit that runs the daemon of a device in the foreground and sets its limits."""
     uuid = device.uuid
     pipe = pipe_directory(uuid)
     directory = f"{UNIT_RUNTIME}/{device_key(uuid)}"
@@ -111,7 +112,7 @@ def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
         # systemd would expand a $.
         entries = ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in mps.users), "m::rx"])
         before += f"ExecStartPre=/usr/bin/setfacl -m {entries} {pipe}\n"
-    return rendered(
+    return render_file(
         "gpushare-mps.service",
         TITLE=device.title,
         UUID=uuid,

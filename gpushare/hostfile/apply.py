@@ -38,7 +38,7 @@ from gpushare.hostfile.steps import (
     device_to_be,
     grant_steps,
     level_step,
-    names_steps,
+    naming_steps,
     refuse_programs,
     revoke_steps,
     stop_steps,
@@ -230,6 +230,7 @@ class _GpuWork:
 
     @property
     def names_to_come(self) -> list[NamedInstance]:
+        """Return the new names whose instances the change creates; they are bound before."""
         return [named for named in self.new_names if named.place in self.made]
 
     def stop_steps(self) -> list[Step]:
@@ -266,7 +267,7 @@ class _GpuWork:
             self._refuse_programs()
         staying = {device.place for device in self.devices_after}
         steps = revoke_steps(self.host, self.live, self.names, staying)
-        steps += names_steps(self.host, self.live, self.names, self.names_to_come)
+        steps += naming_steps(self.host, self.live, self.names, self.names_to_come)
         # With MIG, a GPU has no other compute mode.
         if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_after_stops() is not ComputeMode.DEFAULT:
             steps.append(self._mode_step(ComputeMode.DEFAULT))

@@ -172,6 +172,7 @@ def _users_text(users: tuple[str, ...]) -> str:
 
 
 def _mps_text(wish: MpsWish) -> str:
+    """Return a daemon for a message: ``a daemon, 25 % of the threads``."""
     return ", ".join(["a daemon", *wish.words])
 
 

@@ -45,12 +45,12 @@ def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
 
 def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
-    file = roots_file(host)
+    file = file_applied_by_root(host)
     # If one user was removed since, the limits of all others must stay in force.
     return UserLimits() if file is None else user_limits_in(file, skip_unknown=True)
 
 
-def roots_file(host: Host) -> HostFile | None:
+def file_applied_by_root(host: Host) -> HostFile | None:
     """Return the file that root applied last; None: there is none, or it is no longer valid."""
     directories = list(host.shared_state_directories)
     if host.root:

@@ -189,14 +189,14 @@ def keep_applied(host: Host, text: str) -> Path:
     return _write_kept(host, applied_path(host), text)
 
 
-def before_path(host: Host, text: str) -> Path:
+def state_before_path(host: Host, text: str) -> Path:
     """Return where the state before an apply is kept: each has its own file, so that its undo stays right."""
     return host.state_directory / f"before-{hashlib.sha256(text.encode()).hexdigest()[:8]}.yaml"
 
 
-def keep_before(host: Host, text: str) -> Path:
+def keep_state_before(host: Host, text: str) -> Path:
     """Keep the state before an apply, and of earlier ones the last few; return the path. Errors as `keep_applied`."""
-    path = _write_kept(host, before_path(host, text), text)
+    path = _write_kept(host, state_before_path(host, text), text)
     with contextlib.suppress(OSError):
         # An equal state that was kept before is now the newest.
         os.utime(path)

@@ -14,7 +14,7 @@ from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
 from gpushare.mig.daemons import devices_of
-from gpushare.mig.grant import known_user, reapplied_steps
+from gpushare.mig.grant import reapplied_steps, user_name_or_text
 from gpushare.mig.profile import Layout
 from gpushare.mps.control import parse_memory
 from gpushare.mps.daemons import is_multiuser
@@ -68,7 +68,7 @@ def _with_unit_limit(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
     return replace(daemon, device_uuid=uuid, memory_limit_bytes=limit)
 
 
-def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
+def daemon_users(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
     """Return the users that may connect to a daemon; empty: all."""
     if daemon.pipe_directory is None:
         return ()
@@ -126,7 +126,7 @@ def _live_gpu(
             if not item.daemon.ours and item.daemon.device_uuid is None and item.serves(host, gpu.index)
         ),
         layout=layout if gpu.error is None else None,
-        names=tuple(replace(named, users=tuple(sorted(map(known_user, named.users)))) for named in names),
+        names=tuple(replace(named, users=tuple(sorted(map(user_name_or_text, named.users)))) for named in names),
         open=frozenset(named.name for named in names if not _grants_in_force(host, named)),
     )
 
@@ -148,7 +148,7 @@ def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
         exclusive = record.previous_compute_mode is not None
     wish = MpsWish(
         limits=Limits.of(daemon),
-        users=users_of(host, daemon),
+        users=daemon_users(host, daemon),
         exclusive=exclusive,
         multiuser=is_multiuser(host, daemon.pid),
     )

@@ -253,8 +253,6 @@ _LIMIT: Final = mapping(
     lambda fields, value: MemoryLimit(users=fields["match"], limit_bytes=fields["limit"], mark=value.mark),
     need=("match", "limit"),
 )
-
-
 _VERSION: Final = constant(VERSION, f"is not {VERSION}, the only version")
 
 

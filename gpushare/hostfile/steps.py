@@ -21,7 +21,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, stop_daemon_on, stop_unused
-from gpushare.mig.grant import access_steps, grant_commands, names_step, revoke_step
+from gpushare.mig.grant import access_steps, binding_step, grant_commands, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import find_daemons, own_daemon
@@ -81,7 +81,7 @@ def revoke_steps(
     return [revoke_step(host, named) for named in losing if named.users]
 
 
-def names_steps(
+def naming_steps(
     host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], to_come: Sequence[NamedInstance]
 ) -> list[Step]:
     """Return the step that gives a GPU exactly these names, or none.
@@ -96,7 +96,7 @@ def names_steps(
     # Without users: grants follow when the instances exist.
     new = [replace(named, users=()) for named in names_to_be if spots_now.get(named.name) != named.spot]
     indexes = {live.gpu.uuid or "": live.gpu.index}
-    return [names_step(host, new, forgotten, indexes, to_come=[named.name for named in to_come])]
+    return [binding_step(host, new, forgotten, indexes, to_come=[named.name for named in to_come])]
 
 
 def grant_steps(

@@ -28,7 +28,7 @@ from gpushare.mig.daemons import (
     stopped_records,
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
-from gpushare.mig.holders import CLAIM, gpu_holders, instance_holders, remedy, with_name
+from gpushare.mig.holders import CLAIM, gpu_holders, instance_holders, release_remedy, with_name
 from gpushare.mig.ledger import MigLedger, NamedInstance
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout, on_or_off
@@ -43,7 +43,7 @@ _RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
 
 def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool) -> list[str]:
     """Return notes on what a change of the MIG mode brings with it."""
-    resetless = MigChanges(host.nvml).resetless(gpu.index)
+    resetless = MigChanges(host.nvml).switches_without_reset(gpu.index)
     notes = []
     if enable and resetless:
         notes.append("MIG and its instances are lost at a reboot or when the driver is reloaded")
@@ -78,7 +78,7 @@ def _check_switchable(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]
             )
         idle = idle_daemon_pids(host, gpu).union(ending)
         processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
-        if not MigChanges(host.nvml).resetless(gpu.index):
+        if not MigChanges(host.nvml).switches_without_reset(gpu.index):
             others = (holder for holder in gpu_holders(host, gpu) if holder.name not in _RELEASES_FOR_RESET)
             holders += [(gpu, holder) for holder in others if holder.pid not in idle]
     if processes:
@@ -88,7 +88,7 @@ def _check_switchable(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]
         of_gpu = [holder for each, holder in holders if each is gpu]
         raise InUse(
             f"GPU {gpu.index} must be reset, and this holds it: {processes_text(host.processes, [each.pid for each in of_gpu])}",
-            remedy(of_gpu) or f"{ending_hint(host, of_gpu[0].pid)}; then run this again",
+            release_remedy(of_gpu) or f"{ending_hint(host, of_gpu[0].pid)}; then run this again",
             gpu=gpu.index,
         )
 
@@ -122,6 +122,7 @@ def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> St
         changes.set_mode(gpu.index, enabled=enable)
 
     def back() -> None:
+        # Current and pending.
         if changes.mode(gpu.index) != (enabled_now, enabled_now):
             host.nvml.restart()
             changes.set_mode(gpu.index, enabled=enabled_now)
@@ -149,17 +150,13 @@ def holders_of(removed: InstanceChange) -> list[int]:
 
 
 def _refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
-    """Raise InUse if a job has claimed an instance that is to go, and has no process in it yet.
-
-    Processes are asked about elsewhere, with the consent to the change.
-    """
+    """Raise InUse if a job has claimed an instance that is to go, and has no process in it yet that could be ended."""
     claims = [holder for holder in removed.known_holders if isinstance(holder, Holder) and holder.what == CLAIM]
     if claims and not holders_of(removed):
         raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)
 
 
 def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int) -> InUse:
-    """Return the error about an instance that a `gpushare run` has claimed."""
     return InUse(
         f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}; "
         "the driver does not list it there, so --evict does not end it",
@@ -200,7 +197,7 @@ class Eviction:
     def _check_evictable(self) -> None:
         """Raise InUse if a process must not be ended: a service, one above this gpushare, one of the kernel."""
         held = [holder for holder in self._removed.known_holders if isinstance(holder, Holder) and holder.what != CLAIM]
-        way = remedy(held)
+        way = release_remedy(held)
         if way is not None:
             raise InUse(
                 f"GPU {self._gpu.index}: {self.title} is held by {processes_text(self._host.processes, [each.pid for each in held])}; --evict does not end it",
@@ -329,7 +326,7 @@ class GpuChange:
 
     @property
     def staying(self) -> list[Device]:
-        """Return the MIG devices that it leaves alone."""
+        """Return the MIG devices that it leaves alone; their MPS daemons are started again if they died."""
         return [Device(gpu=self.gpu, mig=mig) for mig in self.gpu.mig_instances if mig.uuid not in self.lost_uuids]
 
 
@@ -368,7 +365,7 @@ def plan_change(
     naming: Sequence[str] = (),
     after: Sequence[Step] = (),
 ) -> MigChange:
-    """Return the transaction for what the planner found.
+    """Return a change of GPUs as planned, checked for what forbids it, with its steps and the consent it needs.
 
     ``evict`` are the instances whose processes are ended: (GPU index, GPU instance id). ``first`` are steps before all
     others: a name is bound early, so that a crash does not lose it. ``naming`` are the commands that bind these names once
@@ -492,10 +489,10 @@ class _InstanceWork:
         except GpushareError as error:
             # An instance that cannot be read back may exist.
             if error.code != NOT_READ_BACK:
-                self._ledger.refused()
+                self._ledger.note_refused()
             raise
         if creation is not None and made is not None:
-            self._ledger.created(creation_made(self._host, creation, call.gpu, made))
+            self._ledger.note_created(creation_made(self._host, creation, call.gpu, made))
 
     def _check_layout(self) -> None:
         """Raise NotHeld if the layout is not the planned one."""
@@ -510,6 +507,7 @@ class _InstanceWork:
             )
 
     def _restore(self) -> None:
+        """Bring the GPU back to its shape before; without a call made, nothing has changed."""
         if self._begun:
             self.left_alone = restore(self._host, self._change.before, self._ledger.proof)
 

@@ -93,7 +93,6 @@ class MigReader:
         return profiles
 
     def _read_profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:
-        """Return a GPU instance profile from NVML's info, with its placements."""
         name = str(info.name).removeprefix("MIG ") or f"{info.sliceCount}g.{round(info.memorySizeMB / 1024)}gb"
         placements = self._nvml.ask(lambda nvml: _placements(nvml, handle, info.id), gpu)
         return Profile(
@@ -422,7 +421,7 @@ class MigChanges:
         except GpushareError:
             return None
 
-    def resetless(self, index: int) -> bool | None:
+    def switches_without_reset(self, index: int) -> bool | None:
         """Return whether the mode changes without a reset of the GPU (NVML_FI_DEV_IS_RESETLESS_MIG_SUPPORTED, 184)."""
         handle = self._nvml.handle(index)
 

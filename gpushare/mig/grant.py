@@ -45,14 +45,14 @@ class _Node:
         return f"{self.name} (GPU instance {instance}{part})"
 
 
-def as_root(host: Host) -> str:
-    """Return what stands before a command that needs root. sudo would drop GPUSHARE_HOST, but a simulated host needs none."""
+def sudo_prefix(host: Host) -> str:
+    """Return ``sudo`` for a printed command that needs root, if this user is not; a simulated host needs none."""
     return "" if host.root or host.is_simulated else "sudo "
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
     """Return the plan that grants a named instance to one more user; only users with a grant may use it."""
-    named = named_instance(host, need_name(name, f"{as_root(host)}gpushare mig grant NAME {shlex.quote(user)}"))
+    named = named_instance(host, need_name(name, f"{sudo_prefix(host)}gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     steps = access_steps(host, named, users)
@@ -62,7 +62,7 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
         title=f"{name} is granted to {', '.join(users)} only",
         steps=steps,
         # With -y: it only revokes what this command granted.
-        undo=f"{as_root(host)}gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
+        undo=f"{sudo_prefix(host)}gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING,) if steps else (f"{name} is granted to {granted} already",),
     )
 
@@ -77,11 +77,11 @@ def _no_instance_error(named: NamedInstance) -> NotFound:
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants all users may use the instance."""
-    named = named_instance(host, need_name(name, f"{as_root(host)}gpushare mig revoke NAME"))
+    named = named_instance(host, need_name(name, f"{sudo_prefix(host)}gpushare mig revoke NAME"))
     revoked_users = named.users
     if user is not None:
         # A user removed from the machine is only known by name.
-        revoked_users = tuple(granted for granted in named.users if granted in {user, known_user(user)})
+        revoked_users = tuple(granted for granted in named.users if granted in {user, user_name_or_text(user)})
         if not revoked_users:
             have = ", ".join(named.users) or "no user"
             raise NotFound(
@@ -98,7 +98,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
         steps=steps,
         undo="; ".join(
-            f"{as_root(host)}gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users
+            f"{sudo_prefix(host)}gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users
         )
         or None,
         notes=tuple(notes),
@@ -207,14 +207,14 @@ def _user_id_or_none(user: str) -> int | None:
         return None
 
 
-def known_user(user: str) -> str:
-    """Return the name of a user, or what is left of one who was removed from the machine."""
+def user_name_or_text(user: str) -> str:
+    """Return the name of a user given by name or id; the text itself if the user was removed from the machine."""
     uid = _user_id_or_none(user)
     return user if uid is None else user_name(uid)
 
 
 def _modprobe_step(host: Host, node: _Node, *, modify: bool) -> Step:
-    """Return the step that lets nvidia-modprobe manage a node (``modify``), or leave it alone."""
+    """Return the step that lets nvidia-modprobe manage a node (``modify``), or leave it alone: else it would undo a grant."""
     path = node.capability.path
 
     def command(*, modify: bool) -> str:
@@ -250,6 +250,7 @@ def _modprobe_step(host: Host, node: _Node, *, modify: bool) -> Step:
 def _access_step(
     host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
 ) -> Step:
+    """Return the step that gives a node its access; ``present`` None: there is no node, ``users`` are for the text."""
     earlier = present or NodeAccess(mode=node.capability.mode)
     users_text = "all users"
     if users:
@@ -270,6 +271,7 @@ def _access_step(
 
 
 def _access_in_words(access: NodeAccess) -> str:
+    """Return an access for messages: ``mode 0400 of alice``."""
     others = f" and {', '.join(map(user_name, access.users))}" if access.users else ""
     return f"mode {access.mode:04o} of {user_name(access.owner)}{others}"
 
@@ -314,6 +316,7 @@ def _access_commands(capability: Capability, before: NodeAccess, wanted: NodeAcc
 
 
 def need_root_to_grant(host: Host) -> None:
+    """Raise NoPermission unless this is root, who alone may change the nodes."""
     need_root(host, "changing who may use a MIG instance")
 
 
@@ -382,10 +385,10 @@ def plan_names(
     late = [named for named in bound if named not in early]
     # The names of instances that are gone give way.
     stale = [name_at[named.spot] for named in bound if named.spot in name_at and name_at[named.spot].name not in names]
-    first = [replace(names_step(host, (), stale, index), undo=None)] if stale else []
+    first = [replace(binding_step(host, (), stale, index), undo=None)] if stale else []
     if early:
-        first.append(names_step(host, early, (), index, to_come=names))
-    after = [names_step(host, late, (), index)] if late else []
+        first.append(binding_step(host, early, (), index, to_come=names))
+    after = [binding_step(host, late, (), index)] if late else []
     # Revoked before the names are forgotten: without its name nothing could open the nodes of an instance again.
     undo = [f"gpushare mig revoke {named.name} -y" for named in staying if users[named.name]]
     undo += [f"gpushare mig name --forget {named.name} -y" for named in staying]
@@ -427,7 +430,7 @@ def _users_by_name(
     for_all = [] if [*names] == [*words] else words
     # A user may be given twice, by name and by number.
     return {
-        name: list(dict.fromkeys(known_user(user) for key in (name, *for_all) for user in grants.get(key, ())))
+        name: list(dict.fromkeys(user_name_or_text(user) for key in (name, *for_all) for user in grants.get(key, ())))
         for name in names
     }
 
@@ -478,7 +481,7 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
     def make() -> Sequence[Step]:
         """Return the steps that add the users to those who have a grant by then."""
         named = named_instance(host, name)
-        return access_steps(host, named, tuple(dict.fromkeys((*named.users, *map(known_user, users)))))
+        return access_steps(host, named, tuple(dict.fromkeys((*named.users, *map(user_name_or_text, users)))))
 
     return deferred_step(
         f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
@@ -542,7 +545,7 @@ class _NamesWork:
                     names[name] = earlier
 
 
-def names_step(
+def binding_step(
     host: Host,
     bind: Sequence[NamedInstance],
     forget: Sequence[NamedInstance] = (),
@@ -576,7 +579,7 @@ def names_step(
 
 
 def binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:
-    """Return the commands that give existing instances their names; ``indexes`` as in `names_step`."""
+    """Return the commands that give existing instances their names; ``indexes`` as in `binding_step`."""
     options = {uuid: f" -g {number}" for uuid, number in indexes.items()}
     return [f"gpushare mig name {named.name} {named}{options.get(named.gpu_uuid, '')}" for named in bind]
 
@@ -585,11 +588,10 @@ def _forgetting_commands(forget: Sequence[NamedInstance]) -> list[str]:
     return [f"gpushare mig name --forget {named.name}" for named in forget]
 
 
-def name_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -> list[Step]:
-    """Return the steps that keep names right after a change, besides the names that a `Naming` has ``changed``.
+def name_upkeep_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -> list[Step]:
+    """Return the steps that forget names whose instance a change destroys for good, and grant again where it is created.
 
-    A name whose instance is destroyed for good is forgotten; one whose instance is created again, perhaps after a
-    reboot, gets its grants again.
+    Names that a `Naming` has ``changed`` are left to that. A name outlives its instance: a reboot, for example.
     """
     steps = []
     for plan in plans:
@@ -601,11 +603,11 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -
             if named.place in created and named.users:
                 steps.append(grant_step(host, named.name, named.users, again=True))
             elif named.place in destroyed - created:
-                steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))
+                steps.append(binding_step(host, (), [named], {named.gpu_uuid: plan.gpu}))
     return steps
 
 
-def regrant(host: Host, gpu_uuid: str) -> list[str]:
+def reapply_grants(host: Host, gpu_uuid: str) -> list[str]:
     """Apply the grants of the named instances of a GPU again; return what failed, in words."""
     failed = []
     for named in names_of(host).values():

@@ -75,7 +75,7 @@ def claimed_instances(host: Host) -> dict[str, Holder] | None:
 
 
 def with_name(host: Host, process: H) -> H:
-    """Return a process with its name and user: NVML has only PIDs."""
+    """Return a process with its name and user, which NVML does not tell; as it is if it has ended."""
     info = None if process.name is not None else host.processes.describe(process.pid)
     return process if info is None else replace(process, name=info.name, user=info.user)
 
@@ -86,7 +86,7 @@ def claim_holder(host: Host, claim: Claim) -> Holder:
     return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else info.name)
 
 
-def remedy(holders: Iterable[Holder]) -> str | None:
+def release_remedy(holders: Iterable[Holder]) -> str | None:
     """Return how to make the known holders release the GPU (``data/holders.yaml``), in one line; None: none is known."""
     remedies = (_remedy_of(holder.name) for holder in holders if holder.name is not None)
     return "; ".join(dict.fromkeys(filter(None, remedies))) or None
@@ -100,7 +100,7 @@ def no_plan_error(no_plan: NoPlan, gpu: int | None = None) -> GpushareError:
     in_the_way = [holder for _, change in no_plan.would_go for holder in change.known_holders]
     # Remedies are known only for what holds an instance without a CUDA context.
     holders = [holder for holder in in_the_way if isinstance(holder, Holder)]
-    return InUse(message, remedy(holders) or no_plan.hint, gpu=gpu, code="no_room")
+    return InUse(message, release_remedy(holders) or no_plan.hint, gpu=gpu, code="no_room")
 
 
 def _remedy_of(name: str) -> str | None:

@@ -79,7 +79,7 @@ class _HostFacts:
         self._idle_daemons = idle_daemon_pids(host, gpu)
 
     def with_facts(self, instance: GpuInstance) -> GpuInstance:
-        """Return an instance, as NVML reports it, with these facts."""
+        """Return an instance as NVML reports it with its name and grants, its holders, and whether gpushare made it."""
         named = self._names.get(instance.place)
         return replace(
             instance,

@@ -77,7 +77,7 @@ class NamedInstance:
 
     @property
     def binding(self) -> tuple[str, Spot]:
-        """Return the name with its instance, without the users."""
+        """Return the name with its instance, without the users: equal if a name means the same as before."""
         return self.name, self.spot
 
 
@@ -230,7 +230,7 @@ class MigLedger:
 
     # -- reading
 
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         """Return whether a change is running at this moment.
 
         The lock can be opened only by its owner; other users find the changing process in the journal.
@@ -257,17 +257,17 @@ class MigLedger:
     def _is_trusted(self) -> bool:
         return is_trusted_directory(self._directory.parent, self._directory.name)
 
-    def interrupted(self) -> ChangeRecord | None:
+    def interrupted_change(self) -> ChangeRecord | None:
         """Return a change that was interrupted; None: there is none, or a change is running.
 
         Raises:
-            OperationFailed: as `begun`.
+            OperationFailed: as `current_change`.
         """
-        if not os.path.lexists(self._path) or not self._is_trusted() or self.running():
+        if not os.path.lexists(self._path) or not self._is_trusted() or self.is_running():
             return None
-        return self.begun()
+        return self.current_change()
 
-    def begun(self) -> ChangeRecord | None:
+    def current_change(self) -> ChangeRecord | None:
         """Return the current change. The caller holds the lock.
 
         Raises:
@@ -283,7 +283,7 @@ class MigLedger:
                 code=UNREADABLE,
             ) from None
 
-    def not_restored(self) -> list[tuple[Path, ChangeRecord | None]]:
+    def failed_changes(self) -> list[tuple[Path, ChangeRecord | None]]:
         """Return the changes that could not be undone, each with its file; None: it cannot be read."""
         if not self._is_trusted():
             return []
@@ -313,7 +313,7 @@ class MigLedger:
         """Write the layout before and after, before the first step."""
         # The driver reuses ids: what changes that were not restored had created on these GPUs proves nothing any more.
         gpus = {shape.uuid for shape in before}
-        for _, record in self.not_restored():
+        for _, record in self.failed_changes():
             if record is not None and record.proof != NOTHING and gpus & {shape.uuid for shape in record.before}:
                 self._write(replace(record, proof=NOTHING))
         # Where /proc hides the time of its start, no process is taken for this one.
@@ -340,12 +340,12 @@ class MigLedger:
         """Write the step that is begun now to disk, before it acts; ``begun`` is what it is about to create."""
         self._update(step=step, proof=replace(self.proof, begun=begun))
 
-    def created(self, creation: Creation) -> None:
+    def note_created(self, creation: Creation) -> None:
         """Write what the driver has created, before anything else is done."""
         self._update(proof=Proof(made=(*self.proof.made, creation), begun=None))
 
-    def refused(self) -> None:
-        """Write that nothing was created: an instance that appears there is another program's."""
+    def note_refused(self) -> None:
+        """Write that nothing was created, so that an undo destroys nothing there: what appears is another program's."""
         # The rollback that follows knows it from memory.
         with contextlib.suppress(GpushareError):
             self._update(proof=replace(self.proof, begun=None))
@@ -387,7 +387,7 @@ class MigLedger:
         self.drop(self._path)
 
     def give_up(self) -> None:
-        """Keep the journal of a change that could not be undone completely, for `not_restored`.
+        """Keep the journal of a change that could not be undone completely, for `failed_changes`.
 
         If it cannot be renamed, it remains an interrupted change.
         """

@@ -121,15 +121,15 @@ def remove_instance(host: Host, record: OnDemand) -> str | None:
         return _destroy_unless_used(host, ledger, record)
 
 
-def left_instances(host: Host) -> list[OnDemand]:
+def orphan_instances(host: Host) -> list[OnDemand]:
     """Return the records of instances whose gpushare has died."""
     return [record for record in ON_DEMAND.all(host, users=False) if not any_lives(host, record)]
 
 
-def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
+def remove_orphans(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Destroy the instances of jobs whose gpushare has died; the caller holds the lock. Return what was done, in words."""
     done = []
-    for record in left_instances(host):
+    for record in orphan_instances(host):
         try:
             obstacle = _destroy_unless_used(host, ledger, record)
         except GpushareError as error:
@@ -142,17 +142,17 @@ def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     return tuple(done)
 
 
-def sweep_left(host: Host) -> None:
+def sweep_orphans(host: Host) -> None:
     """Destroy the instances of jobs whose gpushare has died: what the guard of a job does. Raises as `remove_instance`."""
-    if left_instances(host):
+    if orphan_instances(host):
         ledger = MigLedger(host)
         with ledger.locked():
             recover(host, ledger)
-            remove_left(host, ledger)
+            remove_orphans(host, ledger)
 
 
 class _Now(NamedTuple):
-    """The GPU of a record as it is now; ``instance`` is what is at the place of the record."""
+    """The GPU of a record as it is now; ``instance`` is what is at the place of the record (None: nothing)."""
 
     gpu: Gpu
     layout: Layout

@@ -51,7 +51,7 @@ class InstancePlace:
         return place if self.name is None else f"{self.name} ({place})"
 
     def same(self, other: InstancePlace) -> bool:
-        """Return whether the other is still the same instance: by place and size, not only by UUID."""
+        """Return whether the other is still the same instance: another one may have got its UUID, not its place and size."""
         return self._identity == other._identity
 
     @property

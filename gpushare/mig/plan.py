@@ -129,7 +129,6 @@ class GpuPlan:
             yield from self.creation_calls(new)
 
     def creation_calls(self, new: InstanceChange) -> Iterator[Call]:
-        """Yield the calls that create one of ``created``."""
         if new.whole:
             yield Call(action=Action.CREATE_GPU_INSTANCE, gpu=self.gpu, instance=new.instance)
         for part in new.compute:
@@ -220,6 +219,8 @@ def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None
 
 
 def _calls_step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
+    """Return the step that does these calls by ``perform``."""
+
     def act() -> None:
         for call in calls:
             perform(what, call)

@@ -18,7 +18,7 @@ from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
-from gpushare.mig.grant import grant_commands, regrant
+from gpushare.mig.grant import grant_commands, reapply_grants
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
@@ -53,7 +53,7 @@ class Calls:
             self._changes.destroy_gpu_instance(call.gpu, instance.id)
         elif call.action is Action.CREATE_COMPUTE:
             return self._changes.create_compute_instance(
-                call.gpu, self._owner(call), part.profile.slices, part.placement
+                call.gpu, self._owner_id(call), part.profile.slices, part.placement
             )
         else:
             self._changes.destroy_compute_instance(call.gpu, instance.id, part.id)
@@ -67,11 +67,11 @@ class Calls:
             return replace(creation, there=self._changes.gpu_instance_ids(call.gpu, instance.profile.id or 0))
         if call.action is not Action.CREATE_COMPUTE or part is None:
             return None
-        owner, slices = self._owner(call), part.profile.slices
+        owner, slices = self._owner_id(call), part.profile.slices
         existing_ids = self._changes.compute_instance_ids(call.gpu, owner, slices)
         return replace(creation, instance=owner, slices=slices, there=existing_ids)
 
-    def _owner(self, call: Call) -> int:
+    def _owner_id(self, call: Call) -> int:
         """Return the id of the GPU instance of a call. Raises KeyError: the plan creates it, and that has failed."""
         instance = call.instance
         return self._new_ids[instance.start] if instance.id == NOT_THERE else instance.id
@@ -92,7 +92,7 @@ def creation_made(host: Host, begun: Creation, index: int, number: int) -> Creat
 
 
 def shape_now(host: Host, index: int) -> GpuShape:
-    """Return the shape of a GPU as the driver tells it now."""
+    """Return the shape of a GPU, read anew from the driver: what a change is judged by."""
     host.nvml.restart()
     gpu = host.nvml.gpu(index)
     refuse_silent_gpus(gpu)
@@ -120,7 +120,7 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
         except (GpushareError, KeyError) as error:
             trouble.append(f"{step.what}: {error}")
     # An instance is open to all users until its grants are restored.
-    trouble += regrant(host, before.uuid)
+    trouble += reapply_grants(host, before.uuid)
     present = shape_now(host, before.index).without(restoration.others)
     # The mode is restored after the instances.
     wrong = differences(present, replace(before, mig_enabled=None))
@@ -154,7 +154,7 @@ def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
 
 
 def shell_wish(shape: GpuShape) -> str:
-    """Return the instances of a shape as the words of a command, quoted for the shell, each at its place."""
+    """Return the instances of a shape as `mig apply` takes them, quoted for the shell: ``3g.40gb:4 1g.10gb:0``."""
     wish = (
         placed_request(instance.profile, instance.start, [part.slices for part in instance.compute])
         for instance in shape.instances
@@ -198,9 +198,9 @@ def leftovers(host: Host, ledger: MigLedger) -> list[Leftover]:
 
     While a change is running, nothing counts as left.
     """
-    lost = [] if ledger.running() else not_restored(host, ledger)
+    lost = [] if ledger.is_running() else lost_layouts(host, ledger)
     try:
-        change = ledger.interrupted()
+        change = ledger.interrupted_change()
     except OperationFailed as error:
         return [Leftover(id="mig.interrupted", seen=error.message, remedy=error.hint), *lost]
     if change is None:
@@ -213,14 +213,14 @@ def _uuids(change: ChangeRecord) -> tuple[str, ...]:
     return tuple(shape.uuid for shape in change.before)
 
 
-def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
+def lost_layouts(host: Host, ledger: MigLedger) -> list[Leftover]:
     """Return what each change could not restore and is still missing."""
     lost = []
-    for path, change in ledger.not_restored():
+    for path, change in ledger.failed_changes():
         if change is None:
             seen = f"{path}, the record of what could not be restored, cannot be read"
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
-        elif wrong := missing(host, change):
+        elif wrong := unrestored_differences(host, change):
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
             back = as_commands(at_current_indexes(host, change.before))
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
@@ -228,7 +228,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
     return lost
 
 
-def missing(host: Host, change: ChangeRecord) -> tuple[str, ...]:
+def unrestored_differences(host: Host, change: ChangeRecord) -> tuple[str, ...]:
     """Return in words what differs from before a change; nothing if all is as before it, or all as after it.
 
     Instances of others do not count.
@@ -277,17 +277,17 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
     """Finish or undo an interrupted change, under the lock; return what was done, in words.
 
     A complete change is kept; otherwise every GPU of the change is restored. What cannot be restored is reported, also
-    later (`not_restored`), and is tried again only with ``retry``, so that nothing changes behind the user's back.
+    later (`lost_layouts`), and is tried again only with ``retry``, so that nothing changes behind the user's back.
 
     Raises:
         OperationFailed: something could not be restored (code ``not_restored``), or the journal cannot be read.
     """
-    change = ledger.begun()
+    change = ledger.current_change()
     done = [] if change is None else _finish_or_undo(host, ledger, change)
-    for path, failed in ledger.not_restored():
+    for path, failed in ledger.failed_changes():
         if failed is None:
             continue
-        is_restored = not missing(host, failed)
+        is_restored = not unrestored_differences(host, failed)
         if not is_restored and not retry:
             continue
         try:
@@ -297,7 +297,7 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
                 done += [f"'{change.title}', which had failed, is now undone", *staying]
             _forget_lost_names(host, change)
         except GpushareError:
-            # `not_restored` still reports it.
+            # `lost_layouts` still reports it.
             continue
         done += _restore_access(host, change)
         # Else what a later change does to these GPUs would be reported as lost by this one.
@@ -324,7 +324,7 @@ def naming_commands(before: GpuShape, after: GpuShape, users: Mapping[str, Seque
     return commands
 
 
-def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
+def accept_losses(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words.
 
     Raises:
@@ -332,7 +332,7 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     """
     done = []
     try:
-        change = ledger.begun()
+        change = ledger.current_change()
     except OperationFailed:
         set_aside = "would be set aside" if dry_run else f"was set aside as {ledger.set_aside()}"
         done.append(f"the journal of a MIG change, which cannot be read, {set_aside}")
@@ -344,9 +344,9 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
                 code="not_recovered",
             )
     forgotten = "would be forgotten" if dry_run else "is forgotten"
-    done += [f"{lost.seen}; this {forgotten}" for lost in not_restored(host, ledger)]
+    done += [f"{lost.seen}; this {forgotten}" for lost in lost_layouts(host, ledger)]
     if not dry_run:
-        for path, _ in ledger.not_restored():
+        for path, _ in ledger.failed_changes():
             ledger.drop(path)
     return tuple(done)
 
@@ -378,7 +378,7 @@ def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
     """Restore the grants and daemons of existing instances; return what was done, or failed, in words."""
     done: list[str] = []
     for shape in change.before:
-        done += regrant(host, shape.uuid)
+        done += reapply_grants(host, shape.uuid)
         gpu = host.nvml.gpu(shape.index)
         if gpu.error is None:
             done += recover_daemons(host, gpu, change.daemons)
@@ -419,6 +419,7 @@ def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
 
 
 def _is_as_planned(host: Host, change: ChangeRecord) -> bool:
+    """Return whether every GPU of a change has the shape that the change was to give it."""
     return not any(differences(shape_now(host, shape.index), shape) for shape in change.after)
 
 

@@ -30,6 +30,7 @@ class ComputeShape(NamedTuple):
 
     @property
     def rank(self) -> tuple[int, int]:
+        """Return a sort key: by start, those that may be anywhere first, then by size."""
         return -1 if self.start is None else self.start, self.slices
 
     @property
@@ -73,6 +74,7 @@ class GpuShape:
     instances: tuple[InstanceShape, ...]
 
     def without(self, others: Sequence[GpuInstance | InstanceShape]) -> GpuShape:
+        """Return the shape less the instances at the places of ``others``."""
         places = {instance.place for instance in others}
         return replace(self, instances=tuple(shape for shape in self.instances if shape.place not in places))
 
@@ -229,7 +231,7 @@ class Restoration:
                 own_parts = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
                 self._restore_inside(instance, shape, own_parts)
             elif proof.owns(layout.uuid, instance):
-                self._lose(f"{instance} is in use and stays")
+                self._note_lost(f"{instance} is in use and stays")
             else:
                 self.others.append(instance)
         profiles = {profile.name: profile for profile in layout.profiles}
@@ -237,13 +239,13 @@ class Restoration:
         for missing in shapes.values():
             profile = profiles.get(missing.profile)
             if profile is None or taken & missing.placement.mask:
-                self._lose(f"{missing.title} has no room")
+                self._note_lost(f"{missing.title} has no room")
                 continue
             parts = self._parts_to_create(profile, missing.compute)
             self._created.append(whole_change(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
         self.plan: GpuPlan = gpu_plan(layout, kept, self._destroyed, self._created)
 
-    def _lose(self, words: str) -> None:
+    def _note_lost(self, words: str) -> None:
         self.lost.append(f"GPU {self._gpu}: {words}")
 
     def _restore_inside(
@@ -257,7 +259,7 @@ class Restoration:
             if _take_match(missing, compute) or compute not in own_parts:
                 continue
             if compute.busy:
-                self._lose(f"compute instance {compute.id} of {wanted.title} is in use and stays")
+                self._note_lost(f"compute instance {compute.id} of {wanted.title} is in use and stays")
             else:
                 removed.append(compute)
         if removed:
@@ -266,7 +268,7 @@ class Restoration:
         without_room = [part for part in missing if taken & mask_of([part.placement])]
         for part in without_room:
             missing.remove(part)
-            self._lose(f"{part.slices}c of {wanted.title} has no room")
+            self._note_lost(f"{part.slices}c of {wanted.title} has no room")
         parts = self._parts_to_create(instance.profile, missing)
         if parts:
             self._created.append(change_inside(instance, parts))
@@ -277,7 +279,7 @@ class Restoration:
         for part in sorted(parts, key=lambda part: part.rank):
             offered = profile.compute_to_create(part.slices)
             if offered is None or offered.id is None:
-                self._lose(f"{part.slices}c.{profile.name} is no longer offered")
+                self._note_lost(f"{part.slices}c.{profile.name} is no longer offered")
             else:
                 offers.append(ComputeInstance(profile=offered, placement=part.placement))
         return tuple(offers)

@@ -52,7 +52,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
 
 
 def need_name(word: str, then: str) -> str:
-    """Return a word that may be a name, for uses in which it must still mean the same instance later.
+    """Return a word if it may be a name: unlike an id or a UUID, that means the same instance later.
 
     ``then`` is the command with a name, for the hint.
 

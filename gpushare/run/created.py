@@ -14,7 +14,7 @@ from gpushare.base.units import quoted
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_left
+from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_orphans
 from gpushare.mig.places import means_profile, selected_gpus, single_request
 from gpushare.mig.plan import MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
@@ -72,7 +72,7 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
     def remove_leftovers(self) -> None:
         """Remove the instances that killed jobs have left: they may take the room for a new one."""
         with contextlib.suppress(GpushareError):
-            sweep_left(self._host)
+            sweep_orphans(self._host)
 
     def plan(self) -> MigPlan | NoPlan:
         """Return the plan for an instance, or why none fits now. Raises NotSupported: it never fits."""

@@ -65,10 +65,10 @@ def after_death(
     for claim in claims:
         claim.release()
     if has_records(host, "on-demand"):
-        from gpushare.mig.on_demand import sweep_left
+        from gpushare.mig.on_demand import sweep_orphans
 
         with contextlib.suppress(GpushareError):
-            sweep_left(host)
+            sweep_orphans(host)
     forget_ended(host, programs)
     if has_records(host, "swap"):
         from gpushare.memory import swapped

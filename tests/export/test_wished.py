@@ -10,7 +10,7 @@ from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
-from gpushare.export.description import HostDescription, MigDescription, wished, with_live_devices
+from gpushare.export.description import HostDescription, MigDescription, as_wished, with_live_devices
 from gpushare.export.k8s import sharing_of_node
 from gpushare.gpu_models import find_model
 from gpushare.hostfile.parse import parse
@@ -26,7 +26,7 @@ def read(*entries: str, described: HostDescription = H100S) -> HostDescription:
     lines = [f"- {{match: {{index: {index}}}, {entry}}}" for index, entry in enumerate(entries)]
     parsed = parse("version: 1\ngpus:\n" + "\n".join(lines) + "\n", "x")
     by_index = {int(entry.match.values[0]): entry for entry in parsed.entries}
-    return wished(described, by_index, dict.fromkeys(by_index, PROFILES))
+    return as_wished(described, by_index, dict.fromkeys(by_index, PROFILES))
 
 
 def test_each_way_of_sharing() -> None:

@@ -280,8 +280,8 @@ def test_a_lost_gpu_is_told(host: Host) -> None:
 
 
 def test_whether_a_reset_is_needed() -> None:
-    assert changes(connect(A100)).resetless(0) is False
-    assert changes(connect(H100)).resetless(0) is True
+    assert changes(connect(A100)).switches_without_reset(0) is False
+    assert changes(connect(H100)).switches_without_reset(0) is True
 
 
 # -- below the bindings ----------------------------------------------------------------------------

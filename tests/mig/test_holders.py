@@ -17,7 +17,7 @@ from gpushare.connect import connect
 from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
-from gpushare.mig.holders import gpu_holders, instance_holders, open_device_files, remedy
+from gpushare.mig.holders import gpu_holders, instance_holders, open_device_files, release_remedy
 from gpushare.sim import admin
 
 A100 = "sim:a100-80gb"
@@ -147,8 +147,8 @@ def test_who_ended_since_the_look_holds_nothing(host: Host) -> None:
 def test_a_remedy_is_named_once() -> None:
     dcgm = Holder(pid=812, what="/dev/nvidia0", user="root", name="nv-hostengine")
     nameless = Holder(pid=900, what="/dev/nvidia0")
-    assert remedy([dcgm, dcgm, nameless]) == "sudo systemctl stop nvidia-dcgm"
-    assert remedy([nameless]) is None
+    assert release_remedy([dcgm, dcgm, nameless]) == "sudo systemctl stop nvidia-dcgm"
+    assert release_remedy([nameless]) is None
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_remedy_is_named_once() -> None:
     ],
 )
 def test_what_is_known_to_help(name: str, part: str | None) -> None:
-    known = remedy([Holder(pid=1, what="/dev/nvidia0", name=name)])
+    known = release_remedy([Holder(pid=1, what="/dev/nvidia0", name=name)])
     assert known is None if part is None else part in known
 
 

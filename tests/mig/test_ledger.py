@@ -47,7 +47,7 @@ def path(ledger: MigLedger) -> Path:
 
 
 def test_a_change_that_died_is_told_whole(path: Path) -> None:
-    left = MigLedger(connect(H200)).interrupted()
+    left = MigLedger(connect(H200)).interrupted_change()
     assert (left.title, left.step, left.pid) == ("apply 3g.71gb", "second", os.getpid())
     assert (left.before, left.after, left.names) == ((BEFORE,), (AFTER,), ("train",))
     # Of a user's word others may read, and not write.
@@ -62,19 +62,19 @@ def test_a_change_that_ended_leaves_nothing(ledger: MigLedger, path: Path) -> No
         ledger.note("late")
     assert not path.exists()
     assert sorted(one.name for one in path.parent.iterdir()) == ["lock"]
-    assert ledger.interrupted() is None
+    assert ledger.interrupted_change() is None
 
 
 def test_a_change_that_goes_on_is_not_one_that_died(ledger: MigLedger) -> None:
     other = MigLedger(connect(H200))
     with ledger.locked():
         ledger.begin("apply", [BEFORE], [AFTER])
-        assert other.running()
-        assert other.interrupted() is None
+        assert other.is_running()
+        assert other.interrupted_change() is None
         # Who holds the lock sees it.
-        assert ledger.begun() is not None
-    assert not other.running()
-    assert other.interrupted() is not None
+        assert ledger.current_change() is not None
+    assert not other.is_running()
+    assert other.interrupted_change() is not None
 
 
 def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_two_who_ask_at_once_do_not_take_each_other_for_a_change(path: Path) -> 
     asking = os.open(path.parent / "lock", os.O_RDONLY)
     try:
         fcntl.flock(asking, fcntl.LOCK_SH)
-        assert not MigLedger(connect(H200)).running()
+        assert not MigLedger(connect(H200)).is_running()
     finally:
         os.close(asking)
 
@@ -155,9 +155,9 @@ def broken() -> Iterator[tuple[str, bytes]]:
 @pytest.mark.parametrize(("what", "content"), list(broken()), ids=[what for what, _ in broken()])
 def test_what_is_no_journal_is_not_taken_for_none(ledger: MigLedger, path: Path, what: str, content: bytes) -> None:
     path.write_text(json.dumps(whole()))
-    assert ledger.interrupted() is not None
+    assert ledger.interrupted_change() is not None
     path.write_bytes(content)
-    for look in (ledger.interrupted, ledger.begun):
+    for look in (ledger.interrupted_change, ledger.current_change):
         with pytest.raises(OperationFailed) as caught:
             look()
         assert caught.value.code == "journal_unreadable", what
@@ -168,14 +168,14 @@ def test_what_is_no_journal_is_not_taken_for_none(ledger: MigLedger, path: Path,
 def test_one_that_cannot_be_read_is_the_runners_business_while_it_runs(ledger: MigLedger, path: Path) -> None:
     path.write_bytes(b"{")
     with MigLedger(connect(H200)).locked():
-        assert ledger.interrupted() is None
+        assert ledger.interrupted_change() is None
 
 
 def test_a_journal_that_cannot_be_opened_is_not_taken_for_none(ledger: MigLedger, path: Path) -> None:
     path.unlink()
     path.mkdir()
     with fails(OperationFailed, "journal_unreadable", match="Is a directory"):
-        ledger.interrupted()
+        ledger.interrupted_change()
 
 
 def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path) -> None:
@@ -183,17 +183,17 @@ def test_of_another_boot_it_tells_nothing(monkeypatch: pytest.MonkeyPatch, ledge
     boot = path.parent / "boot_id"
     boot.write_text("another\n")
     monkeypatch.setattr(identity, "_BOOT_ID", boot)
-    assert ledger.interrupted() is None
-    assert ledger.begun() is None
+    assert ledger.interrupted_change() is None
+    assert ledger.current_change() is None
     with ledger.locked():
         ledger.begin("apply", [BEFORE], [AFTER])
-    assert MigLedger(connect(H200)).interrupted() is not None
+    assert MigLedger(connect(H200)).interrupted_change() is not None
 
 
 def test_of_another_user_it_is_not_taken_for_none(
     monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path
 ) -> None:
-    assert ledger.interrupted() is not None
+    assert ledger.interrupted_change() is not None
     owner, real = path.stat().st_uid, os.fstat
 
     class Foreign:
@@ -209,7 +209,7 @@ def test_of_another_user_it_is_not_taken_for_none(
 
     monkeypatch.setattr(mig_ledger.os, "fstat", lambda number: foreign_file(real(number)))
     with fails(OperationFailed, "journal_unreadable", match=f"belongs to user {owner + 4711}"):
-        ledger.interrupted()
+        ledger.interrupted_change()
 
 
 def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
@@ -274,7 +274,7 @@ def test_another_process_holds_the_lock(
     held: subprocess.Popen[str], ledger: MigLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mig_ledger, "_LOCK_SECONDS", 0.05)
-    assert ledger.running()
+    assert ledger.is_running()
     with fails(InUse, "locked", hint="fuser"), ledger.locked():
         pytest.fail("two at a time")
     held.communicate("go\n", timeout=120)
@@ -315,8 +315,8 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
 def test_without_the_lock_nobody_is_changing_anything(ledger: MigLedger, path: Path) -> None:
     """As after somebody has cleared up: what died in the middle is told all the same."""
     (path.parent / "lock").unlink()
-    assert ledger.running() is False
-    assert ledger.interrupted() is not None
+    assert ledger.is_running() is False
+    assert ledger.interrupted_change() is not None
 
 
 def test_each_word_of_the_journal_and_its_end_are_on_the_disk(

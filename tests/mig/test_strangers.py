@@ -107,10 +107,10 @@ def test_holding_anything_hides_no_interrupted_change(host: World) -> None:
 def ledger_seen(path: Path) -> Callable[[], object]:
     ledger = MigLedger(replace(connect(A100), run_directory=path))
     # All that is imported late is imported while that is possible.
-    ledger.interrupted()
+    ledger.interrupted_change()
 
     def work() -> dict[str, bool]:
-        return {"running": ledger.running(), "left": ledger.interrupted() is not None}
+        return {"running": ledger.is_running(), "left": ledger.interrupted_change() is not None}
 
     return work
 

@@ -222,7 +222,7 @@ class Transactions(RuleBasedStateMachine):
         """Run a change; return what it said when its result can be compared with what was there before."""
         before, waiting = self.host.look(), self.crashed is not None
         ledger = MigLedger(connect(self.host.spec))
-        left = ledger.interrupted()
+        left = ledger.interrupted_change()
         if left is not None and is_complete(connect(self.host.spec), left):
             # The next change leaves it as it is, and begins from here.
             self.crashed = before

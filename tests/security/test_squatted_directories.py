@@ -75,8 +75,8 @@ READERS: dict[str, Reader] = {
     "tuned": lambda host, device: find_tuned(host, "web"),
     "applied": lambda host, device: kept_entries(host, ())[1],
     "names": lambda host, device: names_of(host),
-    "journal": lambda host, device: MigLedger(host).interrupted(),
-    "not restored": lambda host, device: MigLedger(host).not_restored(),
+    "journal": lambda host, device: MigLedger(host).interrupted_change(),
+    "not restored": lambda host, device: MigLedger(host).failed_changes(),
 }
 
 

@@ -18,7 +18,7 @@ from gpushare.host import store
 from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.recover import Calls, leftovers, missing, visible_leftovers
+from gpushare.mig.recover import Calls, leftovers, unrestored_differences, visible_leftovers
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedGpuInstance, StateFile
@@ -332,7 +332,7 @@ def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
     host = World.new(A100)
     pid, _ = lost(host)
     admin.end_process(host.spec, pid)
-    ((_, kept),) = MigLedger(connect(A100)).not_restored()
+    ((_, kept),) = MigLedger(connect(A100)).failed_changes()
     assert kept is not None
     assert kept.proof != NOTHING
     assert host.run("mig", "destroy", "all").code == 0
@@ -376,13 +376,13 @@ def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypa
     assert host.run("mig", "enable").code == 0
     before = host.look()
     with monkeypatch.context() as patched:
-        real = MigLedger.created
+        real = MigLedger.note_created
 
         def made(self: MigLedger, one: Any) -> None:
             full(patched)
             real(self, one)
 
-        patched.setattr(MigLedger, "created", made)
+        patched.setattr(MigLedger, "note_created", made)
         assert "could not be undone" in host.run("mig", "create", "3g.40gb", "--name", "new").error["message"]
     assert (host.look(), list(host.names())) == (before, ["new"])
     cli("mig", "recover", host=A100).ok()
@@ -449,19 +449,19 @@ def test_what_was_interrupted_is_told_with_the_step_in_which_it_died(host: World
 def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: Cli) -> None:
     host = World.new(A100)
     pid, _ = lost(host)
-    ((_, entry),) = MigLedger(connect(A100)).not_restored()
+    ((_, entry),) = MigLedger(connect(A100)).failed_changes()
     assert entry is not None
-    assert missing(connect(A100), entry)
+    assert unrestored_differences(connect(A100), entry)
     admin.end_process(host.spec, pid)
     # The change is complete after all.
     cli("mig", "apply", "1g.10gb*3", host=A100).ok()
-    assert missing(connect(A100), entry) == ()
+    assert unrestored_differences(connect(A100), entry) == ()
     assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
     cli("mig", "create", "2g.20gb", host=A100).ok()
-    assert missing(connect(A100), entry) == ()
+    assert unrestored_differences(connect(A100), entry) == ()
     place = next(f"{name}:{start}" for name, start, _ in host.look()[0].instances if name == "1g.10gb")
     cli("mig", "destroy", place, host=A100).ok()
-    assert missing(connect(A100), entry)
+    assert unrestored_differences(connect(A100), entry)
 
 
 # -- undoing ---------------------------------------------------------------------------------------
