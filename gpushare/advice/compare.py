@@ -45,7 +45,7 @@ def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) 
 # -- availability ---------------------------------------------------------------------------------
 
 
-def _usable_mps(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
+def _mps_availability(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if not host.mps_program:
         return False, "no: nvidia-cuda-mps-control is not installed"
     if gpu.compute_mode is ComputeMode.PROHIBITED:
@@ -55,13 +55,13 @@ def _usable_mps(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     return True, f"yes, without root{f'; {gpu.mps_daemons} running' if gpu.mps_daemons else ''}"
 
 
-def _usable_timeslice(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
+def _timeslice_availability(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.compute_mode is not None and gpu.compute_mode is not ComputeMode.DEFAULT:
         return False, f"no: compute mode {gpu.compute_mode.title}"
     return True, "yes, inside each MIG instance" if gpu.mig_enabled else "yes, it is the default"
 
 
-def _usable_mig(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
+def _mig_availability(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.mig_capable is None:
         return None, "unknown: the driver does not report it"
     if not gpu.mig_capable:
@@ -72,7 +72,7 @@ def _usable_mig(host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     return True, "yes: off now" + ("" if host.root else "; turning it on needs root")
 
 
-def _usable_vgpu(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
+def _vgpu_availability(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
     if gpu.vgpu_capable:
         return True, "yes: the vGPU host driver runs"
     if gpu.vgpu_capable is None:
@@ -84,10 +84,10 @@ def _usable_vgpu(_host: HostFacts, gpu: GpuFacts) -> tuple[bool | None, str]:
 
 _USABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], tuple[bool | None, str]]]] = {
     Way.STREAMS: lambda _host, _gpu: (True, "yes, inside each program"),
-    Way.MPS: _usable_mps,
-    Way.TIMESLICE: _usable_timeslice,
-    Way.MIG: _usable_mig,
-    Way.VGPU: _usable_vgpu,
+    Way.MPS: _mps_availability,
+    Way.TIMESLICE: _timeslice_availability,
+    Way.MIG: _mig_availability,
+    Way.VGPU: _vgpu_availability,
 }
 
 

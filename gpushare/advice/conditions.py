@@ -109,18 +109,18 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
     """Return why the instances for a way do not fit; None: they do, or are there already."""
     if s.free_instances(way) is not None:
         return None
-    slices = s.slices(way)
-    return s.documented_why_not(way) if slices is None else slices.why_not
+    instances = s.new_instances(way)
+    return s.documented_why_not(way) if instances is None else instances.why_not
 
 
 def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
     """Return the shares that the chosen profiles come to, and those that are wanted, as ``43:57``; None if either is unknown."""
-    slices = s.slices(way)
+    instances = s.new_instances(way)
     shares = s.shares(way)
-    if slices is None or not slices.profiles or not all(share.percent for share in shares):
+    if instances is None or not instances.profiles or not all(share.percent for share in shares):
         return None
-    total = sum(profile.slices for profile in slices.profiles)
-    real = ":".join(f"{100 * profile.slices / total:.0f}" for profile in slices.profiles)
+    total = sum(profile.slices for profile in instances.profiles)
+    real = ":".join(f"{100 * profile.slices / total:.0f}" for profile in instances.profiles)
     return real, ":".join(f"{share.percent:.0f}" for share in shares)
 
 
@@ -132,11 +132,11 @@ def _sizes_are_shares(s: Situation, way: Way) -> bool:
 
 def _nearest_sizes_text(s: Situation, way: Way) -> str:
     """Return which profiles come nearest to the wanted shares, for the text of a rule."""
-    slices = s.slices(way)
+    instances = s.new_instances(way)
     real, wanted = _real_and_wanted_shares(s, way) or (None, None)
-    if slices is None or real is None:
+    if instances is None or real is None:
         return "choose the profiles nearest to the shares (gpushare mig profiles)"
-    return f"{', '.join(profile.name for profile in slices.profiles)} are {real}, asked for are {wanted}"
+    return f"{', '.join(profile.name for profile in instances.profiles)} are {real}, asked for are {wanted}"
 
 
 # -- MPS, slices, memory -------------------------------------------------------------------------------
@@ -257,9 +257,9 @@ def _half_is_enough(s: Situation, _: Way) -> bool:
 
 def _leaves_half(s: Situation, _: Way) -> bool:
     """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
-    slices = s.slices(Way.MIG)
+    instances = s.new_instances(Way.MIG)
     total = s.plain.total_bytes or 0
-    return slices is None or all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
+    return instances is None or all((profile.memory_bytes or 0) * 2 <= total for profile in instances.profiles)
 
 
 def _free_to_measure(s: Situation, _: Way) -> bool:

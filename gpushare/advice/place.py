@@ -279,9 +279,9 @@ def _gpus_to_try(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Seq
 
 
 def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
-    """Return how good a placement is: all have an answer, all run at once, on more GPUs (if to ``consolidate``, on fewer).
+    """Return the sort key of a placement, the best is largest: all have an answer, all run at once, it uses more GPUs.
 
-    Next to production on GPUs of its own, opportunistic jobs may wait for each other.
+    If to ``consolidate``, fewer GPUs are better. Next to production on GPUs of its own, opportunistic jobs may wait for each other.
     """
     has_production = Role.PRODUCTION in situation.case.roles
     used = sum(len(part.situation.used_gpus) for part in parts)

@@ -74,12 +74,12 @@ def _add_mig(steps: Steps, way: Way) -> None:
     """Add the lines of MIG: the instances, who may use them, and the jobs in them."""
     s = steps.s
     free = s.free_instances(way)
-    slices = s.slices(way)
+    instances = s.new_instances(way)
     steps.measure += [
         "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
         "peak memory: a program cannot use more than its instance has",
     ]
-    if free is None and (slices is None or not slices.profiles):
+    if free is None and (instances is None or not instances.profiles):
         if not s.gpu.mig_enabled:
             steps.add_change("turn MIG on", s, Verb.MIG_ENABLE)
         words = ("mig", "profiles", "-g", str(s.gpu.index))
@@ -126,12 +126,12 @@ _WHO_MAY: Final = (
 
 def _add_instances(steps: Steps, s: Situation, way: Way, tenants: Sequence[_Tenant]) -> None:
     """Add the lines that create the instances of one GPU, with names and grants if tenants are given."""
-    slices = s.slices(way)
+    instances = s.new_instances(way)
     layout = s.gpu.layout
-    wish = () if slices is None else slices.wish
+    wish = () if instances is None else instances.wish
     if not s.gpu.mig_enabled or layout is None or not layout.instances:
         what = "create the instances" if s.gpu.mig_enabled else "turn MIG on and create the instances"
-        # In the order of the wish, which `Slices.wish` sorts by profile.
+        # In the order of the wish, which `NewInstances.wish` sorts by profile.
         by_profile = sorted(tenants, key=lambda tenant: tenant.profile.name, reverse=True)
         steps.add_change(what, s, Verb.MIG_APPLY, wish=wish, names=tuple(tenant.name for tenant in by_profile))
     elif not tenants and can_add(layout, wish):
@@ -555,6 +555,7 @@ def _add_timeslice(steps: Steps, way: Way) -> None:
     s = steps.s
     for on_gpu in steps.each_gpu():
         if on_gpu.exclusive_mode and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
+            # To set a level ends the exclusive mode, in which a GPU is never time-sliced.
             steps.add_change("admit several programs", on_gpu, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
@@ -565,6 +566,7 @@ def _add_timeslice(steps: Steps, way: Way) -> None:
             continue
         memory = job_memory(s, way, work)
         if steps.own_slice is None:
+            # A job that can be swapped runs outside MPS, as one with a slice does.
             steps.add_job(program_text(count, label_of(work)), work, swap="request", memory=memory, wait=in_line)
         else:
             slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
@@ -725,13 +727,13 @@ def _add_kubernetes(steps: Steps, way: Way) -> None:
         layout = "mps: {}"
         shares_text = "MPS, equal shares"
     elif way.outer is Way.MIG:
-        slices = s.slices(way)
+        instances = s.new_instances(way)
         shares_text = "a resource for each MIG profile"
         # Rounded up: no pod is left without a place.
         pods_in_each = -(-pods // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
         options = ["--mig-replicas", str(pods_in_each)] if pods_in_each > 1 else []
-        if s.free_instances(way) is None and slices is not None and slices.profiles:
-            layout = f"mig: [{', '.join(map(str, slices.wish))}]"
+        if s.free_instances(way) is None and instances is not None and instances.profiles:
+            layout = f"mig: [{', '.join(map(str, instances.wish))}]"
     stdin = ["-f", "-"] if layout else []
     what = f"write the configuration of the device plugin: {shares_text}"
     line = steps.command_line(what, "export", "k8s", *stdin, *options, "--to", "k8s")

@@ -239,7 +239,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slices:
+class NewInstances:
     """One profile per share, in order; or why there are none."""
 
     profiles: tuple[Profile, ...] = ()
@@ -256,17 +256,17 @@ class Slices:
 _NEARLY: Final = 0.9
 
 
-def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
+def instances_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> NewInstances:
     """Return the largest instances that fit these shares next to those that are kept; if need be, with nearly the SMs asked for."""
-    exact = _slices_with(layout, shares, kept)
+    exact = _instances_with(layout, shares, kept)
     if exact.why_not is None or not any(share.sms for share in shares):
         return exact
     nearly = tuple(replace(share, sms=math.ceil(share.sms * _NEARLY)) for share in shares)
-    with_nearly = _slices_with(layout, nearly, kept)
+    with_nearly = _instances_with(layout, nearly, kept)
     return exact if with_nearly.why_not is not None else with_nearly
 
 
-def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> Slices:
+def _instances_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> NewInstances:
     """Return the largest instances that fit exactly these shares next to those that are kept.
 
     Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
@@ -279,7 +279,7 @@ def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInsta
     for share, profiles in zip(shares, candidates, strict=True):
         holding = next((profile for profile in profiles if _holds(profile, share)), None)
         if holding is None:
-            return Slices(why_not=f"no instance has {share}{_largest_profile_text(profiles, share)}")
+            return NewInstances(why_not=f"no instance has {share}{_largest_profile_text(profiles, share)}")
         smallest.append(holding)
     if not _fit_together(room, smallest):
         largest = max(shares)
@@ -287,15 +287,15 @@ def _slices_with(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInsta
         counts = range(needed.instances or _MOST_INSTANCES, 0, -1)
         most = next((count for count in counts if _fit_together(room, [needed] * count)), "none")
         reason = f"{len(shares)} instances with {largest} do not fit: {most} of {needed.name} would"
-        return Slices(why_not=reason)
+        return NewInstances(why_not=reason)
 
     # Then larger ones: by the wanted percentages, equal for equal shares, else each as large as fits.
     weighted = _weighted_profiles(room, candidates, shares) if all(share.percent for share in shares) else None
     if weighted is not None:
-        return Slices(profiles=weighted)
+        return NewInstances(profiles=weighted)
     if len(set(shares)) == 1:
-        return Slices(profiles=(_largest_equal(room, candidates[0], smallest[0], len(shares)),) * len(shares))
-    return Slices(profiles=tuple(_enlarge(room, candidates, smallest)))
+        return NewInstances(profiles=(_largest_equal(room, candidates[0], smallest[0], len(shares)),) * len(shares))
+    return NewInstances(profiles=tuple(_enlarge(room, candidates, smallest)))
 
 
 def _profiles_of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
@@ -868,7 +868,7 @@ class Situation:
             if way is Way.MIG:
                 instances = processes
             else:
-                instances = work.groups or (1 if len(works) > 1 else self._instances_for(processes))
+                instances = work.groups or (1 if len(works) > 1 else self._instance_count(processes))
             memory = 0 if work.memory is None else -(-processes // instances) * (work.memory + context)
             shares += [Share(memory, work.sms or 0, bool(work.graphics))] * instances
         percentages = self.case.shares or ()
@@ -876,7 +876,7 @@ class Situation:
             return tuple(replace(share, percent=percent) for share, percent in zip(shares, percentages, strict=True))
         return tuple(shares)
 
-    def _instances_for(self, processes: int) -> int:
+    def _instance_count(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible.
 
         Where no instance can be created, for want of root or of room, only the idle instances count.
@@ -897,35 +897,35 @@ class Situation:
             or _fit_together(replace(layout, instances=self.kept_instances), profiles[:1])
         )
 
-    def slices(self, way: Way) -> Slices | None:
-        """Return the instances for a way; None if the driver lists no profiles."""
+    def new_instances(self, way: Way) -> NewInstances | None:
+        """Return the instances to create for a way, or why there are none; None if the driver lists no profiles."""
         layout = self.gpu.layout
         if layout is None or not layout.profiles:
             return None
         shares = self.shares(way)
-        return self.once(("slices", shares, self.kept_instances), lambda: self._find_slices(layout, shares))
+        return self.once(("instances", shares, self.kept_instances), lambda: self._find_instances(layout, shares))
 
-    def _find_slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
-        """Return the instances for these shares: next to all that is there, else next to what must stay."""
+    def _find_instances(self, layout: Layout, shares: tuple[Share, ...]) -> NewInstances:
+        """Return the instances to create for these shares: next to all that is there, else next to what must stay."""
         most = self.most_instances
         if most is not None and len(shares) > most:
-            return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}")
+            return NewInstances(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}")
         if self.gpu.mig_enabled and layout.instances:
             # Nothing is destroyed if there is room next to all instances.
-            next_to_all = slices_for(layout, shares, layout.instances)
+            next_to_all = instances_for(layout, shares, layout.instances)
             if next_to_all.why_not is None:
                 return next_to_all
-            next_to_kept = slices_for(layout, shares, self.kept_instances)
+            next_to_kept = instances_for(layout, shares, self.kept_instances)
             if next_to_kept.why_not is None or not self.kept_instances:
                 return next_to_kept
             kept = ", ".join(map(instance_title, self.kept_instances))
             return replace(next_to_kept, why_not=f"{next_to_kept.why_not}, next to {kept}")
         if len(shares) == 1:
             # One process leaves half of the GPU to others, if half is enough for it.
-            half = slices_for(layout, shares * 2)
+            half = instances_for(layout, shares * 2)
             if half.why_not is None:
                 return replace(half, profiles=half.profiles[:1])
-        return slices_for(layout, shares)
+        return instances_for(layout, shares)
 
     def documented_why_not(self, way: Way) -> str | None:
         """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
@@ -948,7 +948,7 @@ class Situation:
                     multiprocessors=profile.multiprocessors or max(share.sms for share in shares),
                 )
             )
-        return slices_for(Layout(gpu=self.gpu.index, profiles=tuple(profiles)), shares).why_not
+        return instances_for(Layout(gpu=self.gpu.index, profiles=tuple(profiles)), shares).why_not
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return in words which profiles have fewer SMs than asked for; None: none has, or no profiles fit."""
@@ -968,8 +968,8 @@ class Situation:
         free = self.free_instances(way)
         if free is not None:
             return tuple(instance.profile for instance in free)
-        slices = self.slices(way)
-        return () if slices is None else slices.profiles
+        instances = self.new_instances(way)
+        return () if instances is None else instances.profiles
 
 
 def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:

@@ -331,6 +331,7 @@ class _Sums:
         """Return the sums as the fields of `Use`."""
         # A process that was never seen to work in many samples has no work, even next to busy ones.
         busy_share = 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None
+        # Else too few samples tell whether it worked.
         if self.known and 2 * self.conclusive >= self.known:
             busy_share = round(self.busy / self.conclusive, 4)
         return {

@@ -132,17 +132,17 @@ def test_every_case_and_every_division_is_worked_out_once(monkeypatch: pytest.Mo
     """An answer asks what other answers would change, and a question what its answers would: much is asked twice."""
     judged: list[Any] = []
     divided: list[Any] = []
-    (rule, *others), slices_for = engine.rules(), situation.slices_for
+    (rule, *others), instances_for = engine.rules(), situation.instances_for
     counting = SimpleNamespace(reasons=lambda made: judged.append(made.case) or rule.reasons(made))
     monkeypatch.setattr(engine, "rules", lambda: (counting, *others))
     monkeypatch.setattr(
-        situation, "slices_for", lambda layout, shares: divided.append(shares) or slices_for(layout, shares)
+        situation, "instances_for", lambda layout, shares: divided.append(shares) or instances_for(layout, shares)
     )
     asked = situation_of({"processes": 3, "memory": "6G"})
     found = advise(asked)
     assert len(judged) <= 1 + sum(len(question.answers) for question in QUESTIONS)
     advise(asked)
-    assert with_way(found, Way.TIMESLICE, cap=50.0).situation.slices(Way.MIG) is asked.slices(Way.MIG)
+    assert with_way(found, Way.TIMESLICE, cap=50.0).situation.new_instances(Way.MIG) is asked.new_instances(Way.MIG)
     list(other_answers(with_way(found, Way.TIMESLICE, cap=50.0).situation))
     next_question(asked)
     assert len(judged) == len(set(judged))

@@ -105,8 +105,8 @@ def test_each_job_fits_its_gpu(words: list[dict[str, Any]], host: str, used: lis
             max(work.memory or 0 for work in situation.case.workloads),
         )
         assert largest < total
-        slices = situation.slices(way) if way in ALL_MIG else None
-        assert slices is None or slices.why_not is None
+        instances = situation.new_instances(way) if way in ALL_MIG else None
+        assert instances is None or instances.why_not is None
 
 
 @example(

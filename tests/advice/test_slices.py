@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.advice.situation import Share, slices_for
+from gpushare.advice.situation import Share, instances_for
 from gpushare.base.units import GIB
 from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_exact
@@ -37,42 +37,42 @@ def layout(host: str) -> Layout:
     ],
 )
 def test_equal_shares_get_the_largest_equal_instances(host: str, count: int, memory: int, words: list[str]) -> None:
-    assert list(map(str, slices_for(layout(host), (Share(memory * GIB),) * count).wish)) == words
+    assert list(map(str, instances_for(layout(host), (Share(memory * GIB),) * count).wish)) == words
 
 
 def test_different_shares_get_what_they_need_and_more() -> None:
-    found = slices_for(layout("a100-80gb"), (Share(30 * GIB), Share(5 * GIB), Share(5 * GIB)))
+    found = instances_for(layout("a100-80gb"), (Share(30 * GIB), Share(5 * GIB), Share(5 * GIB)))
     assert [profile.name for profile in found.profiles] == ["3g.40gb", "2g.20gb", "2g.20gb"]
 
 
 def test_sms_are_a_need_too() -> None:
-    found = slices_for(layout("a100-80gb"), (Share(0, 50),))
+    found = instances_for(layout("a100-80gb"), (Share(0, 50),))
     assert (found.profiles[0].multiprocessors or 0) >= 50
-    assert slices_for(layout("a100-80gb"), (Share(0, 50), Share(0, 50))).why_not
+    assert instances_for(layout("a100-80gb"), (Share(0, 50), Share(0, 50))).why_not
 
 
 def test_what_draws_gets_instances_that_can() -> None:
     board = layout("rtx-pro-6000-blackwell")
     drawing = Share(5 * GIB, graphics=True)
-    assert list(map(str, slices_for(board, (drawing,) * 2).wish)) == ["2g.48gb+gfx*2"]
-    mixed = slices_for(board, (drawing, Share(5 * GIB)))
+    assert list(map(str, instances_for(board, (drawing,) * 2).wish)) == ["2g.48gb+gfx*2"]
+    mixed = instances_for(board, (drawing, Share(5 * GIB)))
     assert [profile.graphics for profile in mixed.profiles] == [True, False]
     assert isinstance(plan_exact([board], {0: mixed.wish}), MigPlan)
 
 
 def test_what_no_instance_has_of_sms_says_sms() -> None:
-    found = slices_for(layout("a100-80gb"), (Share(0, 500),))
+    found = instances_for(layout("a100-80gb"), (Share(0, 500),))
     assert found.why_not == "no instance has 500 SMs; the largest, 7g.80gb, has 98 SMs"
 
 
 def test_what_does_not_fit_says_how_many_would() -> None:
-    found = slices_for(layout("h200"), (Share(40 * GIB),) * 3)
+    found = instances_for(layout("h200"), (Share(40 * GIB),) * 3)
     assert found.profiles == ()
     assert "2 of 3g.71gb would" in (found.why_not or "")
 
 
 def test_what_no_instance_has_says_the_largest() -> None:
-    found = slices_for(layout("a100-80gb"), (Share(79 * GIB + 1),))
+    found = instances_for(layout("a100-80gb"), (Share(79 * GIB + 1),))
     assert "the largest, 7g.80gb, has 79.0 GiB" in (found.why_not or "")
 
 
@@ -81,7 +81,7 @@ def test_what_no_instance_has_says_the_largest() -> None:
 def test_the_instances_hold_their_shares_and_fit_together(host: str, sizes: list[int]) -> None:
     board = layout(host)
     shares = tuple(Share(number * GIB) for number in sizes)
-    found = slices_for(board, shares)
+    found = instances_for(board, shares)
     if found.why_not is not None:
         assert found.profiles == ()
         return
