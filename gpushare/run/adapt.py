@@ -200,7 +200,7 @@ class Controller:
     def _measure(self, at: float) -> None:
         """Measure production's speed while the other job is held back; once it is certain enough, it is the new baseline."""
         held_at = at if self._held_at is None else self._held_at
-        # Then these must suffice: the other job is not held back without end.
+        # After the longest hold the numbers so far must suffice: the other job is not held back without end.
         is_longest_hold = at - held_at >= _LONGEST_HOLD_SECONDS
         clean = self._printed.since(held_at + _SETTLE_SECONDS)
         values = [number.value for number in clean]

@@ -351,7 +351,7 @@ class FarmResults:
             line = line_of_end(copy, self._command, time.time())
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
-                # A torn line is one of its own.
+                # A torn line before it stays a line of its own, which readers skip.
                 line = b"\n" + line
             if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -156,7 +156,7 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
     If the gpushare of a job was killed, its end is recorded here: at an unknown time, or now for programs ``just_ended``.
     """
 
-    def may_go(record: JobRecord) -> bool:
+    def is_to_be_removed(record: JobRecord) -> bool:
         """Return whether to remove this record; record the end of its job first, if nobody has."""
         if is_running(host, record):
             return False
@@ -170,7 +170,7 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
                 JOBS.write(replace(record, supervisor=None))
         return record.role != PRODUCTION
 
-    JOBS.sweep(host, may_go)
+    JOBS.sweep(host, is_to_be_removed)
 
 
 def records(host: Host) -> list[JobRecord]:

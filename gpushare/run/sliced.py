@@ -67,7 +67,7 @@ class KeptSlices:
         if pid in self._known and self._has_slice(self._control, self._known[pid], microseconds):
             return False
         if pid not in self._known:
-            # No probe: two at the same time would take each other's trial for the slice of before. The read-back is the proof.
+            # No probe (a trial change): two at once would take each other's trial for the slice of before. It is read back.
             self._known[pid] = self._control.find(pid, probe=False)
         channels = self._known[pid]
         slice_us = self._slice_of_new_contexts(channels, microseconds)
@@ -162,7 +162,7 @@ class OwnSlice(Part):
             self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
             return
         if changed:
-            # It is on the GPU now: prove that.
+            # It is on the GPU now: the watch notes that at once.
             watch.poll()
         for pid in changed:
             self._say_once(watch.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")

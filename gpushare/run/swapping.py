@@ -625,6 +625,7 @@ class Swapping(Part):
                     and self._place is not None
                     and not self._told_stays
                 ):
+                    # Waiting production is told once that it need not wait for this job.
                     self._told_stays = True
                     self._place.tell_that_it_stays()
                 raise
