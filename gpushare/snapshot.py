@@ -103,7 +103,7 @@ class HostState:
 
         def read() -> tuple[object, ...]:
             records = [each for directory in self.host.run_directories for each in _daemon_records(directory / "mps")]
-            return tuple(records), tuple(self.host.processes.named(MPS_CONTROL))
+            return tuple(records), tuple(self.host.processes.pids_of_program(MPS_CONTROL))
 
         return self._once("signs", read)
 

@@ -23,7 +23,7 @@ from gpushare.cli.options import Command, Refused, flag, note, option, refuse, s
 from gpushare.export.document import not_written_error
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
-from gpushare.host.written_file import directory_of
+from gpushare.host.written_file import opened_directory
 from gpushare.hostfile.load import kept_entries
 from gpushare.mig.recover import visible_leftovers
 from gpushare.mps.home import homes_in
@@ -204,7 +204,7 @@ def _write_textfile(path: Path, text: str) -> None:
         )
     try:
         # The directory often belongs to node_exporter's user. Metrics are harmless there, and he may read them anyway.
-        with directory_of(path.parent, make=False, strangers=True) as descriptor:
+        with opened_directory(path.parent, make=False, strangers=True) as descriptor:
             # Write into the directory that was checked, even if its path names another one now.
             replace_file(Path(f"/proc/self/fd/{descriptor}") / path.name, text, durable=True)
     except OSError as error:

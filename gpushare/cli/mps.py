@@ -37,7 +37,7 @@ from gpushare.cli.options import (
 )
 from gpushare.host.capabilities import user_id, user_name
 from gpushare.host.host import Host
-from gpushare.host.records import read_trusted_tail
+from gpushare.host.records import read_tail_or_raise
 from gpushare.mps.control import without_own_questions
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonHome, client_environment, home_of, own_home
@@ -144,7 +144,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
     try:
         # A page more: a few lines may be longer than that.
         size = min(_LONG_LINE_BYTES * lines + 4096, _MOST_OF_A_LOG)
-        return read_trusted_tail(path, size).splitlines()[-lines:]
+        return read_tail_or_raise(path, size).splitlines()[-lines:]
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

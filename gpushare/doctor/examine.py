@@ -43,8 +43,8 @@ from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
-from gpushare.host.store import Elsewhere, RecordStore, Unread
-from gpushare.host.users import as_user
+from gpushare.host.store import OtherNamespace, RecordStore, Unread
+from gpushare.host.users import command_as_user
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
@@ -488,7 +488,7 @@ def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str
     """
     if unread.uid != host.uid:
         return f"tell {user_name(unread.uid)}, whose it is"
-    if isinstance(unread.error, Elsewhere):
+    if isinstance(unread.error, OtherNamespace):
         # Its job may well live, and its PIDs are other processes here.
         return "see it where it was written, in a container or on its host: gpushare doctor"
     path, quoted = unread.path, shlex.quote(str(unread.path))
@@ -506,7 +506,7 @@ def _command_for(uid: int | None, record: Path, words: str) -> str:
     """Return the gpushare command of ``words``, typed by who may act on a record of a user; ``uid`` None: this user."""
     if not uid:
         return f"gpushare {words}" if uid is None else f"sudo gpushare {words}"
-    return as_user(user_name(uid), record.parent.parent, words)
+    return command_as_user(user_name(uid), record.parent.parent, words)
 
 
 def _pauses(seen: Examination) -> Iterator[Check]:

@@ -150,7 +150,7 @@ def containers(seen: Examination) -> Iterator[Check]:
         yield finding(
             "cdi.stale",
             path=wrong.path,
-            fault=cdi.describe(wrong),
+            fault=cdi.describe_staleness(wrong),
             command=" ".join(cdi.refresh_command(by_path.get(wrong.path))),
         )
 

@@ -312,7 +312,7 @@ def devices(seen: Examination) -> Iterator[Check]:
 def outside(seen: Examination) -> Iterator[Check]:
     """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be."""
     # The processes that belong to MPS, and those that were looked at for another daemon.
-    accounted = set(seen.host.processes.named(control.SERVER_PROGRAM))
+    accounted = set(seen.host.processes.pids_of_program(control.SERVER_PROGRAM))
     for item in seen.daemons:
         accounted |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
         accounted |= {item.daemon.pid or 0}

@@ -12,7 +12,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadUsage, InUse, NoPermission
 from gpushare.base.package import package_rows, package_text
 from gpushare.base.values import dataclass
-from gpushare.host.written_file import create_file, directory_of
+from gpushare.host.written_file import create_file, opened_directory
 from gpushare.inputs import yaml_text
 
 
@@ -129,7 +129,7 @@ def write_documents(documents: Sequence[Document], directory: Path) -> tuple[str
     """Write documents as new files, and return their paths."""
     written: list[str] = []
     try:
-        with directory_of(directory) as descriptor:
+        with opened_directory(directory) as descriptor:
             # All or none.
             for document in documents:
                 if os.path.lexists(directory / document.name):

@@ -37,7 +37,7 @@ class ActivityRecorder:
         self._gpm: bool | None = None
 
     @property
-    def gpm(self) -> bool:
+    def has_gpm(self) -> bool:
         """Return whether the driver supports GPM here (nvmlGpmQueryDeviceSupport: Hopper and later)."""
         if self._gpm is None:
             support = or_none(
@@ -46,15 +46,15 @@ class ActivityRecorder:
             self._gpm = support is not None and bool(support.isSupportedDevice)
         return self._gpm
 
-    def since_last(self) -> float | None:
+    def percent_since_last(self) -> float | None:
         """Return the percentage of SMs that were busy since the last call (GPM, NVML_GPM_METRIC_SM_UTIL), or None.
 
         None at the first call, without GPM (before Hopper), and for a lost GPU. Never waits.
         """
-        if not self.gpm:
+        if not self.has_gpm:
             return None
         try:
-            return self._nvml.ask(self._since_last)
+            return self._nvml.ask(self._compare_with_last)
         except GpushareError:
             self.close()
             return None
@@ -66,7 +66,7 @@ class ActivityRecorder:
             with contextlib.suppress(GpushareError):
                 self._nvml.ask(lambda nvml: nvml.nvmlGpmSampleFree(last))
 
-    def _since_last(self, nvml: Any) -> float | None:
+    def _compare_with_last(self, nvml: Any) -> float | None:
         """Return the activity since the last sample, and keep a new one; None: there was none."""
         now = self._new_sample(nvml)
         last, self._last = self._last, now
@@ -108,11 +108,11 @@ class ActivityMeter(ActivityRecorder):
         the driver's own period (up to 1 s) and does not cover MIG.
         """
         try:
-            self.since_last()
+            self.percent_since_last()
             # Even if the answer will be None: callers read in a loop until a queue has drained.
             time.sleep(_WINDOW_SECONDS)
-            if self.gpm:
-                percent = self.since_last()
+            if self.has_gpm:
+                percent = self.percent_since_last()
                 return None if percent is None else Activity(percent, "gpm")
         finally:
             self.close()

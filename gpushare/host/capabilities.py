@@ -101,7 +101,7 @@ class Capabilities:
         return NodeAccess(owner=status.st_uid, mode=mode & ~0o070 if users else mode, users=users)
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
-        """Write ``DeviceFileModify`` to the capability's file.
+        """Write ``DeviceFileModify`` to the capability's file: whether nvidia-modprobe resets the mode of its node at each use.
 
         Raises:
             NoPermission: not root.

@@ -192,7 +192,7 @@ def refresh(host: Host, spec: CdiSpec) -> None:
     for staleness in stale_specs(host, gpus):
         if staleness.path == spec.path:
             raise OperationFailed(
-                f"nvidia-ctk wrote {spec.path}, but it {describe(staleness)}", by_hand, code="cdi_still_stale"
+                f"nvidia-ctk wrote {spec.path}, but it {describe_staleness(staleness)}", by_hand, code="cdi_still_stale"
             )
 
 
@@ -205,7 +205,7 @@ def check_toolkit(host: Host) -> None:
         )
 
 
-def describe(staleness: Staleness) -> str:
+def describe_staleness(staleness: Staleness) -> str:
     """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
     if staleness.gone:

@@ -228,6 +228,7 @@ class KernelFiles:
         if refused is not None:
             raise refused
         scope = _yama_scope()
+        # 3: nobody may, not even root (`forbidding_yama_scope`).
         if scope == "3":
             raise Refused("ptrace_scope", scope)
 
@@ -521,13 +522,13 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
     If the request names groups, only their clients are read again, without a probe.
     """
     deadline = time.monotonic() + SCAN_SECONDS
-    known = request.get("groups")
-    newest = _newest_client(files) if known is None else None
+    known_groups = request.get("groups")
+    newest = _newest_client(files) if known_groups is None else None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened = _open_own_files(files, process, stack)
-        groups = _scan(opened, newest, deadline) if known is None else _groups_again(opened, known)
+        groups = _scan(opened, newest, deadline) if known_groups is None else _groups_again(opened, known_groups)
         groups = _own_groups(files, process, opened, groups)
-        if request.get("probe", known is None):
+        if request.get("probe", known_groups is None):
             for group in groups:
                 _probe(opened[group.descriptor], group)
         return {"started": process.identity.started, "groups": [asdict(group) for group in groups]}
@@ -568,7 +569,7 @@ def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextli
 
 
 def _newest_client(files: KernelFiles) -> int | None:
-    """Return the newest client number, by allocating a client; None: not allowed. It is freed when its file is closed."""
+    """Return the number of the newest client, where a scan begins, by allocating it for a moment; None: not allowed."""
     file = files.open_control_node()
     if file is None:
         return None
@@ -935,7 +936,7 @@ def _existing_channels(file: _File, group: Group) -> tuple[int, ...]:
 
 
 def _batches(groups: Sequence[tuple[_File, Group]]) -> list[_Batch]:
-    """Return the calls needed: the channels of each subdevice, up to 64 per call."""
+    """Return the channels of these groups in batches, each for one call: of one subdevice, and at most `CHANNELS_PER_CALL`."""
     by_subdevice: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
     for file, group in groups:
         key = group.descriptor, group.client, group.subdevice
@@ -995,7 +996,7 @@ def _become_child(work: Callable[[int], None], channel: int) -> NoReturn:
                 signal.signal(number, signal.SIG_IGN)
                 signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        # Everything above the channel is closed: locks and files of gpushare must not outlive gpushare.
+        # To the first number after stderr. Everything above is closed: locks and files of gpushare must not outlive it.
         channel = os.dup2(channel, 3)
         for number in map(int, os.listdir("/proc/self/fd")):
             if number > channel:
@@ -1054,7 +1055,7 @@ class Caller:
         """Return the answer to a request. Raises TimedOut or OperationFailed, after ending the child."""
         self.start()
         try:
-            return self._answer(request, time.monotonic() + seconds)
+            return self._exchange(request, time.monotonic() + seconds)
         except TimeoutError:
             self.close()
             raise not_answered_error(request["pid"], seconds) from None
@@ -1122,7 +1123,7 @@ class Caller:
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _answer(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+    def _exchange(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
         """Send a request, and return the answer. Raises TimeoutError, OSError (it has ended), ValueError (no answer of ours)."""
         channel = self._socket
         if channel is None:
@@ -1216,7 +1217,7 @@ class ChannelControl:
     def _find_channels(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
         """Send a request that finds channels, and return those that the answer names. Raises as `find`."""
         pid = request["pid"]
-        reply = self._answer(request, pid, seconds)
+        reply = self._ask_or_raise(request, pid, seconds)
         # Our own child answers: what is wrong here is a fault of gpushare.
         try:
             channels: Channels = parse_typed(
@@ -1230,7 +1231,7 @@ class ChannelControl:
 
     def read_slices(self, channels: Channels) -> tuple[int, ...]:
         """Return the slices of the compute groups in microseconds. Raises like `set_slice`."""
-        return tuple(self._answer(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
+        return tuple(self._ask_or_raise(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
 
     def set_slice(self, channels: Channels, microseconds: int) -> None:
         """Set the slice of all compute groups and read it back.
@@ -1245,7 +1246,7 @@ class ChannelControl:
             TimedOut: the driver did not answer; the slice may be the old or the new one.
         """
         request = {**_request("set", channels), "microseconds": microseconds}
-        self._answer(request, channels.pid, CALL_SECONDS)
+        self._ask_or_raise(request, channels.pid, CALL_SECONDS)
 
     def restore_slices(self, channels: Channels) -> None:
         """Set each compute group to the slice that the scan found. Raises like `set_slice`."""
@@ -1264,16 +1265,16 @@ class ChannelControl:
                 ``half_done``.
             TimedOut: the driver did not answer; the channels may be off.
         """
-        return float(self._answer(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
+        return float(self._ask_or_raise(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
 
     def enable(self, channels: Channels) -> float:
         """Put the channels that still exist back on the GPU; return the seconds spent in the driver.
 
         Raises like `set_slice`.
         """
-        return float(self._answer(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
+        return float(self._ask_or_raise(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
 
-    def _answer(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
+    def _ask_or_raise(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
         """Return the answer to a request about a process. Raises GpushareError if it is refused."""
         reply = self._ask(request, seconds)
         if "refused" in reply:
@@ -1292,6 +1293,7 @@ def _request(do: str, channels: Channels) -> dict[str, Any]:
 
 
 def _refusal_error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
+    """Return the error for a refusal of a request about a process; ``status`` is RM's, if the refusal came from there."""
     status_text = "" if status is None else f"{status:#04x}"
     if code == "stale":
         text = status_text or text or "no such handle"

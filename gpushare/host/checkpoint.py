@@ -149,7 +149,7 @@ class Checkpoint:
             code="job_lost",
         )
 
-    def demand(self) -> None:
+    def check_available(self) -> None:
         """Raise NotSupported if the driver's library, or a call of it, is missing."""
         for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"):
             self._driver_function(f"cuCheckpointProcess{name}")

@@ -113,13 +113,13 @@ class HeldClaim:
         _append(self.path, line)
 
     def draw_ticket(self) -> int:
-        """Draw its ticket; all others can already see that it is choosing. Raises as `add_fact`."""
+        """Draw its ticket, the time: the lowest is first. Others wait for a claim without one. Raises as `add_fact`."""
         ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         _append(self.path, f"ticket {ticket}\n")
         return ticket
 
     def touch(self) -> None:
-        """Mark it as still in use (`Claim.touched_at`)."""
+        """Mark it as still in use (`Claim.touched_at`), so that a reservation of memory does not lapse."""
         with contextlib.suppress(OSError):
             os.utime(self.path, follow_symlinks=False)
 

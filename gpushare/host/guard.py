@@ -106,11 +106,11 @@ class Guard:
         """
         self._write(_line_of_process(pid, started))
 
-    def started(self, pid: int, started: int | None) -> None:
+    def add_process(self, pid: int, started: int | None) -> None:
         """Name a process that the guard looks after if gpushare dies. If the guard was killed, the programs go on."""
         self._tell(_line_of_process(pid, started))
 
-    def ended(self, pid: int) -> None:
+    def remove_process(self, pid: int) -> None:
         """Tell the guard that a process no longer needs it."""
         self._tell(f"{pid} ended")
 
@@ -167,11 +167,11 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Not the directory of this file, which Python has put there.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    _answer(_READY)
+    _report(_READY)
     loaded = None
     if when == "early":
         loaded = _load(spec, act_name)
-        _answer(_LOADED)
+        _report(_LOADED)
     word, processes = _listen()
     if word != DONE:
         # gpushare no longer reads the output.
@@ -193,7 +193,7 @@ def _listen() -> tuple[str, dict[int, int | None]]:
     return "", processes
 
 
-def _answer(word: bytes) -> None:
+def _report(word: bytes) -> None:
     """Write a word to gpushare, which may have died meanwhile."""
     try:  # noqa: SIM105 - as above
         os.write(1, word)

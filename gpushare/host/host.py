@@ -35,7 +35,7 @@ TEMPORARY = "/tmp"  # noqa: S108 - opened as a stranger's directory
 RUNTIME = "/run/user"
 
 
-def late(path: str, *arguments: Any) -> Callable[..., Any]:
+def loaded_at_call(path: str, *arguments: Any) -> Callable[..., Any]:
     """Return a function that calls ``FILE:NAME``, with these arguments first; the file is loaded only at a call."""
 
     def call(*more: Any, **named: Any) -> Any:
@@ -81,15 +81,15 @@ class Host:
     uid: int
     # Whether this user may do what only root may; on a simulated host every user may, to try it.
     root: bool
-    machine: Machine = field(default_factory=late("host.machine:Machine"))
+    machine: Machine = field(default_factory=loaded_at_call("host.machine:Machine"))
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
-    open_channels: Callable[[], ChannelControl] = field(default=late("host.channels:ChannelControl"))
+    open_channels: Callable[[], ChannelControl] = field(default=loaded_at_call("host.channels:ChannelControl"))
     # What copies the GPU memory of processes to host memory and back.
-    open_checkpoint: Callable[[], Checkpoint] = field(default=late("host.checkpoint:Checkpoint"))
+    open_checkpoint: Callable[[], Checkpoint] = field(default=loaded_at_call("host.checkpoint:Checkpoint"))
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
     makes_vgpus: Callable[[], bool] = field(default=lambda: os.path.isdir(_VGPU_MODULE))
     # Returns the user, the groups, the cgroup and the command line of a PID.
-    origin: Callable[[int], Origin | None] = field(default=late("host.origin:origin_of"))
+    origin: Callable[[int], Origin | None] = field(default=loaded_at_call("host.origin:origin_of"))
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
     user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_no_directories)
     shared_run_directories: Sequence[Path] = field(default=())

@@ -126,7 +126,7 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[GpuProcess]:
         pynvml.NVMLError: as the driver answers.
     """
     function = nvml._nvmlGetFunctionPointer(name)
-    rows = _rows(nvml, nvml.c_nvmlProcessInfo_v2_t, _PROCESS_ROOM, lambda count, array: function(handle, count, array))
+    rows = _query(nvml, nvml.c_nvmlProcessInfo_v2_t, _PROCESS_ROOM, lambda count, array: function(handle, count, array))
     return [
         GpuProcess(
             pid=row.pid,
@@ -138,8 +138,8 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[GpuProcess]:
     ]
 
 
-def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
-    """Return the C structures ``kind`` that a call writes, with space for ``room`` of them at first, and for more until all fit."""
+def _query(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
+    """Return the C structures ``kind`` that a call writes; it is repeated with more room than ``room`` of them until all fit."""
     while True:
         count, rows = c_uint(room), (kind * room)()
         code = call(byref(count), rows)
@@ -159,7 +159,7 @@ def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[WorkSample]:
     """
     function = nvml._nvmlGetFunctionPointer("nvmlDeviceGetProcessUtilization")
     since = c_ulonglong(since_us)
-    rows = _rows(
+    rows = _query(
         nvml,
         nvml.c_nvmlProcessUtilizationSample_t,
         _SAMPLE_ROOM,
@@ -276,7 +276,7 @@ class NvmlReader:
         """Return index, UUID, name, PCI bus id and MIG instances of every GPU."""
 
         def read(index: int) -> Gpu:
-            return Gpu(index=index, **self._facts(index), **self._modes(index))
+            return Gpu(index=index, **self._static_fields(index), **self._mig_fields(index))
 
         return tuple(self._gpu_or_error(index, read) for index in range(self.count()))
 
@@ -313,7 +313,7 @@ class NvmlReader:
         handle = self.handle(index)
         return self.ask(lambda nvml: getattr(nvml, name)(handle), str(index))
 
-    def _facts(self, index: int) -> dict[str, Any]:
+    def _static_fields(self, index: int) -> dict[str, Any]:
         """Return what does not change of a GPU (UUID, name, PCI bus id), read once."""
         if index not in self._static:
             handle = self.handle(index)
@@ -324,7 +324,7 @@ class NvmlReader:
             }
         return self._static[index]
 
-    def _modes(self, index: int) -> dict[str, Any]:
+    def _mig_fields(self, index: int) -> dict[str, Any]:
         """Return the MIG mode of a GPU and its MIG instances."""
         mig = self._value(index, "nvmlDeviceGetMigMode")
         enabled = None if mig is None else bool(mig[0])
@@ -339,7 +339,7 @@ class NvmlReader:
     def _read_gpu(self, index: int) -> Gpu:
         """Return a GPU with all that `sweep` reads."""
         handle, gpu = self.handle(index), str(index)
-        facts, modes = self._facts(index), self._modes(index)
+        facts, modes = self._static_fields(index), self._mig_fields(index)
         memory = self._memory(handle, gpu)
         rates = self._value(index, "nvmlDeviceGetUtilizationRates")
         return Gpu(

@@ -109,14 +109,14 @@ def only_root_adds_to(hierarchy: str, path: str) -> bool:
         # Outside the cgroup namespace of this process.
         return False
     directories = [*itertools.accumulate((hierarchy, *names), os.path.join)]
-    if not all(_only_root(directory, stat.S_ISDIR) for directory in directories):
+    if not all(_only_root_writes(directory, stat.S_ISDIR) for directory in directories):
         return False
     # Besides cgroup.procs a cgroup of version 2 or 1 may have a file to put threads into it.
     procs, *for_threads = (os.path.join(directories[-1], name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
-    return all(_only_root(file, stat.S_ISREG) for file in (procs, *filter(os.path.lexists, for_threads)))
+    return all(_only_root_writes(file, stat.S_ISREG) for file in (procs, *filter(os.path.lexists, for_threads)))
 
 
-def _only_root(path: str, is_kind: Callable[[int], bool]) -> bool:
+def _only_root_writes(path: str, is_kind: Callable[[int], bool]) -> bool:
     """Return whether a path is of this kind (`stat.S_ISDIR`, `stat.S_ISREG`), and only root may write it."""
     try:
         stated = os.lstat(path)

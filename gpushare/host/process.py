@@ -243,7 +243,7 @@ class Processes:
         has_ended = not text and not self.alive(pid)
         return None if has_ended else dict(entries_of(text))
 
-    def named(self, name: str) -> Sequence[int]:
+    def pids_of_program(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""
         pids = []
         for pid in every_pid():
@@ -256,7 +256,7 @@ class Processes:
                 pids.append(pid)
         return sorted(pids)
 
-    def started_with(self, name: str, value: str) -> Sequence[int]:
+    def pids_with_env(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes with this variable (``/proc/PID/environ``)."""
         entry = f"{name}={value}".encode()
         return [
@@ -385,7 +385,7 @@ class Processes:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed or announced, and does not run.
         """
-        allow_tracing = _allowing_tracing()
+        allow_tracing = _call_that_allows_tracing()
 
         def before_it_runs() -> None:
             """Set up the new process: its group, tracing, the guard, and the signals."""
@@ -577,7 +577,7 @@ def starting_hint(program: str) -> str:
 _PR_SET_PTRACER: Final = 0x59616D61
 
 
-def _allowing_tracing() -> Callable[[], object]:
+def _call_that_allows_tracing() -> Callable[[], object]:
     """Return what a new process calls to let gpushare and its children trace it (prctl(2), PR_SET_PTRACER).
 
     Where Yama restricts ptrace to ancestors (ptrace_scope 1), the child that reaches the channels of a process, `channels.Caller`,

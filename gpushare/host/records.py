@@ -46,7 +46,7 @@ def read_own(
         ValueError: not a regular file, another user's, writable for others, longer than ``most`` bytes, or a record with
             several names (hard links); the message says which.
     """
-    descriptor = _open_unlinked(path if directory is None else os.path.basename(path), directory)
+    descriptor = _open_refusing_links(path if directory is None else os.path.basename(path), directory)
     with open(descriptor, "rb") as file:
         stated = os.fstat(descriptor)
         _check_trusted(stated, owners)
@@ -81,18 +81,18 @@ def opened_below(directory: int, below: str, owners: frozenset[int]) -> Iterator
 def read_tail(path: Path, most: int) -> str:
     """Return the end of a log that only this user or root can have written; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return read_trusted_tail(path, most)
+        return read_tail_or_raise(path, most)
     return ""
 
 
-def read_trusted_tail(path: Path, most: int) -> str:
+def read_tail_or_raise(path: Path, most: int) -> str:
     """Return the end of a log as `read_tail` does, but raise if it cannot be read. No link is followed, no FIFO waited for.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, or writable for others; the message says which.
     """
-    with open(_open_unlinked(path), "rb") as file:
+    with open(_open_refusing_links(path), "rb") as file:
         stated = os.fstat(file.fileno())
         # A daemon creates its logs with its user's umask, which may be 002 if each user has a private group.
         _check_trusted(stated, forbidden=0o002 if stated.st_gid == stated.st_uid else 0o022)
@@ -111,7 +111,7 @@ def open_own(path: Path) -> int:
     above = os.open(path.parent.parent, DIRECTORY)
     try:
         with opened_below(above, path.parent.name, owners) as directory:
-            descriptor = _open_unlinked(path.name, directory)
+            descriptor = _open_refusing_links(path.name, directory)
     finally:
         os.close(above)
     try:
@@ -122,7 +122,7 @@ def open_own(path: Path) -> int:
     return descriptor
 
 
-def _open_unlinked(path: Path | str, directory: int | None = None) -> int:
+def _open_refusing_links(path: Path | str, directory: int | None = None) -> int:
     """Open a file that is no link for reading. Raises OSError; ValueError: it is a symbolic link."""
     try:
         return os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)
@@ -198,7 +198,7 @@ def directory_locked(
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         else:
             began = time.monotonic()
-            while not flocked(descriptor):
+            while not try_lock(descriptor):
                 on_wait(time.monotonic() - began)
                 time.sleep(_LOCK_POLL_SECONDS)
         yield
@@ -206,7 +206,7 @@ def directory_locked(
         os.close(descriptor)
 
 
-def flocked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
+def try_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file, unless another holds it; return whether it is locked now."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -224,7 +224,7 @@ def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None
         InUse: another one holds it for longer (code ``locked``).
     """
     deadline = time.monotonic() + seconds
-    while not flocked(descriptor):
+    while not try_lock(descriptor):
         if time.monotonic() > deadline:
             raise InUse(
                 f"another gpushare has {holds} for {seconds:g} s",

@@ -27,7 +27,7 @@ from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
 from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing
-from gpushare.host.users import opened_user
+from gpushare.host.users import opened_user_directory
 
 SCHEMA: Final = 1
 # Bounds: what root reads of another user, of one kind; and what each user reads of his own and root's records.
@@ -114,10 +114,10 @@ class Unread(NamedTuple):
         """
         is_closed = self.uid == 0 != uid and getattr(self.error, "errno", None) == errno.EACCES
         kept_from_user = is_closed and (secret or self.path.suffix != ".json")
-        return not kept_from_user and not isinstance(self.error, (FileNotFoundError, _Void))
+        return not kept_from_user and not isinstance(self.error, (FileNotFoundError, _EarlierBoot))
 
 
-class Elsewhere(ValueError):
+class OtherNamespace(ValueError):
     """A record of another PID namespace, where its PIDs mean other processes."""
 
     def __init__(self, record: Any) -> None:
@@ -125,7 +125,7 @@ class Elsewhere(ValueError):
         self.record = record
 
 
-class _Void(ValueError):
+class _EarlierBoot(ValueError):
     """A record of an earlier boot: nothing that it names exists."""
 
 
@@ -148,7 +148,7 @@ def any_lives(host: Host, value: Any) -> bool:
     return any(host.processes.identity(process.pid) == process for process in named_processes(value))
 
 
-def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
+def with_living_pid(host: Host, value: T, living: Sequence[Any]) -> T:
     """Return a record under the PID of the first of its ``living`` processes if another process has its own PID by now."""
     record: Any = value
     process = host.processes.identity(record.pid)
@@ -247,10 +247,10 @@ class RecordStore(Generic[T]):
         """
         root = self._directories_of(path)[-1]
         try:
-            with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _trusted()) as inside:
-                text = read_own(path.name, directory=inside, owners=_trusted(), most=FILE_BYTES)
+            with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _owners()) as inside:
+                text = read_own(path.name, directory=inside, owners=_owners(), most=FILE_BYTES)
             return self._parse(text, path, keeper_uid)
-        except (FileNotFoundError, _Void):
+        except (FileNotFoundError, _EarlierBoot):
             return None
 
     def find(self, host: Host, key: int | str) -> list[T]:
@@ -278,7 +278,7 @@ class RecordStore(Generic[T]):
             for user in host.user_directories():
                 path = user.path / self.directory
                 try:
-                    with opened_user(user, self.directory) as opened:
+                    with opened_user_directory(user, self.directory) as opened:
                         yield from self._scan_directory(host, opened, path, user.uid, frozenset({user.owner}))
                 except OSError as error:
                     yield Unread(path, user.uid, error)
@@ -290,8 +290,8 @@ class RecordStore(Generic[T]):
             with _opened_root(root) as top:
                 for below in self._directories(top):
                     try:
-                        with opened_below(top, below, _trusted()) as opened:
-                            yield from self._scan_directory(host, opened, root / below, keeper_uid, _trusted())
+                        with opened_below(top, below, _owners()) as opened:
+                            yield from self._scan_directory(host, opened, root / below, keeper_uid, _owners())
                     except OSError as error:
                         yield Unread(root / below, uid, error)
         except OSError as error:
@@ -302,7 +302,7 @@ class RecordStore(Generic[T]):
         above, star, _ = self.directory.partition("*")
         if not star:
             return [self.directory]
-        with opened_below(top, above, _trusted()) as inside:
+        with opened_below(top, above, _owners()) as inside:
             return [above + name for name in sorted(os.listdir(inside))]
 
     def _scan_directory(
@@ -333,8 +333,8 @@ class RecordStore(Generic[T]):
         """Return the value of a record.
 
         Raises:
-            _Void: it is of an earlier boot.
-            Elsewhere: it names processes of another PID namespace.
+            _EarlierBoot: it is of an earlier boot.
+            OtherNamespace: it names processes of another PID namespace.
             ValueError: it says nothing else that counts; the message says why.
         """
         try:
@@ -349,14 +349,14 @@ class RecordStore(Generic[T]):
             boot, space = raw.pop("boot", None), raw.pop("space", None)
         # Before the version: an old record is void in any version.
         if isinstance(boot, str) and boot != boot_id():
-            raise _Void("it is from before the last boot")
+            raise _EarlierBoot("it is from before the last boot")
         if raw.pop("schema", None) != SCHEMA:
             raise ValueError("it is of another version")
         if boot != boot_id():
             raise ValueError("it does not say of which boot it is")
         value: T = replace(parse_typed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
-            raise Elsewhere(value)
+            raise OtherNamespace(value)
         reason = None if user_check is None else user_check.reason_against(value)
         if reason is not None:
             raise ValueError(reason)
@@ -401,7 +401,7 @@ class RecordStore(Generic[T]):
         """
         for each in self._scan(host, shared=False):
             if isinstance(each, Unread):
-                is_over = isinstance(each.error, _Void)
+                is_over = isinstance(each.error, _EarlierBoot)
             elif ended is None:
                 is_over = not any_lives(host, each)
             else:
@@ -417,7 +417,7 @@ class RecordStore(Generic[T]):
         return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.noun}", on_wait=on_wait)
 
 
-def _trusted() -> frozenset[int]:
+def _owners() -> frozenset[int]:
     """Return the users whose files may be records of this user: this user and root."""
     return frozenset({os.geteuid(), 0})
 
@@ -435,7 +435,7 @@ def _opened_root(root: Path) -> Iterator[int]:
         raise PermissionError(errno.EPERM, "others may write it", str(root))
     descriptor = os.open(root, DIRECTORY)
     try:
-        if os.fstat(descriptor).st_uid not in _trusted():
+        if os.fstat(descriptor).st_uid not in _owners():
             raise PermissionError(errno.EPERM, "it belongs to another user", str(root))
         yield descriptor
     finally:

@@ -36,7 +36,7 @@ def has_records(host: Host, directory: str) -> bool:
             if any(name.endswith(".json") for name in os.listdir(run_directory / directory)):
                 return True
     for user in host.user_directories():
-        with contextlib.suppress(OSError), opened_user(user, directory) as inside:
+        with contextlib.suppress(OSError), opened_user_directory(user, directory) as inside:
             if any(name.endswith(".json") for name in os.listdir(inside)):
                 return True
     return False
@@ -57,7 +57,7 @@ def has_claims(host: Host, prefix: str) -> bool:
     return False
 
 
-def as_user(user: str, directory: Path, words: str) -> str:
+def command_as_user(user: str, directory: Path, words: str) -> str:
     """Return a gpushare command line that root types to run it as a user, with that user's run directory."""
     return f"sudo -u {shlex.quote(user)} env GPUSHARE_RUN_DIR={shlex.quote(str(directory))} gpushare {words}"
 
@@ -69,7 +69,7 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
     """
     type_by_mount_point = _mount_types()
     directories = []
-    for uid in _working_users()[:_MOST_USERS]:
+    for uid in _uids_with_processes()[:_MOST_USERS]:
         paths = [f"{temporary}/{_NAME}{uid}"]
         # systemd mounts a tmpfs for each user.
         if type_by_mount_point.get(f"{runtime}/{uid}", "tmpfs") == "tmpfs":
@@ -78,12 +78,12 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
             if any(point == path or point.startswith(f"{path}/") for point in type_by_mount_point):
                 continue
             user = UserDirectory(uid, Path(path), uid)
-            with contextlib.suppress(OSError), opened_user(user, ""):
+            with contextlib.suppress(OSError), opened_user_directory(user, ""):
                 directories.append(user)
     return directories
 
 
-def _working_users() -> list[int]:
+def _uids_with_processes() -> list[int]:
     """Return the UIDs that have a process, without root: a user can fake directories in /tmp, but not these."""
     uids = set()
     for pid in every_pid():
@@ -105,7 +105,7 @@ def _mount_types() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def opened_user(user: UserDirectory, below: str) -> Iterator[int]:
+def opened_user_directory(user: UserDirectory, below: str) -> Iterator[int]:
     """Open a directory below the run directory of a user; its parents must belong to the same user or root.
 
     Raises:

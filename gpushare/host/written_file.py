@@ -22,7 +22,7 @@ _MOST_LINKS: Final = 40
 
 
 @contextlib.contextmanager
-def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> Iterator[int]:
+def opened_directory(path: Path, *, make: bool = True, strangers: bool = False) -> Iterator[int]:
     """Yield the descriptor of a directory, so that all files go into the same one; ``make`` creates it if needed.
 
     ``strangers``: even root may use another user's directory, and that user may change what is written there; then no
@@ -46,7 +46,7 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
 def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
     """Return the descriptor of a directory: each directory on the way is checked (`_check_directory`), then the next opened.
 
-    Options as of `directory_of`. A link is followed by hand: what is on its way is checked, too.
+    Options as of `opened_directory`. A link is followed by hand: what is on its way is checked, too.
     """
     # In reverse: `pop` takes the next one.
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
@@ -98,7 +98,7 @@ def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str
     return os.readlink(name, dir_fd=directory)
 
 
-def _trusted() -> set[int]:
+def _trusted_uids() -> set[int]:
     """Return the users whose directories are trusted; for root also the user who called sudo."""
     own = {os.geteuid(), 0}
     called_by = os.environ.get("SUDO_UID", "")
@@ -114,7 +114,7 @@ def _check_directory(path: Path, descriptor: int, *, last: bool = False, strange
     """
     stated = os.fstat(descriptor)
     where = "" if last else "below "
-    if os.geteuid() == 0 and not strangers and stated.st_uid not in _trusted():
+    if os.geteuid() == 0 and not strangers and stated.st_uid not in _trusted_uids():
         raise _in_the_way_error(path, f"{where}a directory of user {stated.st_uid}")
     if stated.st_mode & stat.S_IWOTH and not stated.st_mode & stat.S_ISVTX:
         raise _in_the_way_error(path, f"{where}a directory that anyone may change")
@@ -165,7 +165,7 @@ def open_new(path: Path) -> int:
         FileExistsError: the file exists, or something else is in the way, which the message names.
         OSError: it cannot be created.
     """
-    with directory_of(path.parent, make=False) as directory:
+    with opened_directory(path.parent, make=False) as directory:
         return os.open(path.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
 
 
@@ -180,7 +180,7 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
     flags = os.O_RDWR | os.O_APPEND | os.O_NOCTTY | (os.O_CREAT if create else 0)
     if directory is not None:
         return _open_own(path, flags, directory)
-    with directory_of(path.parent, make=False) as opened:
+    with opened_directory(path.parent, make=False) as opened:
         return _open_own(path, flags, opened)
 
 

@@ -19,7 +19,7 @@ from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import read_own, replace_file, writing
-from gpushare.host.written_file import directory_of
+from gpushare.host.written_file import opened_directory
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, file_kept_in, kept_limits, user_limits_in
 from gpushare.hostfile.parse import parse, write_hint
@@ -55,7 +55,7 @@ def load_own(path: str) -> HostFile:
             "the rules cannot come from stdin: they are read again later", "give a file: -f FILE", code="bad_file"
         )
     try:
-        with directory_of(Path(path).parent, make=False) as directory:
+        with opened_directory(Path(path).parent, make=False) as directory:
             text = decode_text(read_own(path, directory=directory), path, "gpushare.yaml")
     except FileNotFoundError:
         raise NotFound(

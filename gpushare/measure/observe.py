@@ -187,7 +187,7 @@ class Sampler:
             if (gpu.index, instance) not in self._meters:
                 self._meters[gpu.index, instance] = ActivityRecorder(self.host.nvml, gpu.index, instance)
             if instance not in percents:
-                percents[instance] = _rounded(self._meters[gpu.index, instance].since_last())
+                percents[instance] = _rounded(self._meters[gpu.index, instance].percent_since_last())
         return percents
 
     def _sample_gpu(self, gpu: Gpu, sm_percents: Mapping[int | None, float | None]) -> GpuSample:

@@ -766,7 +766,7 @@ class Stage:
     def _begin_window(self) -> float:
         """Read outputs and counters, so that only what comes later is of the window, and return the time."""
         for recorder in self._recorders:
-            recorder.since_last()
+            recorder.percent_since_last()
         self.experiment.read_outputs()
         self.usage.sample([program.pid for program in self.experiment.programs if program.runs])
         return self.experiment.now()
@@ -789,7 +789,7 @@ class Stage:
 
     def _use_since_last(self) -> _Use:
         """Return how busy the GPU was in a window that ends now."""
-        sm, dram = (recorder.since_last() for recorder in self._recorders)
+        sm, dram = (recorder.percent_since_last() for recorder in self._recorders)
         return _Use(sm, dram, utilization(self._tuner.host.nvml, self._tuner.device.gpu.index))
 
     def _fit_windows(self) -> None:

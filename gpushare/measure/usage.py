@@ -77,13 +77,13 @@ class UsageMeter:
         self._energy = self._energy_counter()
         self._busy = []
         for recorder in self._recorders:
-            recorder.since_last()
+            recorder.percent_since_last()
 
     def stop(self) -> None:
         """Count energy and activity up to now; of copies in turn, which all stop it, the last stop counts."""
         self._stopped = self._energy_counter(), self._clock()
         if self._recorders:
-            self._shares = [recorder.since_last() for recorder in self._recorders]
+            self._shares = [recorder.percent_since_last() for recorder in self._recorders]
         for recorder in self._recorders:
             recorder.close()
 

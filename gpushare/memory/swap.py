@@ -121,7 +121,7 @@ def check_host(host: Host) -> None:
             "run gpushare on the host, with the PID that gpushare status shows there",
             code="pid_namespace",
         )
-    host.open_checkpoint().demand()
+    host.open_checkpoint().check_available()
 
 
 def _refuse_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
@@ -194,7 +194,7 @@ def go_out(
     """
     began = time.monotonic()
     checkpoint = host.open_checkpoint()
-    checkpoint.demand()
+    checkpoint.check_available()
     SWAPS.sweep(host)
     earlier_record = SWAPS.read(swap.path)
     SWAPS.write(swap)
@@ -308,7 +308,7 @@ def come_in(host: Host, swap: Swap) -> Swap:
     if swap.state == LOST:
         raise lost_error(swap)
     checkpoint = host.open_checkpoint()
-    checkpoint.demand()
+    checkpoint.check_available()
     refuse_stopped_swap(host, swap)
     _check_gpus(host, swap)
     need = sum(image.memory_bytes for image in living if checkpoint.state(image.pid) != RUNNING)
@@ -445,7 +445,7 @@ def settle_half_out(host: Host, swap: Swap, checkpoint: Checkpoint, *, was_refus
     if not living:
         forget(swap)
         return
-    checkpoint.demand()
+    checkpoint.check_available()
     refuse_stopped_swap(host, swap)
     states = {image.pid: checkpoint.state(image.pid) for image in living}
     hanging = next((pid for pid in states if checkpoint.hangs(pid)), None)

@@ -18,7 +18,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.checkpoint import CHECKPOINTED
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, uptime
-from gpushare.host.store import Kept, Named, Past, RecordStore, named_after_living
+from gpushare.host.store import Kept, Named, Past, RecordStore, with_living_pid
 
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"
@@ -95,9 +95,7 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     if not all(swap.living(host) for swap in records if swap.keeper_uid is None):
         forget_ended(host)
     living_swaps = [
-        named_after_living(host, replace(swap, images=living), living)
-        for swap in records
-        if (living := swap.living(host))
+        with_living_pid(host, replace(swap, images=living), living) for swap in records if (living := swap.living(host))
     ]
 
     def rank(swap: Swap) -> tuple[bool, float, bool]:

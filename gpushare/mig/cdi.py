@@ -26,7 +26,7 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     gpus = [changed.get(gpu.index, gpu) for gpu in host.nvml.identities()]
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
     for spec in cdi.stale_specs(host, gpus):
-        wrong = f"containers: the CDI specification {spec.path} {cdi.describe(spec)}"
+        wrong = f"containers: the CDI specification {spec.path} {cdi.describe_staleness(spec)}"
         command = " ".join(cdi.refresh_command(specs.get(spec.path)))
         notes.append(f"{wrong}; rewrite it: sudo {command} (next time: --refresh-cdi)")
     return tuple(notes)

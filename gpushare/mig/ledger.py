@@ -30,8 +30,8 @@ from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, identity_of, lives
-from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, sync_directory, writing
-from gpushare.host.store import Elsewhere, Kept, RecordStore
+from gpushare.host.records import clear_leftovers, lock_within, open_lock, sync_directory, try_lock, writing
+from gpushare.host.store import Kept, OtherNamespace, RecordStore
 from gpushare.mig.shape import NOTHING, Creation, GpuShape, Proof
 from gpushare.mps.home import DaemonRecord
 
@@ -181,7 +181,7 @@ def _read_change(path: Path) -> ChangeRecord | None:
     """
     try:
         record = CHANGES.read_or_raise(path)
-    except Elsewhere as error:
+    except OtherNamespace as error:
         # Instances are those of the host in every PID namespace.
         record = error.record
     except OSError as error:
@@ -250,7 +250,7 @@ class MigLedger:
             return False
         try:
             # Shared, so that two readers do not take each other for a change.
-            return not flocked(descriptor, fcntl.LOCK_SH)
+            return not try_lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
 

@@ -354,7 +354,7 @@ def _daemon_processes(host: Host) -> list[_Process]:
     """
     candidates: dict[tuple[str | None, int | None], list[_Process]] = {}
     trusted = {0, host.uid, os.geteuid()}
-    for pid in host.processes.named(control.PROGRAM):
+    for pid in host.processes.pids_of_program(control.PROGRAM):
         info = host.processes.describe(pid)
         if info is not None and _is_daemon(info.command_line):
             claimed = _Process(info, host.processes.environment(pid), info.uid in trusted)

@@ -26,7 +26,7 @@ from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import change_refused_error, listed_users, set_listed_users, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
-from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
+from gpushare.host.records import clear_leftovers, lock_within, open_lock, try_lock, writing
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
@@ -219,7 +219,7 @@ class DaemonHome:
                 continue
             try:
                 with writing(path, "the lease of a program"):
-                    dead = flocked(descriptor)
+                    dead = try_lock(descriptor)
                 if dead:
                     # It does not count, even if it cannot be removed.
                     with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ class DaemonHome:
             # Closed if another holds it, or `live_leases` removed it between open and lock.
             with writing(path, "the lease of a program"), contextlib.ExitStack() as closing:
                 closing.callback(os.close, descriptor)
-                if flocked(descriptor) and _is_at(descriptor, path):
+                if try_lock(descriptor) and _is_at(descriptor, path):
                     closing.pop_all()
                     return Lease(path, descriptor)
         raise AssertionError

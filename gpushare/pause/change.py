@@ -22,7 +22,7 @@ from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Job, JobProcess
-from gpushare.host.users import as_user
+from gpushare.host.users import command_as_user
 from gpushare.mps.control import is_server
 from gpushare.pause.record import (
     PAUSED,
@@ -481,7 +481,7 @@ def _paused_by_user_error(job: PausedJob) -> NoPermission:
     run_directory = job.path.parent.parent
     return NoPermission(
         f"{job.title} was paused by {user}, whose gpushare resumes it",
-        f"run it as {user}: {as_user(user, run_directory, f'resume {job.selector}')}",
+        f"run it as {user}: {command_as_user(user, run_directory, f'resume {job.selector}')}",
         code="paused_by_user",
     )
 

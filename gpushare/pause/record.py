@@ -15,7 +15,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
-from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living
+from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, with_living_pid
 
 # A record of so many can be read again.
 _MOST_GROUPS: Final = 8192
@@ -98,7 +98,7 @@ def write(job: PausedJob) -> None:
 def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     """Return the jobs with a record that still run, this user's first; with ``shared`` also root's, and for root others'."""
     jobs = [job for job in PAUSES.all(host, shared=shared) if job.lives(host)]
-    return [named_after_living(host, job, job.living(host)) for job in jobs]
+    return [with_living_pid(host, job, job.living(host)) for job in jobs]
 
 
 def processes_paused_by_root(host: Host) -> set[Identity]:

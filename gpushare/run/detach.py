@@ -27,7 +27,7 @@ from gpushare.base.errors import (
 )
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of_child
-from gpushare.host.records import flocked
+from gpushare.host.records import try_lock
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import (
     JOBS,
@@ -148,7 +148,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             raise
         # Some file systems have no locks.
         with contextlib.suppress(OSError):
-            flocked(descriptor)
+            try_lock(descriptor)
     try:
         yield name, descriptor, earlier_record
     finally:

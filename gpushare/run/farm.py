@@ -327,7 +327,7 @@ class FarmResults:
         """
         deadline = time.monotonic() + _EARLIER_SECONDS
         reported = False
-        while pids := self._host.processes.started_with(MARK, self.mark):
+        while pids := self._host.processes.pids_with_env(MARK, self.mark):
             if interrupted(_EARLIER_POLL_SECONDS):
                 return False
             if time.monotonic() >= deadline:

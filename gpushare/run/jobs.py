@@ -29,7 +29,7 @@ from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity, identity_of, uptime, wall_time
-from gpushare.host.records import flocked
+from gpushare.host.records import try_lock
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.memory.ledger import Reservation, reservations
 from gpushare.part import Part, Watch, memory_held
@@ -243,7 +243,7 @@ def runs_in_background(host: Host, name: str) -> bool:
     except OSError:
         return False
     try:
-        return not flocked(descriptor)
+        return not try_lock(descriptor)
     except OSError:
         return False
     finally:

@@ -14,7 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.records import open_own
-from gpushare.host.users import as_user
+from gpushare.host.users import command_as_user
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import (
     PAST,
@@ -98,7 +98,7 @@ def _another_users_error(record: JobRecord, uid: int) -> NotSupported:
     """Return the error about the output of another user's job, with the command that reads it."""
     user = user_name(uid)
     words = f"logs {record.name}"
-    command = as_user(user, record.path.parent.parent, words) if uid else f"sudo gpushare {words}"
+    command = command_as_user(user, record.path.parent.parent, words) if uid else f"sudo gpushare {words}"
     return NotSupported(
         f"'{record.name}' is a job of {user}: gpushare reads only the output of a user's own jobs",
         f"run it as {user}: {command}",

@@ -417,7 +417,7 @@ class Session:
         with self._opened_streams() as streams:
             child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
         # A part also tells the guard of each worker in a session of its own that it stops.
-        self._tell = guard.started
+        self._tell = guard.add_process
         self._tell(child.pid, start_of(self._host.processes.identity(child.pid)))
         if self._container is None:
             self._begin(self._share.watch(child.pid))

@@ -25,7 +25,7 @@ from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, signal_all, starts_of
 from gpushare.host.program import group_members
-from gpushare.host.written_file import directory_of, open_over
+from gpushare.host.written_file import open_over, opened_directory
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
 from gpushare.part import memory_held
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
@@ -137,7 +137,7 @@ def directory_of_logs(path: Path) -> Iterator[int]:
     """Yield the descriptor of the directory of logs, which is made if there is none."""
     with contextlib.ExitStack() as held:
         try:
-            descriptor = held.enter_context(directory_of(path))
+            descriptor = held.enter_context(opened_directory(path))
         except OSError as error:
             raise NoPermission(
                 f"cannot create {path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
@@ -288,7 +288,7 @@ class Group:
         """Read what all have printed, and see which have ended."""
         for program in self.programs:
             if program.runs and program.read_output() and self.guard is not None:
-                self.guard.ended(program.pid)
+                self.guard.remove_process(program.pid)
 
     def forget_ended(self) -> None:
         self.programs = [program for program in self.programs if program.runs]
@@ -350,7 +350,7 @@ class Group:
         )
         for pid in pids:
             if self.guard is not None:
-                self.guard.ended(pid)
+                self.guard.remove_process(pid)
 
     def left_behind(self, programs: Sequence[Program], elsewhere: Sequence[int] = ()) -> dict[int, tuple[int, ...]]:
         """Return what programs that have just ended left running, by their PID: the rest of their process groups.
@@ -378,7 +378,7 @@ class Group:
         """Name a process to the guard, with its start, because PIDs are reused."""
         started = start_of(self.host.processes.identity(pid))
         if self.guard is not None and started is not None:
-            self.guard.started(pid, started)
+            self.guard.add_process(pid, started)
 
 
 def _members(program: Program) -> list[int]:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.values import dataclass
-from gpushare.host.host import Host, UserDirectory, late
+from gpushare.host.host import Host, UserDirectory, loaded_at_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +69,8 @@ def open_simulated(spec: str) -> SimulatedHost:
         capabilities=SimulatedCapabilities(state_file),
         machine=SimulatedMachine(state_file),
         origin=processes.origin,
-        open_channels=late("sim.channels:SimulatedChannels", state_file),
-        open_checkpoint=late("sim.checkpoint:open_checkpoint", state_file),
+        open_channels=loaded_at_call("sim.channels:SimulatedChannels", state_file),
+        open_checkpoint=loaded_at_call("sim.checkpoint:open_checkpoint", state_file),
         makes_vgpus=lambda: any(gpu.vgpus for gpu in (state_file.read() or state).gpus),
         user_directories=partial(_user_directories, state_file) if state.root else tuple,
         run_directory=user_directory / "gpushare" if has_own else shared,

@@ -111,18 +111,18 @@ class SimulatedProcesses(Processes):
         # Between fork and exec, /proc still has the environment of gpushare: the job's own variables win.
         return {**variables, **process.environment}
 
-    def named(self, name: str) -> Sequence[int]:
+    def pids_of_program(self, name: str) -> Sequence[int]:
         """Return the PIDs of the processes with this program, daemons and servers of MPS included."""
         pids = [process.pid for process in _process_table(current(self._state_file)) if process.name == name]
         if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
-            pids += super().named(name)
+            pids += super().pids_of_program(name)
         return sorted(pids)
 
-    def started_with(self, name: str, value: str) -> Sequence[int]:
+    def pids_with_env(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes that were started with this value of an environment variable."""
         simulated = (process for process in current(self._state_file).processes if not process.real)
         matching = (process.pid for process in simulated if process.environment.get(name) == value)
-        return [*super().started_with(name, value), *matching]
+        return [*super().pids_with_env(name, value), *matching]
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
         """Return each process with all that descend from it, of a daemon its servers; one that is gone has no entry."""

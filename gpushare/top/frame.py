@@ -179,7 +179,7 @@ class Reader:
         for device in devices:
             if device not in self._recorders:
                 self._recorders[device] = ActivityRecorder(self._host.nvml, *device)
-            percent = self._recorders[device].since_last()
+            percent = self._recorders[device].percent_since_last()
             if percent is not None:
                 percents[device] = percent
         return percents

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpushare.host import records
-from gpushare.host.written_file import create_file, directory_of, open_over, open_to_append
+from gpushare.host.written_file import create_file, open_over, open_to_append, opened_directory
 from tests.cli.drive import Cli, World
 
 STRANGER = 12345
@@ -156,19 +156,19 @@ def test_root_follows_no_link_that_a_stranger_made_to_a_directory(
     os.lchown(public / "dir", STRANGER, STRANGER)
     for path in (public / "dir", public / "dir" / "below"):
         for strangers in (False, True):
-            with pytest.raises(OSError, match="of user"), directory_of(path, strangers=strangers):
+            with pytest.raises(OSError, match="of user"), opened_directory(path, strangers=strangers):
                 pass
     assert os.listdir(elsewhere) == []
     os.lchown(public / "dir", 0, 0)
     if mode == 0o1777:
-        with directory_of(public / "dir"):
+        with opened_directory(public / "dir"):
             pass
 
 
 def test_own_links_to_a_directory_are_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with directory_of(tmp_path / "link") as descriptor:
+    with opened_directory(tmp_path / "link") as descriptor:
         create_file("a", b"text", directory=descriptor)
     assert (tmp_path / "real" / "a").read_bytes() == b"text"
 
@@ -271,7 +271,7 @@ def test_metrics_go_into_the_directory_that_was_looked_at(
 def test_a_group_may_share_a_directory(tmp_path: Path) -> None:
     """As /var/log is on some systems: root's own groups may write there."""
     tmp_path.chmod(0o775)
-    with directory_of(tmp_path):
+    with opened_directory(tmp_path):
         pass
 
 
@@ -286,10 +286,10 @@ def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -
 @pytest.mark.needs_root
 def test_root_may_write_for_the_user_who_called_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.chown(tmp_path, STRANGER, -1)
-    with pytest.raises(OSError, match=f"of user {STRANGER}"), directory_of(tmp_path):
+    with pytest.raises(OSError, match=f"of user {STRANGER}"), opened_directory(tmp_path):
         pass
     monkeypatch.setenv("SUDO_UID", str(STRANGER))
-    with directory_of(tmp_path):
+    with opened_directory(tmp_path):
         pass
 
 

@@ -78,7 +78,7 @@ def test_a_device_that_is_gone_and_one_that_is_missing(host: Host) -> None:
     admin.set_mig(SPEC, "0", ["3g.40gb:0", "1g.10gb:4"])
     (one,) = cdi.stale_specs(host, gpus(host))
     assert (one.path, one.gone, one.missing) == (NAME, (before[1],), (uuids(host)[1],))
-    assert cdi.describe(one) == f"names devices that are gone ({before[1]}) and lacks {uuids(host)[1]}"
+    assert cdi.describe_staleness(one) == f"names devices that are gone ({before[1]}) and lacks {uuids(host)[1]}"
 
 
 def test_mig_switched_off_leaves_a_gpu_that_is_not_listed(host: Host) -> None:
@@ -238,5 +238,5 @@ def test_refresh_leaves_the_file_alone_while_there_is_no_device(host: Host) -> N
 
 def test_long_lists_are_cut() -> None:
     one = cdi.Staleness(path="p", missing=("a", "b", "c", "d"))
-    assert cdi.describe(one) == "lacks a, b, c and 1 more"
-    assert cdi.describe(replace(one, missing=("a", "b", "c"))) == "lacks a, b, c"
+    assert cdi.describe_staleness(one) == "lacks a, b, c and 1 more"
+    assert cdi.describe_staleness(replace(one, missing=("a", "b", "c"))) == "lacks a, b, c"

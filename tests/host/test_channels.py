@@ -756,7 +756,7 @@ def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatc
         started.append(caller._child)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(caller, "_answer", interrupted)
+    monkeypatch.setattr(caller, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt):
         caller.ask({"do": "find", "pid": 1}, 60)
     # Not killed: it ends by itself, since its socket is closed.

@@ -42,9 +42,9 @@ def started(note: Path) -> Iterator[Guard]:
 
 def test_it_acts_when_nothing_was_said(started: Guard, note: Path) -> None:
     started.announce(41, None)
-    started.started(42, 1500)
-    started.started(43, 1600)
-    started.ended(43)
+    started.add_process(42, 1500)
+    started.add_process(43, 1600)
+    started.remove_process(43)
     started.leave()
     assert started.wait(30.0)
     assert note.read_text() == "sim:h200 {41: None, 42: 1500} -"
@@ -70,7 +70,7 @@ def test_it_finds_its_own_package(note: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_it_does_nothing_when_all_is_done(started: Guard, note: Path) -> None:
-    started.started(42, 1500)
+    started.add_process(42, 1500)
     started.leave(DONE)
     assert started.wait(30.0)
     assert not note.exists()
@@ -79,7 +79,7 @@ def test_it_does_nothing_when_all_is_done(started: Guard, note: Path) -> None:
 def test_a_guard_that_is_gone_is_said_before_anything_runs(started: Guard) -> None:
     os.kill(started.pid, 9)
     started.wait()
-    started.started(42, 1500)
+    started.add_process(42, 1500)
     with pytest.raises(BrokenPipeError):
         started.announce(42, 1500)
     with fails(OperationFailed, "guard_failed", match="the guard, which is tested, is gone: Broken pipe") as caught:

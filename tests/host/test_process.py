@@ -160,12 +160,12 @@ def test_processes_are_found_by_the_name_of_their_program(start: Start, sim_dir:
     for name in ("gs-mps-long-name-control", "gs-mps-long-name-server"):
         shutil.copy(shell, sim_dir / name)
         children[name] = start("other-argv0", "-c", "read x", executable=str(sim_dir / name))
-    until(lambda: all(LOCAL.named(name) for name in children), "the process table shows it")
+    until(lambda: all(LOCAL.pids_of_program(name) for name in children), "the process table shows it")
     if gone:
         shutil.rmtree(sim_dir)
     for name, child in children.items():
-        assert list(LOCAL.named(name)) == [child.pid]
-    assert list(LOCAL.named("gs-mps-long-name")) == []
+        assert list(LOCAL.pids_of_program(name)) == [child.pid]
+    assert list(LOCAL.pids_of_program("gs-mps-long-name")) == []
 
 
 def test_where_the_program_may_not_be_read_the_command_line_tells(
@@ -177,7 +177,7 @@ def test_where_the_program_may_not_be_read_the_command_line_tells(
         raise PermissionError
 
     monkeypatch.setattr(os, "readlink", refused)
-    until(lambda: list(LOCAL.named("gs-hidden-name")) == [child.pid], "the process table shows it")
+    until(lambda: list(LOCAL.pids_of_program("gs-hidden-name")) == [child.pid], "the process table shows it")
 
 
 def test_descendants_are_those_of_a_process(start: Start) -> None:

@@ -47,9 +47,9 @@ class Told:
     def announce(self, pid: int, started: float | None) -> None:
         pass
 
-    started = announce
+    add_process = announce
 
-    def ended(self, pid: int) -> None:
+    def remove_process(self, pid: int) -> None:
         self.ends += 1
 
     def ending_came(self) -> bool:

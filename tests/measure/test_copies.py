@@ -238,7 +238,7 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
             with announced.open("a") as file:
                 file.write(f"{pid}\n")
 
-        def ended(self, pid: int) -> None:
+        def remove_process(self, pid: int) -> None:
             ended.append(pid)
 
     launches = [

@@ -284,10 +284,10 @@ def test_nothing_of_gpm_is_left_behind(host: Host, tmp_path: Path) -> None:
 def test_the_first_reading_since_nothing_is_unknown() -> None:
     meter = ActivityRecorder(connect("sim:h200").nvml, 0)
     admin.add_process("sim:h200", sm_percent=60)
-    assert meter.since_last() is None
-    assert meter.since_last() == 60.0
+    assert meter.percent_since_last() is None
+    assert meter.percent_since_last() == 60.0
     meter.close()
-    assert meter.since_last() is None
+    assert meter.percent_since_last() is None
     meter.close()
 
 

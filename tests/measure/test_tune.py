@@ -90,7 +90,7 @@ def test_the_largest_cap_with_which_production_keeps_its_rate_is_found(tuned: Tu
     assert result.others.rate == pytest.approx(100, rel=0.005)
     assert result.production.memory is not None
     # Nothing is left: no daemon, no client.
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
 
 
 def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) -> None:
@@ -476,7 +476,7 @@ def test_real_processes_are_measured_and_ended(host: Host, device: Device) -> No
     assert result.outcome.best.setting.threads == 60.0
     assert result.production.memory is not None
     assert result.others.memory is not None
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
     assert not host.nvml.processes(0)
 
 
@@ -509,7 +509,7 @@ def test_the_slice_of_real_processes_is_that_of_their_server(
     assert seen
     assert all(each[:2] == each[2:] for each in seen)
     assert not host.nvml.processes(0)
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
 
 
 @pytest.mark.usefixtures("hasty")
@@ -542,7 +542,7 @@ def test_a_job_that_cannot_be_measured_is_named(
     with pytest.raises(expected) as caught:
         tune(host, device, options(production, other))
     assert getattr(caught.value, "code", None) == code
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
 
 
 def test_a_job_outside_mps_is_refused(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Told:
     def namespace_is_host(self) -> bool:
         return True
 
-    def started_with(self, name: str, value: str) -> list[int]:
+    def pids_with_env(self, name: str, value: str) -> list[int]:
         return [pid for pid, each in self.environments.items() if each.get(name) == value and pid in self.parents]
 
     def environment(self, pid: int) -> dict[str, str] | None:

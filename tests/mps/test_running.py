@@ -18,7 +18,7 @@ class Table(Processes):
     def __init__(self, *rows: tuple[int, str, str | None, int]) -> None:
         self.rows = {row[0]: row for row in rows}
 
-    def named(self, name: str) -> list[int]:
+    def pids_of_program(self, name: str) -> list[int]:
         assert name == PROGRAM
         return list(self.rows)
 

@@ -40,7 +40,7 @@ class Table(Processes):
         # Of those that did not start at 5.
         self.starts: dict[int, int] = {}
 
-    def named(self, name: str) -> list[int]:
+    def pids_of_program(self, name: str) -> list[int]:
         return [pid for pid, row in self.rows.items() if row[2] == name]
 
     def describe(self, pid: int) -> ProcessInfo | None:

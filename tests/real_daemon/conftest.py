@@ -78,14 +78,14 @@ def real_control(sim_dir: Path, real_program: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("GPUSHARE_MPS_CONTROL", real_program)
     for name in [name for name in os.environ if name.startswith("CUDA_")]:
         monkeypatch.delenv(name)
-    everybody = Processes.named
+    everybody = Processes.pids_of_program
 
     def mine(self: Processes, name: str) -> Sequence[int]:
         below = set(daemons_below(sim_dir))
         return [pid for pid in everybody(self, name) if name != PROGRAM or pid in below]
 
     # Other daemons of this machine, and those of tests that run beside this one, are none of its business.
-    monkeypatch.setattr(Processes, "named", mine)
+    monkeypatch.setattr(Processes, "pids_of_program", mine)
     # The real one answers when the machine lets it; what hangs for good is given up by who tests that.
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
     monkeypatch.setattr("gpushare.mps.start._ANSWER_SECONDS", PATIENCE_SECONDS)

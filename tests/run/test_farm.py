@@ -32,7 +32,7 @@ def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> 
     assert sorted(heard.lines) == [(copy, f"{copy} {copy} 4 50.0 0=3584M") for copy in range(4)]
     assert [copy.state for copy in result.copies] == ["done"] * 4
     assert not result.failed
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
 
 
 @pytest.mark.parametrize(("outside", "attached"), [("0", True), ("1", False)])
@@ -117,7 +117,7 @@ def test_no_more_copies_run_than_fit_into_the_memory(host: Host, device: Device,
 def test_a_copy_that_can_never_fit_is_refused_before_anything_starts(host: Host, device: Device) -> None:
     with fails(BadUsage, "never_fits"):
         farm(host, [device], ["true"], sized(device, size=160 * GIB, copies=2), Heard())
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")
 
 
 def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: Device) -> None:
@@ -151,4 +151,4 @@ def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
     # One grace for both.
     assert time.monotonic() - began < 2 * 2.0 + 1.5
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
-    assert not host.processes.named("nvidia-cuda-mps-control")
+    assert not host.processes.pids_of_program("nvidia-cuda-mps-control")

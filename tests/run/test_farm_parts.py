@@ -99,7 +99,7 @@ class Step:
         host: Any = SimpleNamespace(
             programs=None,
             processes=SimpleNamespace(
-                namespace_is_host=lambda: True, descendants=lambda pid: [pid, pid + 1000], started_with=lambda *_: []
+                namespace_is_host=lambda: True, descendants=lambda pid: [pid, pid + 1000], pids_with_env=lambda *_: []
             ),
             nvml=SimpleNamespace(processes=lambda _: ()),
         )

@@ -96,13 +96,13 @@ def test_a_farm_waits_for_what_a_killed_one_has_left(
     mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     heard = Heard()
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
         farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
         assert copy.wait() == 0
     assert "waiting for 1 process of an earlier farm with these logs, being ended" in heard.said
     monkeypatch.setattr(farm_results, "_EARLIER_SECONDS", 0.0)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
         with pytest.raises(InUse) as caught:
             farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path, resume=True), heard)
         copy.kill()
@@ -115,7 +115,7 @@ def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device
     mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     (tmp_path / "copy-0.log").write_text("of the earlier one")
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
+        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
         with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]) as key:
             result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
             key.kill()

@@ -30,9 +30,9 @@ def only_these(monkeypatch: pytest.MonkeyPatch, sim_dir: Path, mallory: Stranger
     """See only the daemons of this test: others run on this machine."""
     from gpushare.host.process import Processes
 
-    everybody = Processes.named
+    everybody = Processes.pids_of_program
 
-    def named(self: Processes, name: str) -> list[int]:
+    def pids_of_program(self: Processes, name: str) -> list[int]:
         found = []
         for pid in everybody(self, name):
             with contextlib.suppress(OSError):
@@ -41,7 +41,7 @@ def only_these(monkeypatch: pytest.MonkeyPatch, sim_dir: Path, mallory: Stranger
                     found.append(pid)
         return found
 
-    monkeypatch.setattr(Processes, "named", named)
+    monkeypatch.setattr(Processes, "pids_of_program", pids_of_program)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def runtime(
 ) -> Path:
     """Return what stands in for /run/user."""
     directory = tmp_path_factory.mktemp("runtime")
-    monkeypatch.setattr(users, "_working_users", lambda: sorted([alice.uid, mallory.uid]))
+    monkeypatch.setattr(users, "_uids_with_processes", lambda: sorted([alice.uid, mallory.uid]))
     for one in (directory, *directory.parents):
         if one.stat().st_uid == os.geteuid() and str(one) not in {"/", "/tmp", "/dev/shm"}:
             one.chmod(0o755)

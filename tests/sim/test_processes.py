@@ -125,9 +125,9 @@ def test_the_table_of_simulated_processes(h200: Mps) -> None:
     info = processes.describe(client.pid)
     assert isinstance(info, ProcessInfo)
     assert (info.name, info.command_line, info.uid, info.started) == ("train", ("train",), os.geteuid(), client.started)
-    assert processes.named("nvidia-cuda-mps-control") == [daemon]
-    assert processes.named("nvidia-cuda-mps-server") == [client.mps_server]
-    assert processes.named("train") == [client.pid]
+    assert processes.pids_of_program("nvidia-cuda-mps-control") == [daemon]
+    assert processes.pids_of_program("nvidia-cuda-mps-server") == [client.mps_server]
+    assert processes.pids_of_program("train") == [client.pid]
     assert processes.descendants(daemon) == [daemon, client.mps_server]
     assert processes.descendants(client.pid) == [client.pid]
     server = processes.describe(client.mps_server or 0)

@@ -566,14 +566,14 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
 def _others_come(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:
     """Let a program that gpushare did not start take memory between the reservation and the restore."""
     came: list[int] = []
-    real = Checkpoint.demand
+    real = Checkpoint.check_available
 
-    def demand(self: Checkpoint) -> None:
+    def check_available(self: Checkpoint) -> None:
         if not came:
             came.append(job(size))
         real(self)
 
-    monkeypatch.setattr(Checkpoint, "demand", demand)
+    monkeypatch.setattr(Checkpoint, "check_available", check_available)
     return came
 
 
