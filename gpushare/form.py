@@ -29,7 +29,8 @@ class Value:
         """Return the error ``FILE:3:7: 'threads' PROBLEM``; ``at`` is another place than that of the value."""
         return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
-    def is_not_error(self, meaning: str) -> BadUsage:
+    def mismatch_error(self, meaning: str) -> BadUsage:
+        """Return the error of a value that is something else than it should be: ``a list``, ``a user name``."""
         return self.error(f"is {self.short_text}, not {meaning}")
 
     @property
@@ -64,7 +65,7 @@ class Value:
     def items(self) -> list[Value]:
         """Return the items of a list, each with its place. Raises BadUsage: it is no list."""
         if not isinstance(self.raw, list):
-            raise self.is_not_error("a list")
+            raise self.mismatch_error("a list")
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()
         return [
             Value(
@@ -105,11 +106,11 @@ def converted(pattern: str, meaning: str, convert: Callable[[str], T]) -> Form[T
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or re.search(pattern, value.raw) is None:
-            raise value.is_not_error(meaning)
+            raise value.mismatch_error(meaning)
         try:
             return convert(value.raw)
         except BadUsage:
-            raise value.is_not_error(meaning) from None
+            raise value.mismatch_error(meaning) from None
 
     return Form(read, {"type": "string", "pattern": pattern})
 
@@ -119,7 +120,7 @@ def choice(known: Mapping[str, T]) -> Form[T]:
 
     def read(value: Value) -> T:
         if not isinstance(value.raw, str) or value.raw not in known:
-            raise value.is_not_error(f"one of: {', '.join(known)}")
+            raise value.mismatch_error(f"one of: {', '.join(known)}")
         return known[value.raw]
 
     return Form(read, {"enum": list(known)})
@@ -131,7 +132,7 @@ def number(least: float, most: float, meaning: str, convert: Callable[[float], T
     def read(value: Value) -> T:
         good = isinstance(value.raw, int | float) and not isinstance(value.raw, bool)
         if not good or not least <= value.raw <= most:
-            raise value.is_not_error(meaning)
+            raise value.mismatch_error(meaning)
         return convert(value.raw)
 
     return Form(read, {"type": "number", "minimum": least, "maximum": most})
@@ -143,7 +144,7 @@ def whole(least: int, most: int) -> Form[int]:
     def read(value: Value) -> int:
         as_float = number(least, most, meaning, float).read(value)
         if not as_float.is_integer():
-            raise value.is_not_error(meaning)
+            raise value.mismatch_error(meaning)
         return int(as_float)
 
     return Form(read, {"type": "integer", "minimum": least, "maximum": most})
@@ -204,7 +205,7 @@ def table(key_of: Callable[[object], str | None], meaning: str, item: Form[T]) -
 
     def read(value: Value) -> dict[str, T]:
         if not isinstance(value.raw, dict):
-            raise value.is_not_error("a mapping")
+            raise value.mismatch_error("a mapping")
         for key in value.raw:
             if key_of(key) is None:
                 shown = repr(key)[:60] if isinstance(key, str | int | float | None) else "a list or mapping"

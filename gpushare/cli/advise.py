@@ -271,7 +271,7 @@ def advise(
     gpu_facts = fixed_gpu or _answering_gpus(facts, among)[0]
     situation = Situation(case, facts, gpu_facts, load_table(), among=among, consolidate=consolidate)
     asks = not no_input and explained is None and _may_ask()
-    situation = _judged_situation(situation, gpu_is_fixed=fixed_gpu is not None, one_gpu=measure, asks=asks)
+    situation = _choose_gpu_and_ask(situation, gpu_is_fixed=fixed_gpu is not None, one_gpu=measure, asks=asks)
     if measuring is not None:
         return measure_and_answer(host, situation, measuring, live=live, apply=apply)
     advice = advice_for(situation)
@@ -297,8 +297,8 @@ def _with_production_saturating(case: Case, value: bool | None) -> Case:
     return replace(case, workloads=works)
 
 
-def _judged_situation(situation: Situation, *, gpu_is_fixed: bool, one_gpu: bool, asks: bool) -> Situation:
-    """Return the situation that is judged: on the best GPU, and, if gpushare ``asks`` questions, with the user's answers.
+def _choose_gpu_and_ask(situation: Situation, *, gpu_is_fixed: bool, one_gpu: bool, asks: bool) -> Situation:
+    """Return the situation on the best GPU and, if gpushare ``asks`` questions, with the user's answers: what is judged.
 
     ``gpu_is_fixed``: the GPU of the situation stays, and is the only one. ``one_gpu``: the advice is for one GPU.
     """

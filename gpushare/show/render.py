@@ -246,7 +246,7 @@ class Layout:
     hidden: tuple[Column, ...]
 
     @property
-    def total(self) -> int:
+    def total_width(self) -> int:
         return sum(self.widths) + GAP * max(len(self.widths) - 1, 0)
 
 
@@ -337,7 +337,7 @@ def table_lines(table: Table, width: int, *, fold: bool = False) -> tuple[list[T
         return [Text(line, style="dim") for line in wrapped(table.empty or "", width) if line], ()
     layout = layout_of(table, width)
     head = _row_line([Text(column.title, style="dim") for column in layout.columns], layout)
-    rule = Text("─" * layout.total, style="dim")
+    rule = Text("─" * layout.total_width, style="dim")
     return [*title, head, rule, *_body_lines(table.rows, layout)], layout.hidden
 
 

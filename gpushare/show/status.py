@@ -424,7 +424,7 @@ def _swapped_table(snapshot: Snapshot) -> Table:
 
 
 def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
-    """Return the table of the GPUs that users have reserved, those that are lost at its end."""
+    """Return the table of the GPUs that users have reserved; lost GPUs, whose index is unknown, come last."""
     index = {gpu.uuid: gpu.index for gpu in gpus}
     columns = (
         _gpu_column(of=lambda lease: index.get(lease.gpu_uuid)),

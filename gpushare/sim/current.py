@@ -23,7 +23,7 @@ def clock() -> float:
 
 
 def current(state_file: StateFile) -> SimulatedHostState:
-    """Return the state with `clients.settle` done; a host that was never used is created."""
+    """Return the state as it is now, with what has happened since it was written; a host that was never used is created."""
     state = state_file.read()
     # Most looks change nothing, and take no lock.
     if state is not None and not settle_is_due(state):
@@ -34,7 +34,7 @@ def current(state_file: StateFile) -> SimulatedHostState:
 
 @contextlib.contextmanager
 def changing(state_file: StateFile) -> Iterator[tuple[SimulatedHostState, list[LogLine]]]:
-    """Yield the state with `clients.settle` done, under the lock, and a list for log lines; both are written at the end.
+    """Yield the state as it is now, to change it under the lock, and a list for log lines; both are written at the end.
 
     A host that was never used is created.
     """

@@ -376,7 +376,7 @@ class SimulatedLibrary:
 
     @property
     def state(self) -> SimulatedHostState:
-        """Return the state of the host with `clients.settle` done: read again in a call after the file has changed."""
+        """Return the state of the host as it is now (`clients.settle`): the file is read again only if it has changed."""
         if self._looked and self._state is not None:
             return self._state
         self._looked = True

@@ -15,7 +15,7 @@ from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
 from gpushare.sim.devices import drop_stale_nodes
 from gpushare.sim.library import SimulatedLibrary, first_matching
-from gpushare.sim.mig import Occupied, gpu_instance_id, gpu_instances, mig_uuid, occupied
+from gpushare.sim.mig import Occupied, gpu_instance_id, gpu_instances, mig_uuid, occupied_places
 from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target, profile_of
 from gpushare.sim.processes import holders_of
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
@@ -266,7 +266,7 @@ def create_gpu_instance(
         raise Refused(Code.INVALID_ARGUMENT)
     if placement not in {None, *profile.placements}:
         raise Refused(Code.INVALID_ARGUMENT)
-    present = occupied(gpu, model)
+    present = occupied_places(gpu, model)
     # Since Hopper, MIG is enabled while processes run, and the check is made here. A node that is merely open does not count.
     if not present and any(resident.memory_bytes or not resident.holder for resident in residents):
         raise Refused(Code.IN_USE)

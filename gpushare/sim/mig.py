@@ -55,7 +55,7 @@ def mig_uuid(gpu_uuid: str, gpu_instance: int, compute_instance: int) -> str:
     return f"MIG-{uuid.uuid5(_NAMESPACE, f'{gpu_uuid}/{gpu_instance}/{compute_instance}')}"
 
 
-def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
+def occupied_places(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
     """Return what the GPU instances of a GPU occupy, in the order of their ids."""
     return [Occupied(profile_of(model, instance), instance.start) for instance in gpu_instances(gpu)]
 

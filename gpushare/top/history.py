@@ -185,7 +185,7 @@ class Events:
             yield _end_event(name or "a job", code, frame.at)
 
     def _jobs_by_key(self, jobs: Sequence[ListedJob]) -> dict[_JobKey, ListedJob]:
-        """Return jobs by their keys, without those that have ended and the processes of named jobs."""
+        """Return jobs by name (or PID) and whether they wait, without those that have ended and processes of named jobs."""
         listed = [job for job in jobs if job.name is not None or job.pid not in self._pids_of_named_jobs]
         # The end of an MPS server is an event of its daemon.
         return {

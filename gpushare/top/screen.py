@@ -610,6 +610,7 @@ class Cockpit(App[None]):
         self.redraw()
 
     def action_ended(self) -> None:
+        """Show the jobs that have ended, too, or hide them again."""
         if self._refuse_in_replay("jobs that have ended"):
             return
         self.view.ended = not self.view.ended

@@ -73,7 +73,7 @@ def command_of(words: Sequence[str]) -> str:
 
 
 def argv_of(spec: str, words: Sequence[str]) -> list[str]:
-    """Return what starts this gpushare with a command line, on a host."""
+    """Return the argv that runs a verb on a host by this gpushare: the one that lies here, whatever PATH has."""
     return [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), "--host", spec, *words]
 
 

@@ -10,7 +10,7 @@ from gpushare.gpu_models import find_model
 from gpushare.host.process import ticks_now
 from gpushare.mig.profile import Profile
 from gpushare.sim.library import SimulatedLibrary
-from gpushare.sim.mig import Occupied, free_starts, may_join, occupied
+from gpushare.sim.mig import Occupied, free_starts, may_join, occupied_places
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,
@@ -55,7 +55,7 @@ def free_count(file: StateFile, profile_id: int) -> int:
     model = find_model(state.gpus[0].model)
     profile = model.profile_by_id(profile_id)
     assert profile is not None
-    return remaining_capacity(profile, occupied(state.gpus[0], model))
+    return remaining_capacity(profile, occupied_places(state.gpus[0], model))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.mig.driver import MigReader
 from gpushare.mig.profile import Profile
 from gpushare.sim import admin
-from gpushare.sim.mig import occupied
+from gpushare.sim.mig import occupied_places
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import add_process, loaded, new_host, remaining_capacity
 
@@ -228,7 +228,7 @@ class Walk:
         """Compare what the driver offers and what is read back with the model."""
         state = self.file.read()
         assert state is not None
-        taken = occupied(state.gpus[0], self.model)
+        taken = occupied_places(state.gpus[0], self.model)
         for profile in self.profiles:
             assert capacity(profile, self.present) == remaining_capacity(profile, taken)
         gpu = self.reader.gpu(0)

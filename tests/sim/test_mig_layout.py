@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.gpu_models import find_model
-from gpushare.sim.mig import gpu_instance_id, occupied, place_instances
+from gpushare.sim.mig import gpu_instance_id, occupied_places, place_instances
 from gpushare.sim.state import SimulatedGpu, initial_state
 
 
@@ -96,7 +96,7 @@ def test_instances_never_overlap_and_ids_differ(name: str, data: st.DataObject) 
         gpu = place_instances(new_gpu(name), model, requests)
     except OperationFailed:
         assume(False)
-    slices = [one for instance in occupied(gpu, model) for one in instance.span]
+    slices = [one for instance in occupied_places(gpu, model) for one in instance.span]
     assert sorted(mig.profile for mig in gpu.mig) == sorted(requests)
     assert len(set(slices)) == len(slices)
     assert all(0 <= one < (model.axis or 0) for one in slices)
