@@ -167,8 +167,8 @@ _PROTECTED_AT: Final = {
 }
 
 
-def _unprotected(situation: Situation, way: Way) -> list[str]:
-    """Return what the winner leaves unprotected, from the table."""
+def _unprotected_names(situation: Situation, way: Way) -> list[str]:
+    """Return what the winner leaves unprotected, as the table says: faults, memory bandwidth, memory use, SM time."""
     if way.outer in {None, Way.STREAMS} or not situation.several:
         return []
     table = situation.table
@@ -290,7 +290,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         confidence_why=advice.confidence_why,
         conditions=conditions,
         risks=[] if best is None else _risks(situation, best.way, made),
-        not_protected=[] if best is None else _unprotected(situation, best.way),
+        not_protected=[] if best is None else _unprotected_names(situation, best.way),
         cost=None if best is None or best.way not in LEAVING else situation.leaving_cost(best.way),
         memory=_memory_answer(advice),
         commands=() if made is None else made.lines,

@@ -260,7 +260,7 @@ def _doubt_notes(options: TuneOptions, result: TuneResult) -> list[str]:
     notes = []
     if result.over:
         notes.append(f"the budget of {options.most_seconds:g} s is spent; the same tune again goes on from there")
-    if best is not None and not best.safe(goal):
+    if best is not None and not best.meets_safely(goal):
         notes.append("the goal is met by less than the scatter of the figures; the same tune again measures longer")
     if result.waits:
         notes.append("production waits for requests: its rate is the demand, and its latency decides")

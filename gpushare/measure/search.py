@@ -145,7 +145,7 @@ class Figures:
         """Return whether the goal is met, perhaps by chance."""
         return self.margin(goal) >= 1
 
-    def safe(self, goal: Goal) -> bool:
+    def meets_safely(self, goal: Goal) -> bool:
         """Return whether the goal is met by more than one standard error, of the rate and of the p99."""
         p99_is_safe = goal.p99_factor is None
         if self.p99 is not None:
@@ -156,7 +156,7 @@ class Figures:
 
     def meets_so_far(self, goal: Goal) -> bool:
         """Return whether the goal is met: at first perhaps by chance, after the longest time by more than that."""
-        return self.meets(goal) and (self.seconds < self.most_seconds(goal) or self.safe(goal))
+        return self.meets(goal) and (self.seconds < self.most_seconds(goal) or self.meets_safely(goal))
 
     def verdict(self, goal: Goal) -> bool | None:
         """Return whether the goal is met, by two standard errors; None: more windows might still change the answer."""
@@ -168,7 +168,7 @@ class Figures:
         rate_is_met = self.waits or precise or self._kept_plus(-2.0) >= goal.keep
         return True if rate_is_met and self._p99_margin(goal, self.p99_high) >= 1 else None
 
-    def ample(self, goal: Goal) -> bool:
+    def has_reserve(self, goal: Goal) -> bool:
         """Return whether production loses at most half of what it may lose: then the search takes a larger step."""
         rate_is_ample = self.waits or self.kept >= (1 + goal.keep) / 2
         p99_is_ample = goal.p99_factor is None or self.p99 is None or self.p99 <= (1 + goal.p99_factor) / 2
@@ -179,7 +179,7 @@ class Figures:
         rate_is_clear = self.waits or self._kept_plus(-2.0) >= goal.keep
         return self.meets(goal) and rate_is_clear and self._p99_margin(goal, self.p99) >= _CLEAR_P99_MARGIN
 
-    def certain(self, goal: Goal) -> bool:
+    def is_certain(self, goal: Goal) -> bool:
         """Return whether the figures are as certain as an answer should be, whether or not the goal is met."""
         # `_has_precise_rate`, which the search needs to go on, asks for more.
         rate_is_sure = self.waits or self.error <= _ANSWER_RATE_ERROR
@@ -281,7 +281,7 @@ def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures], *, 
 def reason_to_skip(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
     """Return why no setting of a way can be better than the best one, which is of another way; None: one may be."""
     best = best_of(goal, known.values())
-    if best is None or best.setting.way == way or not best.safe(goal) or best.share is None:
+    if best is None or best.setting.way == way or not best.meets_safely(goal) or best.share is None:
         return None
     # Even a share of 1 would be more only by the scatter.
     if best.share * FASTER >= 1:
@@ -324,8 +324,8 @@ def _next_on_line(
             return None
     if failing not in measured:
         # Where production hardly notices the others, the last setting is likely to meet the goal, too.
-        ample = meeting >= 0 and measured[meeting].ample(goal)
-        return line[between[-1] if ample else between[len(between) // 2]]
+        has_reserve = meeting >= 0 and measured[meeting].has_reserve(goal)
+        return line[between[-1] if has_reserve else between[len(between) // 2]]
     # A straight line between both ends alone creeps up on a sharp knee: every other time, the middle is measured.
     if meeting >= 0 and len(measured) % 2 == 0:
         return line[(meeting + failing) // 2]
@@ -424,7 +424,7 @@ def _uncertain_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     best = best_of(goal, measured)
     if best is None or best.earlier is not None or best.seconds >= best.most_seconds(goal):
         return None
-    if best.verdict(goal) and best.certain(goal):
+    if best.verdict(goal) and best.is_certain(goal):
         return None
     return Wanted(best.setting, "the best so far: its figures become more certain")
 
@@ -437,7 +437,7 @@ def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
     half of its rate with a cap that kept production as well.
     """
     meeting = [figures for figures in measured if figures.meets(goal)]
-    safe = [figures for figures in meeting if figures.safe(goal)]
+    safe = [figures for figures in meeting if figures.meets_safely(goal)]
     # A setting under which production waits less than under a safe one is as sure, though it was measured less.
     sure = [each for each in meeting if each in safe or any(_waits_less(each.setting, other.setting) for other in safe)]
     best_sure = _best_for_others(sure)

@@ -983,7 +983,7 @@ class Stage:
         if figures.seconds >= figures.most_seconds(goal) or verdict is False:
             return True
         if longer:
-            return verdict is True and figures.certain(goal)
+            return verdict is True and figures.is_certain(goal)
         return verdict is True or figures.seconds >= FIRST_SECONDS or figures.meets_clearly(goal)
 
     # -- figures -------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def _setting_row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
         windows=figures.windows,
         seconds=round(figures.seconds, 1),
         meets=figures.meets(goal),
-        safe=figures.safe(goal),
+        safe=figures.meets_safely(goal),
         frontier=setting in result.outcome.frontier,
         chosen=best is not None and setting == best.setting,
         earlier=figures.earlier,
@@ -112,7 +112,7 @@ def tuned_record(host: Host, device: Device, options: TuneOptions, result: TuneR
     Of a search that was interrupted, only a setting that surely meets the goal is.
     """
     best = result.outcome.best
-    if best is None or (result.stopped is not None and not best.safe(options.search.goal)):
+    if best is None or (result.stopped is not None and not best.meets_safely(options.search.goal)):
         return None
     return Tuned(
         name=name,

@@ -171,7 +171,7 @@ def test_a_rate_is_judged_by_its_error(
     figures: dict[str, float], meets: bool, safe: bool, verdict: bool | None
 ) -> None:
     one = Figures(setting=Setting(threads=60.0), **figures)  # type: ignore[arg-type]
-    assert (one.meets(GOAL), one.safe(GOAL), one.verdict(GOAL)) == (meets, safe, verdict)
+    assert (one.meets(GOAL), one.meets_safely(GOAL), one.verdict(GOAL)) == (meets, safe, verdict)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_p99_is_judged_by_its_interval(
 ) -> None:
     goal = Goal(keep=0.9, p99_factor=1.2)
     one = Figures(setting=Setting(threads=60.0), kept=1.0, p99=p99, p99_low=low, p99_high=high)
-    assert (one.safe(goal), one.verdict(goal)) == (safe, verdict)
+    assert (one.meets_safely(goal), one.verdict(goal)) == (safe, verdict)
 
 
 def test_production_gets_a_slice_that_is_longer_than_its_request() -> None:
@@ -222,7 +222,7 @@ def test_where_the_scatter_decides_the_shorter_slice_is_the_best() -> None:
         )
         for us, p99, high, share in ((100, 1.30, 2.0, 0.74), (2048, 1.27, 1.63, 0.73))
     )
-    assert (short.safe(goal), long.safe(goal)) == (False, True)
+    assert (short.meets_safely(goal), long.meets_safely(goal)) == (False, True)
     assert best_of(goal, [short, long]) == short
     assert best_of(goal, [replace(short, p99=1.52), long]) == long
     assert best_of(goal, [replace(short, share=0.6), long]) == long
