@@ -179,11 +179,11 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
 
-    def absent(value: tuple[str, str], processes: str) -> Check:
+    def finding_of(value: tuple[str, str], processes: str) -> Check:
         kind = "mig" if value[1].startswith("MIG-") else "gpu"
         return finding(f"{kind}.environment", variable=value[0], uuid=value[1], processes=processes)
 
-    yield from _findings_by_value(seen, by_value, absent, "gpu.environment more")
+    yield from _findings_by_value(seen, by_value, finding_of, "gpu.environment more")
 
 
 def _findings_by_value(
@@ -267,10 +267,10 @@ def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, s
         if pipe and not _is_outside_mps(seen, pipe) and served.isdisjoint(_comparable_paths(pipe, trusted=trusted)):
             by_value.setdefault(pipe, []).append(pid)
 
-    def absent(pipe: str, processes: str) -> Check:
+    def finding_of(pipe: str, processes: str) -> Check:
         return finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=processes)
 
-    yield from _findings_by_value(seen, by_value, absent, "mps.environment more")
+    yield from _findings_by_value(seen, by_value, finding_of, "mps.environment more")
 
 
 def _is_outside_mps(seen: Examination, pipe: str) -> bool:
@@ -647,18 +647,19 @@ def _idle(seen: Examination) -> Iterator[Check]:
             and (process.memory_used_bytes or 0) > MUCH_UNLISTED
             and process.pid not in paused
         ]
-        work = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if idle else None  # type: ignore[misc]
-        if work is None:
+        # By PID, the time of the last sample with work, of all that the driver remembers.
+        times = or_none(lambda gpu=gpu: seen.host.nvml.last_work(gpu.index, 0.0)) if idle else None  # type: ignore[misc]
+        if times is None:
             continue
         for process in idle:
             info = seen.host.processes.describe(process.pid)
             if info is None or info.started_at is None:
                 continue
-            worked = max(work.get(process.pid, 0.0), info.started_at)
+            worked = max(times.get(process.pid, 0.0), info.started_at)
             if now - worked < _IDLE_SECONDS:
                 continue
-            listed = process.pid in work
-            since = f"for {format_duration(now - worked)}" if listed else "for as long as the driver remembers"
+            has_time = process.pid in times
+            since = f"for {format_duration(now - worked)}" if has_time else "for as long as the driver remembers"
             may_swap = seen.host.root or info.uid == seen.host.uid
             swap = f"; or move it to host memory: gpushare swap out {process.pid}" if may_swap else ""
             yield finding(

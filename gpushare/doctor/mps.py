@@ -429,6 +429,7 @@ def version(seen: Examination) -> Iterator[Check]:
 
 
 def _cuda_version_text(version: int) -> str:
+    """Return a CUDA version as the driver counts it, 12080, as text: 12.8."""
     return f"{version // 1000}.{version % 1000 // 10}"
 
 

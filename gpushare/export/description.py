@@ -97,6 +97,7 @@ class HostDescription:
     sections: frozenset[str] = frozenset()
 
     def instances(self) -> Iterator[tuple[GpuDescription, MigDescription]]:
+        """Yield each MIG device with its GPU."""
         for gpu in self.gpus:
             for mig in gpu.mig:
                 yield gpu, mig

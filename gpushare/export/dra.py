@@ -28,7 +28,7 @@ _ATTRIBUTES: Final = f"device.attributes['{DRIVER}']"
 
 
 def api_version(kubernetes: str) -> str:
-    """Return the version of resource.k8s.io that a Kubernetes has."""
+    """Return the version of the API of claims (resource.k8s.io) that a Kubernetes has: ``v1beta1`` of 1.32."""
     match = _VERSION.fullmatch(kubernetes.removeprefix("v"))
     if match is None:
         raise BadUsage(

@@ -272,6 +272,7 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
     named_in_full = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
 
     def is_model(written: str, gpu: Gpu) -> bool:
+        """Return whether a written model means a GPU: in full, or by words if no entry names this GPU in full."""
         name = gpu.name or ""
         return same_model(written, name) if gpu.index in named_in_full else _words_of(written) <= _words_of(name)
 

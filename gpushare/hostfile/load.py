@@ -150,13 +150,14 @@ def changed_limits(host: Host, file: HostFile) -> list[str]:
 def _same_model(written: str, name: str) -> bool:
     """Return whether a model in a file (product name or catalogue alias) is that of a GPU with this name."""
 
-    def key(text: str) -> str:
+    def model_key(text: str) -> str:
+        """Return the catalogue's key of a model, or the text in plain form if the catalogue lacks it."""
         try:
             return find_model(text).key
         except BadUsage:
             return " ".join(text.lower().split())
 
-    return key(written) == key(name)
+    return model_key(written) == model_key(name)
 
 
 def _with_user_names(entry: Entry, shown: str) -> Entry:
@@ -168,13 +169,13 @@ def _with_user_names(entry: Entry, shown: str) -> Entry:
         except NotFound as error:
             raise NotFound(f"{shown}:{mark}: {error.message}", error.hint, code=error.code) from None
 
-    def mps(wish: MpsWish | None, mark: Mark) -> MpsWish | None:
+    def mps_with_names(wish: MpsWish | None, mark: Mark) -> MpsWish | None:
         return None if wish is None else replace(wish, users=user_names(wish.users, mark))
 
-    def instance(wish: InstanceWish) -> InstanceWish:
-        return replace(wish, users=user_names(wish.users, wish.mark), mps=mps(wish.mps, wish.mark))
+    def instance_with_names(wish: InstanceWish) -> InstanceWish:
+        return replace(wish, users=user_names(wish.users, wish.mark), mps=mps_with_names(wish.mps, wish.mark))
 
-    return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
+    return replace(entry, mps=mps_with_names(entry.mps, entry.mark), mig=tuple(map(instance_with_names, entry.mig)))
 
 
 def applied_path(host: Host) -> Path:
@@ -237,6 +238,7 @@ def is_kept(host: Host, text: str) -> bool:
 
 
 def _has_text(host: Host, path: Path, text: str) -> bool:
+    """Return whether a file of the state directory has this text and no other user can have written it."""
     with contextlib.suppress(OSError, ValueError):
         return is_trusted_directory(host.state_directory) and read_own(path) == text.encode()
     return False

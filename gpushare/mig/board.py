@@ -85,8 +85,6 @@ class Board:
         self._most_placed = cache(self._count_most_placed)
         self._all_arrangements = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
-    # -- what is free ------------------------------------------------------------------------------
-
     def _room_by_profile(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
         spare = self.compute_slices - sum(self.slices[other] for other in members)
@@ -142,8 +140,6 @@ class Board:
                 occupied_mask |= place
                 number += 1
         return number
-
-    # -- arrangements ------------------------------------------------------------------------------
 
     def arrangements(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place up to ``limits`` of each kind on an empty board, the empty way first."""

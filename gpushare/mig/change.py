@@ -114,20 +114,20 @@ def _switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> St
     changes = MigChanges(host.nvml)
     enabled_now = bool(gpu.mig_enabled)
 
-    def act() -> None:
+    def switch() -> None:
         if not host.root:
             raise needs_root_error(f"GPU {gpu.index}: switching MIG", gpu.index)
         ledger.note(f"MIG {on_or_off(enable)} on GPU {gpu.index}: nvmlDeviceSetMigMode")
         host.nvml.restart()
         changes.set_mode(gpu.index, enabled=enable)
 
-    def back() -> None:
+    def switch_back() -> None:
         # Current and pending.
         if changes.mode(gpu.index) != (enabled_now, enabled_now):
             host.nvml.restart()
             changes.set_mode(gpu.index, enabled=enabled_now)
 
-    return mode_step(gpu.index, act, back, enable=enable)
+    return mode_step(gpu.index, switch, switch_back, enable=enable)
 
 
 GRACE_SECONDS: Final = 10.0
@@ -319,8 +319,7 @@ class GpuChange:
 
     @property
     def lost_uuids(self) -> set[str]:
-        """Return the UUIDs of the devices that no MPS daemon serves after it."""
-        # With MIG on, none serves the GPU itself.
+        """Return the UUIDs of the devices whose MPS daemon must stop: MIG devices that go, and the GPU if MIG goes on."""
         gpu = {self.gpu.uuid} if self.enable and self.gpu.uuid else set()
         return self.plan.destroyed_uuids | gpu
 
@@ -513,7 +512,7 @@ class _InstanceWork:
 
 
 def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None = None) -> None:
-    """Carry a change out under the journal. The caller holds its lock."""
+    """Carry a change out, noted in the journal so that a crash can be undone. The caller holds its lock."""
     if not change.plan.steps:
         return
     with contextlib.ExitStack() as claims:

@@ -48,8 +48,6 @@ _MOST_COMPUTE_PROFILES: Final = 16
 _MOST_INSTANCES: Final = 64
 # The only engine profile (NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).
 _SHARED_ENGINES: Final = 0
-
-
 P = TypeVar("P", Profile, ComputeProfile)
 
 

@@ -365,15 +365,17 @@ def plan_names(
     name_at = {named.spot: named for named in names_now.values()}
     bound = [named for named in wanted if name_at.get(named.spot) != names_now.get(named.name, named)]
     for named in bound:
-        has_now = name_at.get(named.spot)
-        if has_now is not None and (named.spot in kept_spots or has_now.users):
-            raise name_taken_error(host, has_now).restated(hint=f"forget it: gpushare mig name --forget {has_now.name}")
-        present = names_now.get(named.name)
-        if present is not None:
-            refuse_name_elsewhere(host, present, index)
+        other_name = name_at.get(named.spot)
+        if other_name is not None and (named.spot in kept_spots or other_name.users):
+            raise name_taken_error(host, other_name).restated(
+                hint=f"forget it: gpushare mig name --forget {other_name.name}"
+            )
+        means_now = names_now.get(named.name)
+        if means_now is not None:
+            refuse_name_elsewhere(host, means_now, index)
             # Without an instance, a name with grants is not lost unasked.
-            if present.spot in kept_spots or (present.users and present.spot not in destroyed_spots):
-                raise name_taken_error(host, present)
+            if means_now.spot in kept_spots or (means_now.users and means_now.spot not in destroyed_spots):
+                raise name_taken_error(host, means_now)
     staying = [named for named in bound if named.spot in kept_spots]
     # New names are bound before their instances exist, so that a crash loses none. Those of instances that are destroyed are
     # bound after the layout: its undo leaves them alone.

@@ -255,6 +255,7 @@ class MigLedger:
             os.close(descriptor)
 
     def _is_trusted(self) -> bool:
+        """Return whether only this user or root can have written the journal."""
         return is_trusted_directory(self._directory.parent, self._directory.name)
 
     def interrupted_change(self) -> ChangeRecord | None:
@@ -396,6 +397,7 @@ class MigLedger:
             self._rename_journal("not-restored")
 
     def set_aside(self) -> Path:
+        """Rename a journal that cannot be read, and so blocks every change; return its new path."""
         return self._rename_journal("set-aside")
 
     def drop(self, path: Path) -> None:

@@ -172,8 +172,6 @@ class Site:
         kept = (profile for n, profile in enumerate(self.profiles) if profile is not None and not without >> n & 1)
         return tuple(sorted(kept))
 
-    # -- adding ------------------------------------------------------------------------------------
-
     def options(self, candidates: Iterable[Candidate]) -> dict[WishPart, Placing]:
         """Return the cheapest way to place every part of the wish on this GPU.
 

@@ -248,7 +248,10 @@ def at_current_indexes(host: Host, shapes: Iterable[GpuShape]) -> tuple[GpuShape
 
 
 def _differences_now(host: Host, change: ChangeRecord, shapes: tuple[GpuShape, ...]) -> tuple[str, ...]:
-    """Return in words how the GPUs of a change differ now from these shapes, instances of others aside."""
+    """Return in words how the GPUs of a change differ now from these shapes, one for each GPU; empty: they do not.
+
+    Instances at places that the change had neither before nor after are others' and do not count.
+    """
     index_of = _index_by_uuid(host)
     words: list[str] = []
     for shape, before, after in zip(shapes, change.before, change.after, strict=True):

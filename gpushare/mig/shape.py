@@ -99,9 +99,6 @@ def _compute_shape(part: ComputeInstance) -> ComputeShape:
     return ComputeShape(part.profile.slices, None if part.placement is None else part.placement.start)
 
 
-# -- comparing -------------------------------------------------------------------------------------
-
-
 def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     """Return in words what differs from what is wanted; empty: nothing. An unknown start fits any."""
     words = []
@@ -201,9 +198,6 @@ class Proof:
 
 
 NOTHING: Final = Proof(made=(), begun=None)
-
-
-# -- making it again -------------------------------------------------------------------------------
 
 
 class Restoration:

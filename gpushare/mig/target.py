@@ -143,6 +143,7 @@ class DeviceCount:
     mig_device: bool
 
     def __str__(self) -> str:
+        """Return the devices for messages: ``1g.10gb:2*3 (no compute instance)``."""
         place = "" if self.start is None else f":{self.start}"
         count = f"*{self.count}" if self.count > 1 else ""
         note = "" if self.mig_device else " (no compute instance)"

@@ -67,6 +67,7 @@ class Request:
     count: int = 1
 
     def __str__(self) -> str:
+        """Return the request as typed: ``3g.40gb:4``, ``1g.10gb*2``, ``2c.3g.40gb 1c.3g.40gb``."""
         place = "" if self.start is None else f":{self.start}"
         counts = {f"{self.profile}{place}": self.count}
         if self.compute:
