@@ -265,6 +265,7 @@ class _ClientWatch(PlainWatch):
     """The watch over an engine's client, which is on no GPU: nothing is known until the container runs."""
 
     def poll_interval(self) -> float:
+        """Return the seconds between two questions to the engine whether the container runs."""
         return _POLL_SECONDS
 
     def find_processes(self) -> None:

@@ -34,14 +34,7 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
-from gpushare.memory.room import (
-    best_together_first,
-    check_fits,
-    client_limit,
-    read_lines,
-    usable_now,
-    why_it_waits,
-)
+from gpushare.memory.room import best_together_first, check_fits, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS

@@ -261,6 +261,7 @@ class AdaptedSlice(Part):
     _told: set[str] = field(default_factory=set)
 
     def started(self, watch: Watch) -> None:
+        """Note the program, and make what stops it for baselines (`Pauser`)."""
         self._watch = watch
         if self.pauser is None:
             self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid)

@@ -19,13 +19,7 @@ from gpushare.host.users import has_records
 from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.mps.control import is_server
-from gpushare.run.jobs import (
-    MOST_COMMAND,
-    OPPORTUNISTIC,
-    JobRecord,
-    past_jobs,
-    running_records,
-)
+from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, JobRecord, past_jobs, running_records
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence

@@ -201,9 +201,11 @@ class TimeLimit(Part):
         self._over = False
 
     def started(self, _watch: Watch) -> None:
+        """Begin to count the job's time."""
         self.due = time.monotonic() + self._limit
 
     def poll(self) -> bool:
+        """Return whether the job's time is over, so that it has to end."""
         self._over = self._over or self.seconds_to_poll <= 0
         return self._over
 

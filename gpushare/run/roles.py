@@ -296,6 +296,7 @@ class PauseForProduction(Part):
         return f", paused while {self.production.title} works"
 
     def started(self, watch: Watch) -> None:
+        """Note the program, and make what pauses it while production works (`Pauser`)."""
         self._watch = watch
         # A program that has just started is not on the GPU yet.
         self.due = time.monotonic() + _FIRST_SECONDS

@@ -331,6 +331,7 @@ class MpsShare:
         return ActivityMeter(self.host.nvml, self.device.gpu.index, None if mig is None else mig.gpu_instance_id)
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a client of the daemon, with its limits."""
         variables = base if self.own_limits else without_own_limits(base)
         return client_environment(variables, self.device, self.home, self.limits)
 

@@ -143,6 +143,7 @@ class OwnSlice(Part):
         self._watch = watch
 
     def poll(self) -> bool:
+        """Give the program's new processes the slice; return False, as the program need not end."""
         self._set_slice(self._watch)
         self.due = math.inf if self._failed else time.monotonic() + min(self._watch.poll_interval(), LOOK_SECONDS)
         return False

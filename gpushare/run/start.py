@@ -16,15 +16,7 @@ from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpushare.base.errors import (
-    BadUsage,
-    GpushareError,
-    InUse,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-    error_of,
-)
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed, error_of
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, devices_for_any, is_any, select_for_change, select_one, titles
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
@@ -802,6 +794,7 @@ class YieldToProduction(Part):
         self.yielded = False
 
     def poll(self) -> bool:
+        """Return whether production works, or has worked: then the program has to end."""
         self.due = time.monotonic() + _TICK_SECONDS
         self.yielded = self.yielded or self._production.works()
         return self.yielded

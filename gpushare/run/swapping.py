@@ -297,6 +297,7 @@ class Turns(Policy):
         return _FIRST_TURN_SECONDS
 
     def leaves(self, sample: Sample) -> bool:
+        """Return whether the job's turn is over and another job waits for the next one."""
         return sample.next_in_turn is not None and sample.now - sample.since >= self.turn_seconds
 
     def returns(self, _sample: Sample) -> bool:
@@ -326,6 +327,7 @@ class IdleInTurns(Policy):
     _brings_back: Policy | None = None
 
     def leaves(self, sample: Sample) -> bool:
+        """Return whether the job is idle or its turn is over, and note which of them: that policy brings it back."""
         # Both are asked each time: each keeps what it has seen.
         is_idle = self.idle.leaves(sample)
         is_over = self.turns.leaves(sample)
@@ -453,6 +455,7 @@ class Swapping(Part):
         return self._swap is not None
 
     def started(self, watch: Watch) -> None:
+        """Note the program that is to be swapped from now on."""
         self._watch = watch
         self._pid = watch.program_pid
         self._since = self._clock()
