@@ -52,7 +52,6 @@ from gpushare.host.process import read_text
 if TYPE_CHECKING:
     import socket
 
-
 CONTROL_NODE: Final = "/dev/nvidiactl"
 # Major and minor number of it (Documentation/admin-guide/devices.txt).
 CONTROL_DEVICE: Final = (195, 255)

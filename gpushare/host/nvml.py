@@ -654,6 +654,7 @@ class NvmlReader:
 
 
 def nvml_text(value: Any) -> str | None:
+    """Return an answer of NVML as text, which some of its bindings give as bytes; None: unknown."""
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)

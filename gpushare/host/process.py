@@ -36,7 +36,6 @@ from gpushare.host.identity import (
 if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
 
-
 # Linux before 5.3, a sandbox without this call, or no descriptor left: then rely on the check just before.
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # libnvidia-ml.so (NVML) and libcuda.so (CUDA); the driver version follows the name.

@@ -345,6 +345,7 @@ def clear_leftovers(directory: Path, stem: str | None = None) -> None:
 
 
 def sync_directory(directory: Path) -> None:
+    """Write a directory to the disk: else a file that was made or replaced in it can be lost with the power."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

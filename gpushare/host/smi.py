@@ -77,6 +77,7 @@ class ComputePolicy:
         return self._programs.start(LIST_ARGV, timeout=timeout)
 
     def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
+        """Return the level of each GPU, by index; None: one that gpushare does not know. Errors as `Programs.run`."""
         return policies_of(self._programs.run(LIST_ARGV, timeout=timeout))
 
     def set(self, uuid: str, level: TimeSlice) -> Completed:

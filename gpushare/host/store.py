@@ -228,6 +228,7 @@ class RecordStore(Generic[T]):
 
     def _directories_of(self, path: Path) -> Sequence[Path]:
         """Return the directories that a record is in, the nearest first, up to the run or state directory."""
+        # One directory more than there are slashes, and the run or state directory.
         return path.parents[: self.directory.count("/") + 2]
 
     # -- reading

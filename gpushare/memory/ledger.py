@@ -175,6 +175,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     waiting_of_user: Counter[int] = Counter()
 
     def counts(job: Reservation) -> bool:
+        """Return whether a job counts: it is on the GPU, or one of the first that its user lets wait. Called once for each."""
         waiting_of_user[job.claim.uid] += job.waits
         if job.waits:
             return waiting_of_user[job.claim.uid] <= MOST_WAITING_OF_ONE_USER
@@ -734,6 +735,7 @@ def _have_room(own: Reservation, jobs: Sequence[Reservation], keys: Sequence[str
         return False
 
     def fits(line: Line) -> bool:
+        """Return whether memory and clients of MPS suffice, and this job is within its user's limit."""
         clients = sum(holder.client for holder in line.running)
         return line.fits and (line.room.clients is None or clients <= line.room.clients) and own.id not in line.beyond
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from gpushare.host.program import Completed, Programs
 
-
 # Bounded digits: a log line may hold anything, and int() refuses thousands of digits.
 _MEMORY: Final = re.compile(r"^(\d{1,12})([MG])$", re.ASCII)
 _PID: Final = re.compile(r"^[1-9]\d{0,9}$", re.ASCII)

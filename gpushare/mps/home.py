@@ -325,7 +325,7 @@ def pipe_users(directory: Path) -> tuple[str, ...] | None:
     """Return the users who may enter a pipe directory (the owner, if no other may); empty: all; None: it does not exist."""
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
-        if mode & 0o001:
+        if mode & stat.S_IXOTH:
             return ()
         users = tuple(sorted(map(user_name, listed_users(directory, 0o1))))
         # Without a list only the owner may.

@@ -102,7 +102,6 @@ class _Start:
         log = shlex.quote(str(home.log))
         record = shlex.quote(str(home.directory / "daemon.json"))
         mode_steps = self._exclusive_steps() if exclusive else []
-
         # The record before the first change: a start that is killed leaves what to restore, and whose daemon it is.
         steps = [
             Step(
@@ -128,7 +127,6 @@ class _Start:
                     do=lambda: self._end_interrupted(before),
                 )
             )
-
         # Who may connect, before a client can.
         users = _users_text(self._users)
         if self._users is not None:
@@ -140,7 +138,6 @@ class _Start:
                     revert=self._restore_pipe_users,
                 )
             )
-
         start = f"CUDA_VISIBLE_DEVICES={self._device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log}"
         return [
             *steps,
@@ -343,12 +340,12 @@ def check_several_users(host: Host) -> None:
 
 
 def _refuse_second_daemon(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -> None:
+    """Raise InUse if one of these daemons serves the device already."""
     for item in daemons:
         daemon = item.daemon
         if daemon.ours and daemon.device_uuid == device.uuid:
             if daemon.error is not None or (item.record is not None and item.record.interrupted):
-                # A dead daemon, or the rest of an interrupted start: its record is replaced. Whether another gpushare
-                # is starting it right now shows under the lock.
+                # It is dead, or left by an interrupted start: the lock tells whether another gpushare starts it just now.
                 continue
             raise _daemon_exists_error(device, daemon.pid)
         if not daemon.ours and item.serves(host, device.gpu.index):

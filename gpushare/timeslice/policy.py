@@ -193,7 +193,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, restores: bool)
     # The undo puts back only a record that this step has changed: another gpushare may have written it meanwhile.
     has_changed_record = False
 
-    def act() -> None:
+    def set_and_note() -> None:
         nonlocal has_changed_record
         now = host.nvml.compute_mode(device.gpu.index)
         if not restores and recorded is None and now not in {None, mode}:
@@ -204,13 +204,13 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, restores: bool)
             has_changed_record = True
             _note_mode(host, device, None)
 
-    def back() -> None:
+    def undo() -> None:
         if setting.revert is not None:
             setting.revert()
         if has_changed_record:
             _note_mode(host, device, recorded)
 
-    return replace(setting, do=act, revert=back)
+    return replace(setting, do=set_and_note, revert=undo)
 
 
 def _note_mode(host: Host, device: Device, mode: ComputeMode | None) -> None:
