@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
-    """Return the limit of one process with its CUDA context, in bytes; None is no limit."""
+    """Return what a job gets as ``--memory``: the limit of one process with its CUDA context, in bytes; None: no limit."""
     usable = s.budget_of(way).usable_bytes
     count = s.case.processes
     if work.memory is None:

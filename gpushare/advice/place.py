@@ -205,7 +205,7 @@ def _place_jobs_with_several_gpus(situation: Situation, idle: Sequence[GpuFacts]
 def _part_on_gpu_sets(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
     """Return the part of jobs that have several GPUs each, a set; jobs for which there is no set wait for one.
 
-    ``beside``: other workloads have other GPUs.
+    ``beside``: other workloads have other GPUs, so that even a single job has its GPUs for itself.
     """
     case = situation.case
     gpus_each = situation.gpus_each

@@ -97,6 +97,7 @@ class Grounds:
 
     @property
     def gpu_instances(self) -> set[int]:
+        """Return the ids of the GPU instances that were taken."""
         return {place.instance.id for place, _ in self._instances}
 
     def environment(self, limits: Limits | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:

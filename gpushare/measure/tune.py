@@ -422,12 +422,8 @@ class Tuner:
                 return
             setting, why_again = wanted
             slices_had_their_part = not is_last and self._seconds_spent() > _SLICES_PART * self.options.most_seconds
-            if (
-                why_again
-                and slices_had_their_part
-                and reason_to_skip(Way.CAPS, self._fresh_figures(), self._search.goal) is None
-            ):
-                # Caps may be better.
+            caps_may_be_better = reason_to_skip(Way.CAPS, self._fresh_figures(), self._search.goal) is None
+            if why_again and slices_had_their_part and caps_may_be_better:
                 return
             figures_before = self._known.get(setting)
             text = setting.title if why_again is None else f"{setting.title} again: {why_again}"
