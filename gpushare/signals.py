@@ -48,7 +48,7 @@ def _do_nothing(_number: int, _frame: FrameType | None) -> None:
 
 
 def ending_signals_ignored() -> contextlib.AbstractContextManager[None]:
-    """Ignore Ctrl-C, SIGTERM and SIGHUP."""
+    """Ignore Ctrl-C, SIGTERM and SIGHUP in this block: what it undoes or restores is not left half done."""
     return signals_handled(ENDING, _do_nothing)
 
 

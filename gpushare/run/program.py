@@ -439,7 +439,7 @@ class Session:
         self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
         self._report_news()
         if not watch.attached and not watch.outside:
-            self._say(self._reporter.unproved)
+            self._say(self._reporter.share_not_proved)
 
     def _begin(self, watch: Watch) -> None:
         """Watch the program, which runs now, and hand the watch to the parts."""

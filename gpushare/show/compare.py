@@ -133,7 +133,7 @@ def csv_table(cells: Sequence[Any]) -> Table:
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
-    """Return the table of one cell: headings, each with its text."""
+    """Return the table that explains one cell of the comparison: headings, each with its text."""
     columns = (Column("what", "what", group=True), Column("says", "says", wrap=True))
     return Table(
         name="cell", title=title, columns=columns, rows=tuple({"what": what, "says": says} for what, says in entries)

@@ -84,7 +84,7 @@ class RunReport:
             "one user at a time (see: gpushare mps status)"
         )
 
-    def unproved(self) -> None:
+    def share_not_proved(self) -> None:
         """Say that no context of the program was seen, so its limits, or its place, are not proved."""
         self.news(
             f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"

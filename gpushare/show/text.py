@@ -89,7 +89,7 @@ def complete_commands(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return a message as one line: a line break with the blanks around it becomes one space."""
+    """Return a message as one line, a space for each line break, with its commands as the user has to type them."""
     return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", complete_commands(text).strip()))
 
 

@@ -190,9 +190,9 @@ def add_vgpu(spec: str, gpu: str, kind: str, vm: str, memory_bytes: int) -> str:
     with changing(_state_file(spec)) as (state, _):
         index, chosen = _find_gpu(state, gpu)
         number = len(chosen.vgpus)
-        name = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{spec}/{index}/{number}/{vm}"))
-        chosen.vgpus.append(SimulatedVgpu(uuid=name, type=kind, vm=vm, memory_bytes=memory_bytes))
-    return name
+        vgpu_uuid = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{spec}/{index}/{number}/{vm}"))
+        chosen.vgpus.append(SimulatedVgpu(uuid=vgpu_uuid, type=kind, vm=vm, memory_bytes=memory_bytes))
+    return vgpu_uuid
 
 
 def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = None) -> None:
