@@ -9,7 +9,7 @@ from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
 from gpushare.cli.options import HOST_FILE_ARGUMENT, HOST_FILE_OPTION, Command, host_file, settings, verb
-from gpushare.hostfile.diff import Point, check_fits, points
+from gpushare.hostfile.diff import Point, check_fits, diff_points
 from gpushare.hostfile.file import Entry
 from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import changed_limits, entries_of, load, names_in
@@ -85,7 +85,7 @@ def _gpu_diff(live: LiveGpu, entry: Entry) -> GpuDiff:
     differences: tuple[Point, ...] = ()
     if problem is None:
         try:
-            differences = points(live, entry)
+            differences = diff_points(live, entry)
             if differences:
                 check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:

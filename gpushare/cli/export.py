@@ -38,7 +38,7 @@ from gpushare.export.k8s import operator_export
 from gpushare.export.karpenter import node_pool_export
 from gpushare.export.slurm import slurm_export
 from gpushare.export.systemd import FILE, units_export
-from gpushare.hostfile.diff import check_fits, points
+from gpushare.hostfile.diff import check_fits, diff_points
 from gpushare.hostfile.file import HostFile, document_of
 from gpushare.hostfile.kept import file_applied_by_root
 from gpushare.hostfile.load import entries_of, kept_file, load, with_place_in_file
@@ -386,7 +386,7 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
     # Where the MIG devices of the file exist, the host itself is described: they have UUIDs and capability nodes.
     with_mig = [gpu for gpu in state.gpus if profiles.get(gpu.index)]
     applied = {
-        live.gpu.index for live in live_gpus(state, with_mig) if not points(live, matched.entries[live.gpu.index])
+        live.gpu.index for live in live_gpus(state, with_mig) if not diff_points(live, matched.entries[live.gpu.index])
     }
     return as_wished(host, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
 

@@ -74,7 +74,7 @@ def finding(name: str, gpu: int | None = None, **values: Any) -> Check:
 
 
 def remedy_of(error: GpushareError) -> str:
-    """Return the hint of an error, unless it leads back to the doctor."""
+    """Return what to do about an error, in the doctor's answer: its hint, unless that leads back to the doctor."""
     if isinstance(error, TimedOut):
         # A program of the driver hangs in the kernel; its log has the cause.
         return "sudo dmesg | grep -i -e nvrm -e xid"

@@ -45,7 +45,7 @@ from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import OtherNamespace, RecordStore, Unread
 from gpushare.host.users import command_as_user
-from gpushare.hostfile.diff import points
+from gpushare.hostfile.diff import diff_points
 from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.ledger import owners_of, reservations
@@ -201,7 +201,7 @@ def _findings_by_value(
 
 
 def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
-    """Return the first few values: those of this shell, then those of this user and root, then those of others."""
+    """Return the values to report, at most ten: those of this shell, then of this user and root, then of others."""
 
     def of_others(value: Key) -> bool:
         info = seen.host.processes.describe(by_value[value][0])
@@ -314,7 +314,7 @@ def drift(seen: Examination) -> Iterator[Check]:
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept):
         try:
-            drifted = any(point.found != "unknown" for point in points(live, seen.wanted[live.gpu.index]))
+            drifted = any(point.found != "unknown" for point in diff_points(live, seen.wanted[live.gpu.index]))
         except GpushareError:
             # It has no such profile any more: `gpushare diff` says so, and the other GPUs are still compared.
             drifted = True

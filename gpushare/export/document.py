@@ -46,7 +46,7 @@ class _Packaged(Template):
 
 
 def render_file(name: str, **values: str | int) -> str:
-    """Return a file of ``gpushare/data/export`` with its values."""
+    """Return the text of a template of ``gpushare/data/export`` with these values in it."""
     return _Packaged(package_text(f"export/{name}")).substitute(values)
 
 

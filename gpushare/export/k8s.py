@@ -308,7 +308,7 @@ def _policy_patch(*, has_mig: bool) -> Document:
 
 
 def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
-    """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
+    """Return one Deployment per resource. Of shared devices it has a pod more than there are devices: all run only if shared."""
     checks = []
     for name, devices in device_counts(host).items():
         pods = devices + (1 if name in sharing.replicas else 0)

@@ -17,7 +17,7 @@ from gpushare.base.model import ComputeMode, Way
 from gpushare.base.selection import Device, refuse_silent_gpus
 from gpushare.host.compute_mode import compute_mode_step
 from gpushare.host.host import Host
-from gpushare.hostfile.diff import check_has_mig, points
+from gpushare.hostfile.diff import check_has_mig, diff_points
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import (
     Assignment,
@@ -79,7 +79,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     refuse_silent_gpus(live.gpu)
     title = f"apply to GPU {index}: {entry.sharing.value}"
     check_has_mig(live.gpu, entry)
-    if not points(live, entry):
+    if not diff_points(live, entry):
         return GpuApply(MigChange(gpus=(), plan=Plan(title=title, steps=())))
     refuse_units(live)
     if live.foreign:

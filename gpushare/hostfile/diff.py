@@ -38,7 +38,7 @@ class Point:
         return f"{self.what}: {self.found or 'none'}; the file: {self.wanted or 'none'}"
 
 
-def points(live: LiveGpu, entry: Entry) -> tuple[Point, ...]:
+def diff_points(live: LiveGpu, entry: Entry) -> tuple[Point, ...]:
     """Return how a GPU differs from its entry; empty: it does not."""
     return tuple(_yield_points(live, entry))
 

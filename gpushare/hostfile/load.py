@@ -77,7 +77,7 @@ def load_own(path: str) -> HostFile:
 
 
 def names_in(file: HostFile) -> Names:
-    """Return the ids of the users and groups that the rules of a file name.
+    """Return the ids of the users and groups that the rules of a file name: a process has ids only.
 
     Raises NotFound with line and column: there is no such user or group.
     """

@@ -17,7 +17,7 @@ from gpushare.base.units import first_few
 from gpushare.host.host import Host
 from gpushare.host.program import missing_program_error
 from gpushare.host.smi import set_argv
-from gpushare.hostfile.diff import points
+from gpushare.hostfile.diff import diff_points
 from gpushare.hostfile.file import MEMORY_KEY, Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again, stop_daemon_on, stop_unused
@@ -128,7 +128,7 @@ def check_step(read_live: Callable[[], LiveGpu], entry: Entry, index: int) -> St
     """
 
     def act() -> None:
-        differences = points(read_live(), entry)
+        differences = diff_points(read_live(), entry)
         if differences:
             raise NotHeld(
                 f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, differences))}",
@@ -235,7 +235,7 @@ def daemon_step(
 
 
 def _change_commands(selector: str, home: DaemonHome, before: MpsWish, after: MpsWish) -> str:
-    """Return the commands that change the limits and users of a running daemon, at least one."""
+    """Return the commands that change the limits and users of a running daemon; without a change the one for its limits."""
     commands = []
     if before.limits != after.limits or before.users == after.users:
         commands.append(shlex.join(["gpushare", "mps", "set", "-g", selector, *after.limits.options()]))

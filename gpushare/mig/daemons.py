@@ -78,6 +78,7 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
 
 
 def stop_daemon_on(host: Host, device: Device) -> None:
+    """Stop our daemon on a device, if one runs: the undo of a start."""
     for own in own_daemons(host, device.gpu):
         if own.device.uuid == device.uuid:
             stop_unused(host, own.found, own.device)
@@ -133,7 +134,7 @@ def refuse_foreign(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> None:
 
 
 def _may_see(host: Host, pid: int, uuids: Collection[str]) -> bool:
-    """Return whether a daemon may see one of these MIG devices: unless its environment names others, and nothing else."""
+    """Return whether a daemon may serve one of these MIG devices: False if its environment names only other MIG devices."""
     visible = (host.processes.environment(pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
     words = [word.strip().lower() for word in visible.split(",") if word.strip()]
     # CUDA takes the beginning of a UUID for the UUID.

@@ -18,7 +18,7 @@ from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
-from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of, refuse_name_of_root
+from gpushare.mig.ledger import NAMES, NamedInstance, changing_names, check_name, names_of, refuse_name_of_root
 from gpushare.mig.places import named_instance
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
@@ -283,7 +283,7 @@ def _record_step(host: Host, named: NamedInstance, users: tuple[str, ...], *, ne
     """
 
     def write(wanted: tuple[str, ...]) -> None:
-        with names_changed(host) as names:
+        with changing_names(host) as names:
             # Where root grants by a name that a user has given, root gets the name, too.
             names[named.name] = replace(names.get(named.name, named), users=wanted)
 
@@ -526,7 +526,7 @@ class _NamesWork:
         self._before: dict[str, NamedInstance | None] = {}
 
     def do(self) -> None:
-        with names_changed(self._host) as names:
+        with changing_names(self._host) as names:
             for name, forgotten in self._forget.items():
                 refuse_name_of_root(self._host, name)
                 present = names.get(name)
@@ -537,7 +537,7 @@ class _NamesWork:
                 names[name] = named
 
     def undo(self) -> None:
-        with names_changed(self._host) as names:
+        with changing_names(self._host) as names:
             for name, earlier in self._before.items():
                 if names.get(name) != self._bind.get(name):
                     continue

@@ -116,7 +116,7 @@ def refuse_name_of_root(host: Host, name: str) -> None:
 
 
 @contextlib.contextmanager
-def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
+def changing_names(host: Host) -> Iterator[dict[str, NamedInstance]]:
     """Yield this user's names under a lock, and write them back."""
     path = NAMES.path(host, "mig")
     with NAMES.locked(host):
@@ -269,7 +269,7 @@ class MigLedger:
         return self.current_change()
 
     def current_change(self) -> ChangeRecord | None:
-        """Return the current change. The caller holds the lock.
+        """Return the change of the journal: the one of this process, else one that was interrupted. The caller holds the lock.
 
         Raises:
             OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).

@@ -189,7 +189,7 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
 
 
 def _read_when_left(host: Host, record: OnDemand) -> _Now:
-    """Return the GPU of a record; waits while only ended processes are in the instance."""
+    """Return the GPU of a record; wait up to five seconds while the driver still lists only ended processes in the instance."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while True:
         now = _read_now(host, record)

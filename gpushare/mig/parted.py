@@ -60,7 +60,7 @@ class ConfigEntry:
     # PCI ids as written; empty: any GPU.
     filters: tuple[str, ...] = ()
 
-    def takes(self, index: int, ids: PciIds) -> bool:
+    def applies_to(self, index: int, ids: PciIds) -> bool:
         """Return whether it is for a GPU: both filter and index must match."""
         if self.filters and not any(_is_pci_id_of(text, ids) for text in self.filters):
             return False
@@ -117,7 +117,7 @@ def demands_in(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
     demands: dict[int, Demand] = {}
     for entry in config.entries:
         for gpu in gpus:
-            if entry.takes(gpu.index, (ids or {}).get(gpu.index, PciIds())):
+            if entry.applies_to(gpu.index, (ids or {}).get(gpu.index, PciIds())):
                 demands[gpu.index] = Demand(
                     mig_enabled=entry.mig_enabled, wish=entry.wish, of_all=entry.devices is None
                 )
@@ -152,7 +152,7 @@ def unmatched_entry_notes(config: Config, gpus: Sequence[Gpu], ids: Mapping[int,
             notes.append(
                 f"config '{config.name}', entry {number} names GPU {', '.join(map(str, absent))}, not on this host"
             )
-        elif not any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
+        elif not any(entry.applies_to(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
             notes.append(f"config '{config.name}', entry {number} matches no GPU here")
     return tuple(notes)
 
@@ -283,7 +283,7 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
 
 
 def _demand_with_places(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
-    """Return a demand with its places, which must be of the same MIG devices."""
+    """Return a demand with exact places. Raises BadUsage: they are not of the MIG devices that it has."""
     if demand is None or not demand.mig_enabled or _count_devices(demand.wish) != _count_devices(exact):
         raise BadUsage(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",

@@ -214,11 +214,7 @@ def selected_gpus(host: Host, gpu: str | None, *, answering: bool = True) -> Seq
         return [gpu for gpu in gpus if gpu.error is None]
     devices = (select_for_change if answering else select)(gpu, with_names(host, gpus))
     if any(device.mig is not None for device in devices):
-        raise BadUsage(
-            "both -g and --mig name an instance",
-            "give -g a GPU, or drop one of them",
-            code="two_names",
-        )
+        raise BadUsage("both -g and --mig name an instance", "give -g a GPU, or drop one of them", code="two_names")
     return [device.gpu for device in devices]
 
 

@@ -129,6 +129,7 @@ class GpuPlan:
             yield from self.creation_calls(new)
 
     def creation_calls(self, new: InstanceChange) -> Iterator[Call]:
+        """Yield the calls that create one of ``created``: a new GPU instance first, then what is inside."""
         if new.whole:
             yield Call(action=Action.CREATE_GPU_INSTANCE, gpu=self.gpu, instance=new.instance)
         for part in new.compute:

@@ -718,7 +718,7 @@ def _place_wish(
 
 
 def _least_sizes(offers: Mapping[Board, _Offer]) -> list[int]:
-    """Return the memory slices of one instance of each request of a wish, on the board where it takes the fewest."""
+    """Return the memory slices of one instance of each request on the board where it takes the fewest: they bound the search."""
     sizes: dict[int, int] = {}
     for board, offer in offers.items():
         for number, kind in zip(offer.numbers, offer.kinds, strict=True):

@@ -20,7 +20,7 @@ from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import grant_commands, reapply_grants
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
+from gpushare.mig.ledger import ChangeRecord, MigLedger, changing_names, names_of
 from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
 from gpushare.mig.shape import Creation, GpuShape, Proof, Restoration, differences, shape_of
@@ -145,7 +145,7 @@ def as_commands(shapes: Iterable[GpuShape]) -> list[str]:
 
 
 def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
-    """Return what stands before and behind the GPU in the command that gives it a shape."""
+    """Return the words before and after ``-g GPU`` in the command that gives it a shape: ``apply``, ``3g.40gb:4``."""
     if shape.mig_enabled is False:
         return "disable", " --destroy"
     if not shape.instances:
@@ -229,7 +229,7 @@ def lost_layouts(host: Host, ledger: MigLedger) -> list[Leftover]:
 
 
 def unrestored_differences(host: Host, change: ChangeRecord) -> tuple[str, ...]:
-    """Return in words what differs from before a change; nothing if all is as before it, or all as after it.
+    """Return in words what a failed change has left different; nothing if all is as before it, or all as after it.
 
     Instances of others do not count.
     """
@@ -416,7 +416,7 @@ def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
         if of_change and named.spot not in existing:
             lost.append(named.name)
     if lost:
-        with names_changed(host) as names:
+        with changing_names(host) as names:
             for name in lost:
                 names.pop(name, None)
 

@@ -80,7 +80,7 @@ class GpuShape:
 
 
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
-    """Return the shape of what exists, or of other instances on the same GPU."""
+    """Return the shape of a GPU with the instances of its layout, or with these ``instances`` instead."""
     shapes = [
         InstanceShape(
             profile=instance.profile.name,

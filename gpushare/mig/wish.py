@@ -46,6 +46,7 @@ class Need:
     multiprocessors: int | None = None
 
     def __str__(self) -> str:
+        """Return the need for messages: ``20.0 GiB and 30 SMs``."""
         words = []
         if self.memory_bytes is not None:
             words.append(format_bytes(self.memory_bytes))

@@ -13,7 +13,7 @@ import pytest
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.connect import connect
 from gpushare.host import records
-from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
+from gpushare.mig.ledger import MigLedger, NamedInstance, changing_names
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 from tests.errors import fails
 
@@ -38,7 +38,7 @@ def hold_daemon() -> Path:
 
 def hold_names() -> Path:
     host = connect(H200)
-    with names_changed(host):
+    with changing_names(host):
         return host.state_directory / "names" / "lock"
 
 
@@ -95,7 +95,7 @@ def test_a_record_for_which_there_is_no_room_is_said(
         elif what == "lease":
             home.take_lease()
         else:
-            with names_changed(connect(H200)) as names:
+            with changing_names(connect(H200)) as names:
                 names["train"] = TRAIN
 
     connect(H200).state_directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 from gpushare.base.model import ComputeMode, Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.gpu_models import find_model
-from gpushare.hostfile.diff import mps_points, points
+from gpushare.hostfile.diff import diff_points, mps_points
 from gpushare.hostfile.file import Entry, Exactness, InstanceWish, Match, MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
 from gpushare.hostfile.load import _same_model
@@ -53,7 +53,7 @@ def daemon(**wish: Any) -> LiveMps:
 
 
 def said(now: LiveGpu, entry: Entry) -> list[str]:
-    return [str(point) for point in points(now, entry)]
+    return [str(point) for point in diff_points(now, entry)]
 
 
 def test_what_is_as_the_file_has_it_is_not_said() -> None:

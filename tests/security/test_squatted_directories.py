@@ -16,7 +16,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.load import keep_applied, kept_entries
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
-from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, changing_names, names_of
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, has_unrecorded_daemon, home_of, homes_in
 from gpushare.run.jobs import JobRecord, records, write_record
@@ -54,7 +54,7 @@ def fill(host: Host, device: Device) -> None:
         Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True, way=Way.CAPS),
     )
     keep_applied(host, "no gpushare.yaml\n")
-    with names_changed(host) as names:
+    with changing_names(host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=device.uuid, profile="3g.71gb", start=0)
     ledger = MigLedger(host)
     with ledger.locked():

@@ -29,7 +29,7 @@ from gpushare.host.open_files import OpenFiles
 from gpushare.host.smi import ComputePolicy
 from gpushare.hostfile.load import applied_path, keep_applied
 from gpushare.memory.swapped import SWAPS, swaps
-from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
+from gpushare.mig.ledger import MigLedger, NamedInstance, changing_names
 from gpushare.mps.home import DaemonHome
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION
 from gpushare.run.plain import plain_environment
@@ -64,7 +64,7 @@ def finding(cli: Cli, identifier: str) -> dict[str, Any]:
 
 
 def named(world: World, profile: str, start: int = 0, users: tuple[str, ...] = ()) -> None:
-    with names_changed(world.host) as names:
+    with changing_names(world.host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=world.uuid(), profile=profile, start=start, users=users)
 
 

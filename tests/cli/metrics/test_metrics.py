@@ -25,7 +25,7 @@ from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, take_claim
 from gpushare.memory.ledger import Place, Request
-from gpushare.mig.ledger import NamedInstance, names_changed
+from gpushare.mig.ledger import NamedInstance, changing_names
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until, until_it_runs
@@ -177,7 +177,7 @@ def test_several_foreign_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
 
 def test_mig(cli: Cli, world: World) -> None:
     world.mig("3g.71gb:0", "3g.71gb:4")
-    with names_changed(world.host) as names:
+    with changing_names(world.host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=world.uuid(), profile="3g.71gb", start=4)
     cli("sim", "add", "--mig", world.state.gpus[0].mig[0].uuid).ok()
     found = samples(cli)

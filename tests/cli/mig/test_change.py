@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.host.capabilities import user_name
-from gpushare.mig.ledger import made_by_gpushare, names_changed
+from gpushare.mig.ledger import changing_names, made_by_gpushare
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedGpuInstance
@@ -278,7 +278,7 @@ def test_a_name_whose_instance_is_gone_is_free_again(cli: Cli, refused: Refused)
     world = World(two)
     assert list(world.names()) == ["other"]
     cli("sim", "mig", "-g", "0", "1g.18gb:0", host=two).ok()
-    with names_changed(world.host) as names:
+    with changing_names(world.host) as names:
         names["other"] = replace(names["other"], users=("nobody",))
     error = refused("mig", "create", "1g.18gb", "-g", "0", "--name", "more", code="name_taken", exit_code=2, host=two)
     assert "hint: forget it: gpushare mig name --forget other" in error

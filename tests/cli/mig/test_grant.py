@@ -15,7 +15,7 @@ from gpushare.connect import connect
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.host.host import Host
 from gpushare.mig.grant import plan_grant, plan_revoke, reapplied_steps
-from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, changing_names, names_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim import admin
 from gpushare.sim.machine import SimulatedCapabilities
@@ -36,7 +36,7 @@ def train() -> None:
 def prepare() -> None:
     admin.set_mig(A100, "0", ["3g.40gb:0", "1g.10gb:4"])
     host = connect(A100)
-    with names_changed(host) as names:
+    with changing_names(host) as names:
         names["train"] = NamedInstance(
             name="train", gpu_uuid=str(host.nvml.identities()[0].uuid), profile="3g.40gb", start=0
         )
@@ -242,7 +242,7 @@ def test_grants_are_applied_again_after_a_re_creation(cli: Cli) -> None:
 def test_a_user_that_is_gone_opens_nothing_to_others() -> None:
     """Also when nobody of those that it was granted to is left: then only root may."""
     host = connect(A100)
-    with names_changed(host) as held:
+    with changing_names(host) as held:
         held["train"] = NamedInstance(**{**vars(held["train"]), "users": ("left-the-company",)})
     reapplied()
     assert nodes() == [(False, NodeAccess(mode=0o400))] * 2

@@ -397,13 +397,13 @@ def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
     cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
     before = host.look()
     with monkeypatch.context() as patched:
-        real = grant.names_changed
+        real = grant.changing_names
 
         def changed(*arguments: Any) -> Any:
             full(patched)
             return real(*arguments)
 
-        patched.setattr(grant, "names_changed", changed)
+        patched.setattr(grant, "changing_names", changed)
         assert "could not be undone" in host.run("mig", "destroy", "new").error["message"]
     assert host.look() == before
     assert not host.state.daemons
@@ -420,7 +420,7 @@ def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: C
     child = os.fork()
     if not child:
         # Dies when the instance is gone, and its name is not forgotten yet.
-        grant.names_changed = lambda *_: os._exit(137)  # type: ignore[assignment]
+        grant.changing_names = lambda *_: os._exit(137)  # type: ignore[assignment]
         try:
             host.run("mig", "destroy", "new")
         finally:

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from gpushare.host.capabilities import NodeAccess
-from gpushare.mig.ledger import NamedInstance, names_changed, names_of
+from gpushare.mig.ledger import NamedInstance, changing_names, names_of
 from tests.cli.drive import Cli, Refused, World
 
 A100 = "sim:a100-80gb"
@@ -172,7 +172,7 @@ def test_a_name_of_a_gpu_that_does_not_answer_is_refused(cli: Cli, refused: Refu
 @pytest.mark.parametrize("verb", ["apply", "create"])
 def test_a_name_of_a_gpu_that_is_gone_is_free_unless_it_has_grants(host: World, verb: str) -> None:
     host.asked("mig", "enable").ok()
-    with names_changed(host.host) as names:
+    with changing_names(host.host) as names:
         for name, granted in (("a", ("nobody",)), ("b", ())):
             names[name] = NamedInstance(name=name, gpu_uuid="GPU-gone", profile="3g.40gb", start=0, users=granted)
     assert host.asked("mig", verb, "2g", "--name", "a", "-y").error["code"] == "name_taken"

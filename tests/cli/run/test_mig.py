@@ -22,7 +22,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.mig.ledger import NamedInstance, names_changed
+from gpushare.mig.ledger import NamedInstance, changing_names
 from gpushare.mig.places import profile_places
 from gpushare.run import mig as run_mig
 from gpushare.run.jobs import records
@@ -47,7 +47,7 @@ while not os.path.exists(sys.argv[1]):
 
 def bind(world: World, name: str, profile: str, start: int, gpu: int = 0) -> None:
     """Give an instance a name."""
-    with names_changed(world.host) as names:
+    with changing_names(world.host) as names:
         names[name] = NamedInstance(name=name, gpu_uuid=world.uuid(gpu), profile=profile, start=start)
 
 
@@ -393,7 +393,7 @@ def test_a_name_that_leads_nowhere(refused: Refused, world: World, words: tuple[
     world.fault("lost")
     refused(*words, code="gpu_lost", exit_code=6)
     admin.clear_faults(H200)
-    with names_changed(world.host) as names:
+    with changing_names(world.host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid="GPU-gone", profile="3g.71gb", start=0)
     refused(*words, code="unknown_gpu", exit_code=6)
 
