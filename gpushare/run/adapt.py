@@ -441,7 +441,7 @@ class Controller:
         self._printed.numbers.clear()
 
     def _mean_kept(self) -> float | None:
-        """Return the mean of the last 8 kept parts with this slice; None: there are none."""
+        """Return which part of its speed production kept with this slice, as the mean of the last 8 steps; None: unknown yet."""
         recent = self._kept[-8:]
         return math.fsum(recent) / len(recent) if recent else None
 

@@ -89,7 +89,7 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
         return Device(gpu=gpu, mig=MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes))
 
     def make(self) -> None:
-        """Make an instance. Raises as `make_instance`."""
+        """Make an instance for the job, to be removed after it. Raises as `make_instance`."""
         need_rights(self._host)
         self._made.append(make_instance(self._host, self._text, self.gpus))
         # NVML lists a new instance once it is opened again.

@@ -563,6 +563,7 @@ class Farm:
         """Leave out the devices on which a copy cannot run; raise if none is left."""
 
         def check(share: Share) -> None:
+            """Raise unless the program can run in a share, and a server of MPS there takes new clients."""
             share.check(program)
             if isinstance(share, MpsShare):
                 share.check_no_fault()

@@ -128,6 +128,7 @@ class GroupSlice(Part):
 
     @property
     def where(self) -> str:
+        """Return the slice of the program's server, for a step of a plan."""
         if self.keep is None:
             return f", whose server has a time-slice of {format_slice(self.slice_us)}"
         return f", whose server has a time-slice by which {self.title} keeps {100 * self.keep:g} %"

@@ -558,6 +558,7 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     process = None if pid is None else host.processes.identity(pid)
 
     def is_meant(record: JobRecord) -> bool:
+        """Return whether a record has this name, or is of a job whose program or gpushare has this PID."""
         if pid is None:
             return record.name == text
         if process is None:

@@ -44,6 +44,7 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     jobs = {pid: job for job in present_jobs(host, snapshot) if job.role is not None for pid in job.processes}
 
     def with_job(process: GpuProcess) -> GpuProcess:
+        """Return a process with its job's name, role, way and limits; unchanged if it belongs to no job."""
         job = jobs.get(process.pid)
         if job is None:
             return process

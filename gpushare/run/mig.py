@@ -272,9 +272,10 @@ def _take_first(host: Host, places: Sequence[InstancePlace]) -> tuple[TakenInsta
 
 
 def _count_takers(jobs: Sequence[Reservation], free: Sequence[InstancePlace]) -> int:
-    """Return how many of these waiting jobs want one of the free instances, and fit into it as far as is known."""
+    """Return how many of these waiting jobs may take one of the free instances."""
 
     def may_take(job: Reservation, mig: MigInstance) -> bool:
+        """Return whether a job waits for an instance, and fits into it as far as is known."""
         # A job without a size takes any instance.
         size, total = job.memory_bytes, mig.memory_total_bytes
         return mig.uuid in job.keys and (size is None or total is None or size <= total)

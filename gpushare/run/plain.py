@@ -70,6 +70,7 @@ class PlainShare:
 
     @property
     def where(self) -> str:
+        """Return where the program runs, for people: ``on GPU 0``, ``in instance 'train'``."""
         # The title is that of an instance.
         if self.title is None:
             return f"on {titles(self.devices)}"

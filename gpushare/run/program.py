@@ -220,7 +220,7 @@ class TimeLimit(Part):
 
 
 def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
-    """Return a program with its variables, as a shell takes it."""
+    """Return a program with its variables as one line for a shell: ``CUDA_VISIBLE_DEVICES=0 python3 train.py``."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 

@@ -764,6 +764,7 @@ class CpuBinding(Part):
 
     @property
     def where(self) -> str:
+        """Return on which CPUs the program runs, for a step of a plan."""
         return f", on CPUs {ranges(self._cpus)}" if self._cpus else ""
 
     def enter(self, pid: int) -> None:
