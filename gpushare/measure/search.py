@@ -243,7 +243,8 @@ class Search:
         The first is the shortest that is long enough, or the longest of all.
         """
         if self.request_us is None:
-            return [16000, 30000]
+            # Most requests fit into these.
+            return list(PRODUCTION_US[1:])
         least_us = _LEAST_SLICE_PER_REQUEST * self.request_us
         first = next((each for each in (self.default_us, *PRODUCTION_US) if each >= least_us), PRODUCTION_US[-1])
         longer = [each for each in PRODUCTION_US[1:] if each > first]
