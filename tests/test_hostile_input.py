@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpushare.advice.case import read_case
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut, system_error
 from gpushare.base.units import parse_memory_limit, parse_pinned_limits, parse_seconds, parse_thread_percentage, quoted
-from gpushare.host.capabilities import parse as parse_capability
+from gpushare.host.capabilities import parse_capability
 from gpushare.host.cdi import _parse_yaml as parsed_cdi
 from gpushare.host.machine import xids_in
 from gpushare.host.process import container_of

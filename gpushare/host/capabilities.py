@@ -87,7 +87,7 @@ class Capabilities:
             text = self._real(path).read_text(encoding="ascii", errors="replace")
         except OSError:
             return None
-        return parse(path, text)
+        return parse_capability(path, text)
 
     def access(self, capability: Capability) -> NodeAccess | None:
         """Return the access to the node (stat and its POSIX ACL), or None if there is no node."""
@@ -140,7 +140,7 @@ class Capabilities:
         return self._root / path.lstrip("/")
 
 
-def parse(path: str, text: str) -> Capability | None:
+def parse_capability(path: str, text: str) -> Capability | None:
     """Return the capability from the text of its file; None without a minor number."""
     fields = {name: int(value) for name, value in re.findall(_FIELD, text)}
     if "Minor" not in fields:

@@ -442,7 +442,7 @@ class _File:
 
     def __init__(self, files: KernelFiles, file: int) -> None:
         self._files, self._file = files, file
-        # For `info`, which a scan calls ten thousand times: only handles, index and status are written for each call.
+        # For `class_or_parent`, which a scan calls ten thousand times: only handles, index and status are written for each call.
         self._argument = bytearray(ARGUMENT.pack(0, 0, HANDLE_INFO, 0, 0, INFO.size, _NO_STATUS))
         self._info = bytearray(INFO.size)
         self._ask_info = files.prepared_ioctl(file, RM_CONTROL, self._argument, self._info)
@@ -459,7 +459,7 @@ class _File:
         if status != OK:
             raise _status_refusal(name, status)
 
-    def info(self, client: int, handle: int, index: int = CLASS) -> tuple[int, int]:
+    def class_or_parent(self, client: int, handle: int, index: int = CLASS) -> tuple[int, int]:
         """Return the status, and a handle's class or, with ``index`` PARENT, its parent. RM takes no GPU lock for this call."""
         argument, parameters = self._argument, self._info
         _HANDLES(argument, 0, client, client)
@@ -474,7 +474,7 @@ class _File:
 
     def parent_of(self, client: int, handle: int) -> int | None:
         """Return the parent of an object; None: there is no such object."""
-        status, parent = self.info(client, handle, PARENT)
+        status, parent = self.class_or_parent(client, handle, PARENT)
         return parent if status == OK else None
 
     def slice_of(self, client: int, group: int) -> int:
@@ -608,7 +608,7 @@ def _scan(opened: Mapping[int, _File], newest: int | None, deadline: float) -> l
     unusual_status: int | None = None
     for step, client in enumerate(_client_handles(newest)):
         for number, file in opened.items():
-            status, _ = file.info(client, client)
+            status, _ = file.class_or_parent(client, client)
             if status == INVALID_CLIENT:
                 # Another file created it, or none.
                 continue
@@ -656,7 +656,7 @@ def _own_groups(
 
 
 def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
-    """Return the PIDs that have compute objects on the GPU of a group; None: unknown."""
+    """Return the PIDs with compute objects on the GPU of a group: forked workers are not among them. None: unknown."""
     holders: list[int] = []
     for kind in group.classes:
         if not _is_compute(kind):
@@ -721,13 +721,13 @@ def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
     RM does not list them: each handle is tried, in blocks, until there are no more (`_BLOCK`).
     """
     classes: dict[int, int] = {}
-    info = file.info
+    ask_class = file.class_or_parent
     for base in _bases_of_handles(file, client):
         empty_blocks = 0
         for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
             count_before = len(classes)
             for handle in range(block, block + _BLOCK):
-                status, kind = info(client, handle)
+                status, kind = ask_class(client, handle)
                 if status == OK:
                     classes[handle] = kind
             empty_blocks = 0 if len(classes) > count_before else empty_blocks + 1
@@ -806,7 +806,7 @@ def _opened_groups(
             try:
                 if number not in opened:
                     opened[number] = stack.enter_context(_duplicated(files, process, number))
-                status, kind = opened[number].info(group.client, group.handle)
+                status, kind = opened[number].class_or_parent(group.client, group.handle)
                 if status != OK or kind != CLASS_GROUP:
                     raise Refused("stale", "CLIENT_GET_HANDLE_INFO", status or OBJECT_NOT_FOUND)
             except Refused as error:

@@ -155,10 +155,10 @@ def _statx() -> Callable[[str, bytearray], None] | None:
 
 def drivers() -> Mapping[int, str]:
     """Return the names of character device drivers by major number (``/proc/devices``)."""
-    drivers: dict[int, str] = {}
+    names: dict[int, str] = {}
     with contextlib.suppress(OSError), open("/proc/devices", encoding="ascii", errors="replace") as file:
         for line in file.read(1 << 16).partition("Block devices:")[0].splitlines():
             major, _, name = line.strip().partition(" ")
             if major.isdigit():
-                drivers[int(major)] = name
-    return drivers
+                names[int(major)] = name
+    return names

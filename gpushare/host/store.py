@@ -110,9 +110,9 @@ class Unread(NamedTuple):
     def is_fault_for(self, uid: int, *, secret: bool) -> bool:
         """Return whether a user should know: not if it is gone, of an earlier boot, or kept from that user by root.
 
-        Root keeps its ``secret`` records to itself, and may close a directory of others.
+        Root keeps its ``secret`` records to itself, and may close a directory (whose path does not end in .json).
         """
-        is_closed = self.uid == 0 != uid and getattr(self.error, "errno", None) == errno.EACCES
+        is_closed = self.uid == 0 and uid != 0 and getattr(self.error, "errno", None) == errno.EACCES
         kept_from_user = is_closed and (secret or self.path.suffix != ".json")
         return not kept_from_user and not isinstance(self.error, (FileNotFoundError, _EarlierBoot))
 

@@ -38,7 +38,7 @@ from gpushare.memory.swapped import (
     find_swap,
     forget,
     has_room,
-    is_on_its_way,
+    is_swapped_by_other,
     locked,
     lost_error,
     same_job,
@@ -258,7 +258,7 @@ def _give_way_to_other_swap(host: Host, swap: Swap, earlier_record: Swap | None)
     # A copy of a large job takes longer: about 2 GB a second (H200).
     until = time.monotonic() + _USERS_SECONDS + swap.memory_bytes / 1e9
     while others := [
-        each for each in SWAPS.all(host) if is_on_its_way(each) and same_job(swap, each) and each.living(host)
+        each for each in SWAPS.all(host) if is_swapped_by_other(each) and same_job(swap, each) and each.living(host)
     ]:
         # Root gives way too, to a root that has another run directory.
         if others[0].keeper_uid == 0:

@@ -266,7 +266,7 @@ def lost_error(swap: Swap) -> OperationFailed:
     )
 
 
-def is_on_its_way(swap: Swap) -> bool:
+def is_swapped_by_other(swap: Swap) -> bool:
     """Return whether this is another user's record that says that the job is being swapped now."""
     return swap.keeper_uid is not None and swap.state in {LEAVING, RETURNING}
 

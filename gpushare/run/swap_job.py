@@ -33,7 +33,7 @@ from gpushare.memory.swapped import (
     ended_swap,
     find_swap,
     gpu_of,
-    is_on_its_way,
+    is_swapped_by_other,
     locked,
     lost_error,
     own_record,
@@ -80,7 +80,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     repair_first(host, say, dry_run=dry_run)
     present = find_swapped_out(host, job)
     # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
-    if present is not None and not is_on_its_way(present):
+    if present is not None and not is_swapped_by_other(present):
         raise _already_out_error(present)
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])

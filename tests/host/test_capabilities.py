@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.host import capabilities as module
-from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, parse, user_id, user_name
+from gpushare.host.capabilities import Capabilities, Capability, NodeAccess, parse_capability, user_id, user_name
 from tests.errors import fails
 
 TEXT = "DeviceFileMinor: {}\nDeviceFileMode: 292\nDeviceFileModify: {}\n"
@@ -47,12 +47,14 @@ def only(root: Path, place: tuple[int, int | None] = (1, None)) -> Capability:
 
 
 def test_the_text_of_a_file() -> None:
-    assert parse("/proc/x", "DeviceFileMinor: 12\nDeviceFileMode: 256\nDeviceFileModify: 0\n") == Capability(
+    assert parse_capability("/proc/x", "DeviceFileMinor: 12\nDeviceFileMode: 256\nDeviceFileModify: 0\n") == Capability(
         path="/proc/x", minor=12, mode=0o400, modify=False
     )
-    assert parse("/proc/x", "DeviceFileMinor: 12\n") == Capability(path="/proc/x", minor=12, mode=0o444, modify=True)
-    assert parse("/proc/x", "") is None
-    assert parse("/proc/x", "DeviceFileMinor: x\nDeviceFileMode: 256\n") is None
+    assert parse_capability("/proc/x", "DeviceFileMinor: 12\n") == Capability(
+        path="/proc/x", minor=12, mode=0o444, modify=True
+    )
+    assert parse_capability("/proc/x", "") is None
+    assert parse_capability("/proc/x", "DeviceFileMinor: x\nDeviceFileMode: 256\n") is None
 
 
 def test_all_instances_of_a_gpu(root: Path) -> None:
