@@ -358,7 +358,7 @@ def _paused_since(host: Host) -> dict[int, float]:
 
 
 def _recorded_slices(host: Host) -> dict[int, int]:
-    """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
+    """Return the time-slices that gpushare has set, in microseconds by PID, from the records: the driver is not asked."""
     if not has_records(host, "slices"):
         return {}
     from gpushare.timeslice.slices import slice_records

@@ -236,7 +236,7 @@ class BenchCell:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether it was measured, or failed; an interrupted benchmark has others, too."""
+        """Return whether it was measured, or failed; an interrupted benchmark has cells that it did not reach."""
         return self.throughput is not None or bool(self.failures)
 
 

@@ -204,6 +204,7 @@ class CopyLines:
         self._note(text)
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
+        """Draw the progress bar again, on a terminal and at most twice a second."""
         if self._quiet or not sys.stderr.isatty() or time.monotonic() < self._next_draw_at:
             return
         self._next_draw_at = time.monotonic() + _LINE_SECONDS

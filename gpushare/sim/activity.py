@@ -169,7 +169,7 @@ def memory_of(state: SimulatedHostState, target: Target) -> Memory:
 
 
 def _by_memory_slices(model: GpuModel, profile: Profile, total: int | None) -> int:
-    """Return the part of a GPU's ``total`` that a profile has by its memory slices; 0, NVML's unknown: not published."""
+    """Return a profile's part of a GPU's ``total`` (of memory or SMs) by its memory slices; 0 is unknown, as in NVML."""
     if profile.size is None or model.axis is None or total is None:
         return 0
     return total * profile.size // model.axis
