@@ -243,7 +243,7 @@ class Search:
         The first is the shortest that is long enough, or the longest of all.
         """
         if self.request_us is None:
-            # Most requests fit into these.
+            # Not the shortest: a slice has to be longer than a request, of unknown length here.
             return list(PRODUCTION_US[1:])
         least_us = _LEAST_SLICE_PER_REQUEST * self.request_us
         first = next((each for each in (self.default_us, *PRODUCTION_US) if each >= least_us), PRODUCTION_US[-1])
