@@ -127,7 +127,7 @@ class _Present:
                 yield self._unrecorded_job(pid, processes)
 
     def _recorded_job(self, pid: int, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
-        """Return a job that has a record, by the process in it."""
+        """Return a running job as it is listed: what its record says, and what its processes on GPUs show now."""
         info = self._first_process_info(pid, processes)
         devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         device_uuids = record.devices
@@ -161,7 +161,7 @@ class _Present:
         )
 
     def _unrecorded_job(self, pid: int, processes: Sequence[_OnGpu]) -> ListedJob:
-        """Return as a job what gpushare did not start, or whose record is gone."""
+        """Return a program without a record as a job: gpushare did not start it, or its record is gone."""
         info = self._first_process_info(pid, processes)
         swap = self._swaps.get(pid)
         device = None if swap is None else self._devices.get(swap.gpu_uuid)

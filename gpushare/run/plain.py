@@ -81,6 +81,7 @@ class PlainShare:
         check_program(program)
 
     def steps(self) -> tuple[Step, ...]:
+        """Return no steps: outside MPS no daemon has to be started."""
         return ()
 
     def open(self) -> None:

@@ -204,7 +204,7 @@ class Held(Protocol):
         """Return what measures whether the GPU is idle, for the safe end of a program; None: its end breaks no other."""
 
     def close(self, *, program_lives: bool = False) -> bool:
-        """Give it back; return whether others still use its MPS daemon, in which case the guard waits for them.
+        """Give the place back; return whether others still use its MPS daemon, in which case the guard waits for them.
 
         ``program_lives``: something failed and the guard will end the program, which keeps its claim until then.
         """
@@ -228,7 +228,7 @@ class Share(Held, Protocol):
         """Return what `open` would carry out on the host as it is now: the start of an MPS daemon, or nothing."""
 
     def open(self) -> None:
-        """Make it ready for programs, such as by the start of an MPS daemon."""
+        """Make the share ready for programs, such as by the start of an MPS daemon."""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the program."""

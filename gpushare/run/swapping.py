@@ -202,18 +202,20 @@ class Idle(Policy):
         if not is_observed:
             # The time that was not observed does not count as idle.
             self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
-        else:
-            most_used = _most_used(earlier.cpu, sample.cpu, sample.main_cpu)
-            is_level_known = len(self._levels) >= _LEAST_LEVELS
-            would_wake = most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
-            self._levels.append(most_used / elapsed)
-            if is_level_known and would_wake:
-                # What would bring it back is work here, too: else it would leave and come back for nothing.
-                self._still_since = None
-                return False
-            if self._still_since is None:
-                self._still_since = earlier.now
+        elif self._would_wake(earlier, sample, elapsed):
+            self._still_since = None
+            return False
+        elif self._still_since is None:
+            self._still_since = earlier.now
         return sample.now - self._still_since >= self._stay_factor * self.seconds
+
+    def _would_wake(self, earlier: Sample, sample: Sample, elapsed: float) -> bool:
+        """Return whether the job uses so much of the CPU that it would come back if it was out: it would leave for nothing."""
+        most_used = _most_used(earlier.cpu, sample.cpu, sample.main_cpu)
+        is_level_known = len(self._levels) >= _LEAST_LEVELS
+        would_wake = most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
+        self._levels.append(most_used / elapsed)
+        return is_level_known and would_wake
 
     def _has_used_cpu(self, earlier: Sample, sample: Sample, elapsed: float) -> bool:
         """Return whether the job works on the CPU: its processes together use more than an idle job's, in a window of seconds."""
