@@ -117,7 +117,7 @@ class Examination:
 
 
 def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
-    """Return as text the users who must act, because these processes are theirs; None: this user can act.
+    """Return in words the users who must act, because these processes are theirs; None: this user can act.
 
     Root asks known owners, too: the processes are not root's to end.
     """

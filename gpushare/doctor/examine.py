@@ -503,7 +503,7 @@ def _record_remedy(host: Host, records: RecordStore[Any], unread: Unread) -> str
 
 
 def _command_for(uid: int | None, record: Path, words: str) -> str:
-    """Return the gpushare command of ``words``, typed by who may act on a record of a user; ``uid`` None: this user."""
+    """Return ``gpushare WORDS`` run as the owner ``uid`` of a record, with sudo; None: this user, who needs none."""
     if not uid:
         return f"gpushare {words}" if uid is None else f"sudo gpushare {words}"
     return command_as_user(user_name(uid), record.parent.parent, words)

@@ -275,7 +275,7 @@ def _full_profile(mig: MigInstance, instance: GpuInstance | None) -> str:
 
 
 def _capability_minors(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
-    """Return what `MigDescription.capabilities` has (/proc/driver/nvidia/capabilities), or None when unknown."""
+    """Return the minor numbers of the capability nodes of a MIG device: GPU instance, compute instance; None: unknown."""
     minor = host.nvml.minor_number(index)
     if minor is None or mig.gpu_instance_id is None or mig.compute_instance_id is None:
         return None

@@ -90,13 +90,13 @@ def image_or_default(image: str | None) -> str:
 
 
 def check_word(word: str, pattern: str | re.Pattern[str], what: str, example: str, *, code: str = "bad_name") -> None:
-    """Raise BadUsage unless a whole word that was typed is of a pattern; ``what`` it should be, as in ``example``."""
+    """Raise BadUsage unless a typed word matches a pattern as a whole; the error says ``what`` it should be."""
     if re.fullmatch(pattern, word) is None:
         raise BadUsage(f"'{word[:70]}' is not {what}", f"for example: {example}", code=code)
 
 
 def joined_text(documents: Sequence[Document]) -> str:
-    """Return documents as one text, with a line for the name of each if there are several."""
+    """Return documents as one text for stdout, with a line for the name of each if there are several."""
     if len(documents) == 1:
         return documents[0].text
     parts = []

@@ -324,7 +324,7 @@ def verifying_deployment(resource: str, pods: int, labels: dict[str, str]) -> Do
 
 
 def slug(text: str) -> str:
-    """Return a text in the letters of a name in a cluster: ``mig-1g-10gb``."""
+    """Return a text as a name in a cluster may have it, with - for other characters: ``mig-1g-10gb``."""
     return re.sub(r"[^a-z0-9]+", "-", text)
 
 

@@ -22,7 +22,7 @@ STATE: Final = "/run/gpushare-slurm"
 
 
 def _prolog(host: HostDescription, *, by_nvml: bool) -> str:
-    """Return the Prolog of a node, in which MPS serves some GPUs."""
+    """Return the script that Slurm runs before each job (Prolog), with the UUIDs and memory limits of the shared GPUs."""
     numbered = list(enumerate(slurm_order(host, by_nvml=by_nvml)))
     mps_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.MPS}
     shard_uuids = {number: device.gpu.uuid for number, device in numbered if device.gpu.sharing is Way.TIMESLICE}

@@ -201,7 +201,7 @@ def daemon_step(
     uuid: str | None = None,
     runs: tuple[DaemonHome, DaemonRecord] | None = None,
 ) -> Step:
-    """Return the step that starts a daemon with these limits and users on a device, or changes our daemon that ``runs``.
+    """Return the step that starts a daemon with these limits and users on a device, or changes ours that ``runs`` there.
 
     ``title`` names the device in the text, ``selector`` and ``uuid`` (None: it does not exist yet) in the printed
     commands; ``find`` finds it when the step runs.

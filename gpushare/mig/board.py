@@ -86,7 +86,7 @@ class Board:
         self._all_arrangements = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
     def _room_by_profile(self, members: tuple[int, ...]) -> tuple[int, ...]:
-        """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
+        """Return how many more of each profile the rules allow next to instances of these profiles (sorted), wherever they are."""
         spare = self.compute_slices - sum(self.slices[other] for other in members)
         rooms = []
         for profile, exclusive in enumerate(self.exclusive):

@@ -42,7 +42,7 @@ _RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
 
 
 def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool) -> list[str]:
-    """Return notes on what a change of the MIG mode brings with it."""
+    """Return notes on what a change of the MIG mode costs: a reset, and what a reboot takes."""
     resetless = MigChanges(host.nvml).switches_without_reset(gpu.index)
     notes = []
     if enable and resetless:
@@ -249,7 +249,7 @@ class Eviction:
         self.claims.callback(claim.release)
 
     def _signal_and_wait(self, pids: list[int], number: int, seconds: float) -> list[int]:
-        """Send a signal to the same processes, if still inside; return those alive after ``seconds``.
+        """Send a signal to the processes that are still inside and not new ones; return those alive after ``seconds``.
 
         A client whose MPS daemon this change has stopped, for example, is no longer inside.
         """

@@ -107,7 +107,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
 
 
 def revocation_loss(name: str, user: str, *, opens: bool) -> Loss:
-    """Return what the loss of a grant means; ``opens``: it is the last one."""
+    """Return what the user consents to when a grant is revoked; ``opens``: it is the last one, so all users get in."""
     reasons = (f"every local user may then use '{name}'",) if opens else ()
     return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=reasons)
 
@@ -189,7 +189,7 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
 
 
 def _access_of(users: Sequence[str], capability: Capability) -> NodeAccess:
-    """Return the access of a node that these users alone may use; without users, the driver's own."""
+    """Return owner, mode and list of a node that these users alone may use; without users, the driver's own."""
     if not users:
         return NodeAccess(mode=capability.mode)
     # A user who was removed from the machine has no id.
@@ -429,8 +429,8 @@ def _users_by_name(
             raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
     for user in (user for users in grants.values() for user in users):
         user_id(user)
+    # If one word was numbered, its grants are for every number. A user may be given twice, by name and by number.
     for_all = [] if [*names] == [*words] else words
-    # A user may be given twice, by name and by number.
     return {
         name: list(dict.fromkeys(user_name_or_text(user) for key in (name, *for_all) for user in grants.get(key, ())))
         for name in names
@@ -555,7 +555,7 @@ def binding_step(
     *,
     to_come: Collection[str] = (),
 ) -> Step:
-    """Return the step that binds and forgets names.
+    """Return the step that binds names to instances and forgets others; undone, the names mean what they did.
 
     ``index`` are the indexes of GPUs by UUID, as far as they are known.
 

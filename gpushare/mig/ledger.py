@@ -82,7 +82,7 @@ class NamedInstance:
 
 
 def check_name(name: str) -> str:
-    """Return a name if it is allowed."""
+    """Return a name. Raises BadUsage if it has another form, or could be taken for a profile or UUID."""
     if not _NAME.fullmatch(name) or _PROFILE_LIKE.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of an instance",

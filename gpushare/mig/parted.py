@@ -61,7 +61,7 @@ class ConfigEntry:
     filters: tuple[str, ...] = ()
 
     def applies_to(self, index: int, ids: PciIds) -> bool:
-        """Return whether it is for a GPU: both filter and index must match."""
+        """Return whether the entry is for a GPU: both filter and index must match."""
         if self.filters and not any(_is_pci_id_of(text, ids) for text in self.filters):
             return False
         return self.devices is None or index in self.devices

@@ -209,7 +209,7 @@ def shown_steps(plan: MigPlan, off: Sequence[int] = ()) -> Iterator[Step]:
 
 
 def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None = None, *, enable: bool) -> Step:
-    """Return the step that switches MIG mode by ``act``."""
+    """Return the step that switches MIG mode by ``act``, and is undone by ``back``."""
     return Step(
         what=f"switch MIG {on_or_off(enable)} for GPU {gpu}",
         command=f"nvidia-smi -i {gpu} -mig {int(enable)}",

@@ -168,7 +168,7 @@ class Site:
         return (id(self.board), *zip(numbers, compute, states, strict=True))
 
     def _members_without(self, without: int) -> tuple[int, ...]:
-        """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
+        """Return the profile numbers of the existing instances, sorted, less those whose bit in ``without`` is set."""
         kept = (profile for n, profile in enumerate(self.profiles) if profile is not None and not without >> n & 1)
         return tuple(sorted(kept))
 
@@ -247,7 +247,7 @@ class Site:
         return (least,) if self._within_limits(least, arrangement) else self._larger_removals(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
-        """Return the existing ones that an arrangement fills, as bits, and the weight that this adds to its own.
+        """Return which existing GPU instances an arrangement fills (as bits) in place of new ones, and what that adds to its weight.
 
         Filling is always cheaper than a new GPU instance, so all that can be filled are.
         """
@@ -331,7 +331,7 @@ def change_inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> In
 
 
 def plan_for_option(site: Site, option: Placing, requests: Sequence[Request]) -> GpuPlan:
-    """Return the plan for an option of the search; ``requests`` as for `Site`.
+    """Return the plan of a GPU for the way that the search chose for it; ``requests`` as for `Site`.
 
     Each place of the option becomes a new instance, or is one that stays and is filled.
     """
@@ -463,7 +463,7 @@ _LISTED: Final = 4
 
 
 def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
-    """Return that the wish does not fit on these GPUs even if they are empty."""
+    """Return the refusal of a wish that does not fit on these GPUs even if they are empty."""
     where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
     fits = "does not fit" if len(wish) == 1 else "do not fit together"
     return NoPlan(
@@ -508,7 +508,7 @@ def _without_idle_parts(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) ->
 
 
 def _instance_arguments(changes: Sequence[tuple[int, InstanceChange]], *, option: str = "") -> str:
-    """Return the words for these on a command line, each after ``option``; ``INSTANCE...`` if there are too many."""
+    """Return instances as arguments of `mig destroy`, each after ``option``; ``INSTANCE...`` if there are too many."""
     words = []
     for gpu, change in changes:
         # As `mig destroy` takes them: 0/3, or 0/3/1 for a part.
@@ -626,7 +626,7 @@ class _Offer:
 
 
 def _kind_of(request: Request, layout: Layout) -> InstanceKind:
-    """Return as which kind of instance the board of a GPU serves a request. Raises as `resolve`."""
+    """Return the kind of instance (number of a profile, start) by which a GPU serves a request. Raises as `resolve`."""
     if not layout.profiles:
         raise no_profiles_error(layout.gpu)
     return InstanceKind(board_of(layout).number[resolve(request, layout.profiles).name], request.start)
