@@ -187,8 +187,9 @@ class Stop:
                 described = processes_text(self._host.processes, clients, jobs=job_names(clients))
                 reasons.append(f"{counted(len(clients), 'program')} on it: {described}")
             # A program without a client has no CUDA context yet.
-            elif item.home is not None and (leases := or_none(item.home.live_leases)):
-                reasons.append(f"used by gpushare run: {first_few(leases)}")
+            elif item.home is not None and (leases := or_none(item.home.live_leases)) != []:
+                pids = "by which process is unknown" if leases is None else first_few(leases)
+                reasons.append(f"used by gpushare run: {pids}")
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 

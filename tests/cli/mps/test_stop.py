@@ -18,7 +18,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.mps import stop
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import home_of
+from gpushare.mps.home import DaemonHome, home_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
 from tests.cli.drive import Cli, Real, Refused, World
@@ -121,6 +121,13 @@ def test_force_asks_about_a_run_without_a_client(refused: Refused, world: World,
     text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
     assert f"used by gpushare run: {os.getpid()}" in text
     lease.release()
+
+
+@pytest.mark.usefixtures("daemon")
+def test_force_asks_where_leases_cannot_be_read(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DaemonHome, "live_leases", lambda _: None)
+    text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
+    assert "used by gpushare run: by which process is unknown" in text
 
 
 def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
