@@ -127,6 +127,7 @@ def _place(error: Any, text: str) -> str:
 
 
 def _mark(node: Any) -> Mark:
+    """Return the place in the file where a node of YAML begins."""
     return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
 
 

@@ -136,7 +136,7 @@ def keep_exit_codes_of_children() -> None:
 
 
 def open_closed_streams() -> None:
-    """Open the null device for each closed standard stream (``>&-``), where Python has None."""
+    """Open the null device for each closed standard stream (``>&-``): Python has None there, and any write would fail."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             # It stays open until the process ends, as Python's own streams do.

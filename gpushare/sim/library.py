@@ -146,6 +146,7 @@ def _name(_library: SimulatedLibrary, target: Target) -> str:
 def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:
     """Return the fields of nvmlPciInfo_t."""
     domain, bus, rest = target.gpu.pci_bus_id.split(":")
+    # The vendor 10DE is NVIDIA; 0: the catalogue does not have the device.
     device = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE if target.model.pci_device_ids else 0
     return {
         "busIdLegacy": f"{domain[-4:]}:{bus}:{rest}".encode(),
