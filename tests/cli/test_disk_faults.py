@@ -99,7 +99,7 @@ def test_a_disk_that_refuses_is_no_bug(
     verb: str, cli: Cli, world: World, faults: Faults, monkeypatch: pytest.MonkeyPatch, sim_dir: Path, tmp_path: Path
 ) -> None:
     before, words = VERBS[verb]
-    monkeypatch.setattr("gpushare.sim.state.StateFile._write", _write_quietly)
+    monkeypatch.setattr("gpushare.sim.state.replace_file", _write_quietly)
     cli("sim", "reset", "--yes")
     for command in before:
         cli(*command).ok()
@@ -135,15 +135,15 @@ def test_a_disk_that_refuses_is_no_bug(
     gc.collect()
 
 
-def _write_quietly(self: Any, text: str) -> None:
+def _write_quietly(path: Path, text: str) -> None:
     # The host itself, which is a GPU and no file, never fails here.
-    temporary = f"{self.path}.new"
+    temporary = f"{path}.new"
     descriptor = real["open"](temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         real["write"](descriptor, text.encode())
     finally:
         os.close(descriptor)
-    real["replace"](temporary, self.path)
+    real["replace"](temporary, path)
 
 
 def test_what_a_crash_left_is_removed_by_the_next_of_its_kind(cli: Cli, world: World) -> None:

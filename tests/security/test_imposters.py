@@ -204,7 +204,7 @@ def test_the_doctor_looks_into_no_directory_that_a_stranger_names(
 def real_program(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the path of the real program, which answers when the machine lets it, as in `tests/real_daemon`."""
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", PATIENCE_SECONDS)
-    monkeypatch.setitem(MpsControl.tell.__kwdefaults__, "timeout", PATIENCE_SECONDS)
+    monkeypatch.setattr("gpushare.mps.control._QUIT_SECONDS", PATIENCE_SECONDS)
     monkeypatch.setattr(MpsControl.answers, "__defaults__", (PATIENCE_SECONDS,))
     path = os.environ.get(PATH_VARIABLE, "")
     if not (path and os.access(path, os.X_OK)):
