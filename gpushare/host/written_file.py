@@ -100,11 +100,11 @@ def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str
 
 def _trusted_uids() -> set[int]:
     """Return the users whose directories are trusted; for root also the user who called sudo."""
-    own = {os.geteuid(), 0}
+    trusted = {os.geteuid(), 0}
     called_by = os.environ.get("SUDO_UID", "")
     if os.geteuid() == 0 and called_by.isascii() and called_by.isdecimal() and len(called_by) <= 10:
-        own.add(int(called_by))
-    return own
+        trusted.add(int(called_by))
+    return trusted
 
 
 def _check_directory(path: Path, descriptor: int, *, last: bool = False, strangers: bool = False) -> None:

@@ -197,7 +197,7 @@ def _match_document(match: Match) -> object:
 def _process_match_document(match: ProcessMatch) -> object:
     """Return the processes of a rule as YAML has them: ``all``, or a mapping."""
     keys = Flow()
-    for key, values in match.given().items():
+    for key, values in match.given_values().items():
         keys |= _one_or_list(key, [int(value) if key == "gpu" and value.isdecimal() else value for value in values])
     return keys or "all"
 

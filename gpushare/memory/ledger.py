@@ -688,13 +688,13 @@ class Place:
         until = time.monotonic() + _CHOOSING_SECONDS
         while True:
             jobs = self._jobs_to_count()
-            own = next((job for job in jobs or () if job.id == self.id), None)
-            if jobs is None or own is None:
+            own_job = next((job for job in jobs or () if job.id == self.id), None)
+            if jobs is None or own_job is None:
                 return False
-            not_to_step_back = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
-            if not _have_room(own, not_to_step_back, keys, read_lines):
+            not_to_step_back = [job for job in jobs if job.sure or job.claim.rank <= own_job.claim.rank]
+            if not _have_room(own_job, not_to_step_back, keys, read_lines):
                 return False
-            if _have_room(own, jobs, keys, read_lines):
+            if _have_room(own_job, jobs, keys, read_lines):
                 return True
             if time.monotonic() >= until:
                 return False

@@ -239,11 +239,11 @@ def bytes_reserved_by(host: Host, job: Named, processes: Sequence[JobProcess]) -
     """
     holders = [each for each in reservations(host) or [] if each.held]
     own_ids = set(owners_of(host, holders, (process.pid for process in processes)).values())
-    own = [each for each in holders if each.id in own_ids]
-    uuids = {uuid for each in own for uuid in each.held}
+    own_jobs = [each for each in holders if each.id in own_ids]
+    uuids = {uuid for each in own_jobs for uuid in each.held}
     if len(uuids) > 1:
         raise several_gpus_error(job, [gpu.index for gpu in host.nvml.identities() if gpu.uuid in uuids])
-    sizes = [each.memory_bytes for each in own]
+    sizes = [each.memory_bytes for each in own_jobs]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 

@@ -157,16 +157,16 @@ class _Answer:
         held = upcoming = Limits()
         # Its own limits may lower those of its server: without its environment both are unknown.
         if environment is not None:
-            own = Limits.in_environment(environment, self._uuid)
+            own_limits = Limits.in_environment(environment, self._uuid)
             of_server_now = Limits(
                 threads_percent=server.limits.threads_percent,
                 memory_limit_bytes=self._exact_memory(server.limits.memory_limit_bytes),
                 priority=self._overview.limits.priority,
             )
-            upcoming = _limits_of_client(of_server_now, own)
+            upcoming = _limits_of_client(of_server_now, own_limits)
             of_server_then = self._server_limits_at_attachment(row.pid, of_server_now)
             if of_server_then is not None:
-                held = _limits_of_client(of_server_then, own)
+                held = _limits_of_client(of_server_then, own_limits)
         return replace(
             row,
             server_pid=server.pid,
@@ -505,11 +505,11 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     return tuple(indexes)
 
 
-def foreign_daemon_error(found: FoundDaemon, where: str, gpu: Gpu) -> InUse:
+def foreign_daemon_error(item: FoundDaemon, where: str, gpu: Gpu) -> InUse:
     """Return the error for a daemon of others that serves a device."""
     return InUse(
-        f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
-        found.stop_hint,
+        f"an MPS daemon that gpushare did not start serves {where} ({item.title})",
+        item.stop_hint,
         gpu=gpu.index,
         code="foreign_daemon",
     )

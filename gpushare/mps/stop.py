@@ -355,18 +355,18 @@ class Stop:
             )
 
 
-def _has_ended_meanwhile(host: Host, found: FoundDaemon) -> bool:
+def _has_ended_meanwhile(host: Host, item: FoundDaemon) -> bool:
     """Return whether the daemon ended while we waited for the lock: a last `gpushare run` ends the one that it started.
 
     Raises NoDaemon: another gpushare stopped or replaced it.
     """
-    record = found.record
+    record = item.record
     # An adopted daemon has no record of its own.
     record_then = None if record is None or record.state == ADOPTED else record
-    record_now = None if found.home is None else found.home.read()
+    record_now = None if item.home is None else item.home.read()
     if record_now == record_then:
         return False
-    pid = found.daemon.pid
+    pid = item.daemon.pid
     if (
         record is not None
         and record.transient
@@ -471,30 +471,30 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
     return servers
 
 
-def _check_listener(host: Host, found: FoundDaemon) -> None:
+def _check_listener(host: Host, item: FoundDaemon) -> None:
     """Raise InUse unless a daemon is the one that listens at its directory: any user's process can name it."""
-    if found.daemon.ours or found.daemon.pid is None:
+    if item.daemon.ours or item.daemon.pid is None:
         return
-    directory = found.daemon.pipe_directory or ""
+    directory = item.daemon.pipe_directory or ""
     listener = host.programs.listener(directory)
-    if listener == (found.daemon.pid, found.uid):
+    if listener == (item.daemon.pid, item.uid):
         return
-    problem, hint = "its listener could not be identified", ending_hint(host, found.daemon.pid)
+    problem, hint = "its listener could not be identified", ending_hint(host, item.daemon.pid)
     if listener is not None:
         problem = f"process {listener.pid} (user {user_name(listener.uid)}) listens there"
-        hint = f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped"
-    claim = f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}"
+        hint = f"look at both: ps -fp {item.daemon.pid},{listener.pid}; nothing was stopped"
+    claim = f"process {item.daemon.pid} (user {item.daemon.user or 'unknown'}) claims the pipe directory {directory}"
     raise InUse(f"{claim}, but {problem}", hint, code="other_daemon")
 
 
-def _check_permission(host: Host, found: FoundDaemon, *, force: bool = False) -> None:
+def _check_permission(host: Host, item: FoundDaemon, *, force: bool = False) -> None:
     """Raise NoPermission if another user started the daemon, and this user is not root."""
-    record = found.record
+    record = item.record
     if record is not None and not host.root and record.uid != host.uid:
         raise not_your_daemon_error(
-            f"the MPS daemon {found.daemon.pid}",
+            f"the MPS daemon {item.daemon.pid}",
             f"user {user_name(record.uid)}",
-            command=f"{found.stop_command}{' --force' if force else ''}",
+            command=f"{item.stop_command}{' --force' if force else ''}",
         )
 
 

@@ -423,12 +423,12 @@ def find_paused(host: Host, text: str) -> PausedJob:
     by_root = next((job for job in named if job.keeper_uid == 0), None)
     if by_root is not None:
         raise paused_by_root_error(by_root)
-    own = next((job for job in named if job.ours), None)
-    if own is None and named:
+    own_job = next((job for job in named if job.ours), None)
+    if own_job is None and named:
         raise _paused_by_user_error(named[0])
-    if own is not None and own.resumed_by_run(host):
-        raise paused_by_run_error(own)
-    paused = own or _job_with_unread_record(host, pid)
+    if own_job is not None and own_job.resumed_by_run(host):
+        raise paused_by_run_error(own_job)
+    paused = own_job or _job_with_unread_record(host, pid)
     if paused is None:
         title = quoted(text) if pid is None else f"process {text[:20]}"
         raise NotFound(

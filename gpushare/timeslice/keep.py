@@ -486,11 +486,11 @@ class Keeper:
 
     def _write(self) -> None:
         """Write the record of what is set. Raises GpushareError: it cannot be written."""
-        own = [kept for process in self._processes.values() if (kept := process.kept) is not None]
+        kept_processes = [kept for process in self._processes.values() if (kept := process.kept) is not None]
         # 0: without its start the record reads as that of a killed keep.
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         path = KEEPS.path(self._host, _KEY)
-        KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(own), path=path))
+        KEEPS.write(KeepRecord(**me._asdict(), processes=tuple(kept_processes), path=path))
 
     def _try_to_write(self) -> None:
         """Write the record of what is set; a failure is no reason to stop."""

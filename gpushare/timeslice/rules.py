@@ -82,8 +82,8 @@ class ProcessMatch:
     cgroups: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
 
-    def given(self) -> dict[str, tuple[str, ...]]:
-        """Return the values by key of the file."""
+    def given_values(self) -> dict[str, tuple[str, ...]]:
+        """Return the values of each kind that is given, by its key in gpushare.yaml."""
         values = {
             "user": self.users,
             "group": self.groups,
@@ -95,7 +95,7 @@ class ProcessMatch:
         return {key: values for key, values in values.items() if values}
 
     def __str__(self) -> str:
-        return ", ".join(f"{key} {' or '.join(values)}" for key, values in self.given().items()) or "all"
+        return ", ".join(f"{key} {' or '.join(values)}" for key, values in self.given_values().items()) or "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ def _is_trusted(kinds: Iterable[str], origin: Origin) -> bool:
 
 def _kinds_matched(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
     """Return the kinds of values that a match names; None: the process does not fit one of them."""
-    given = match.given()
+    given = match.given_values()
     for kind, values in given.items():
         if kind == "user":
             fits = origin.uid is not None and any(names.users.get(value) == origin.uid for value in values)
