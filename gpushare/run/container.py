@@ -225,7 +225,7 @@ class Container(Part):
         check_engine(self.engine)
 
     def open(self) -> None:
-        """Make the directory of the file for the container's id. The engine refuses to write over an old file."""
+        """Make the directory of the file for the container's id; remove an old file, which the engine would not write over."""
         make_private_directory(self.host.run_directory)
         make_private_directory(self._file.parent)
         with contextlib.suppress(FileNotFoundError):

@@ -439,17 +439,17 @@ class JobStart:
             raise
 
     def _run_in_share(self, share: MpsShare | PlainShare, options: RunOptions) -> Any:
-        """Run a program in the instance of a share; with a memory limit as a job of the ledger, which does not wait."""
+        """Run a program in the instance of a share; with a memory limit it takes a place in the ledger, without a wait."""
         if self.budget is None:
             return self._carry_out(share, options)
 
         def start(_: Sequence[Device], options_in_ledger: RunOptions) -> Any:
-            """Run it with the limits that its place in the ledger gives it."""
+            """Run the program with the limits that its place in the ledger gives it."""
             if isinstance(share, MpsShare):
                 share.limits = options_in_ledger.limits
             return self._carry_out(share, options_in_ledger)
 
-        # Checked before was the first instance of the profile, and the one that was taken may be smaller.
+        # The first instance of the profile was checked before; the one that was taken may be smaller.
         check_memory(share.device, self._bytes_on(share.device), job=True)
         request = Request(
             memory_bytes=None,
