@@ -101,6 +101,7 @@ def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
     try:
+        # No step: the nodes are as the grants say.
         if not reapplied_steps(seen.host, named):
             return
         remedy = f"sudo gpushare mig grant {shlex.quote(named.name)} {shlex.quote(named.users[0])}"

@@ -300,9 +300,7 @@ def devices_to_be(after: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
     for instance in after.instances:
         for part in instance.compute:
             slices = part.slices
-            device = next(
-                (device for device in unused if (device.place, device.slices) == (instance.place, slices)), None
-            )
+            device = next((each for each in unused if (each.place, each.slices) == (instance.place, slices)), None)
             if device is None:
                 whole = slices == slices_of_profile.get(instance.profile)
                 number = _count_alike(devices, instance.place, slices)

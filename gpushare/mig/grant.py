@@ -368,14 +368,10 @@ def plan_names(
         other_name = name_at.get(named.spot)
         if other_name is not None and (named.spot in kept_spots or other_name.users):
             raise name_taken_error(host, other_name).restated(
-                hint=f"forget it: gpushare mig name --forget {other_name.name}"
+                hint=f"forget it: {_forgetting_commands([other_name])[0]}"
             )
-        means_now = names_now.get(named.name)
-        if means_now is not None:
-            refuse_name_elsewhere(host, means_now, index)
-            # Without an instance, a name with grants is not lost unasked.
-            if means_now.spot in kept_spots or (means_now.users and means_now.spot not in destroyed_spots):
-                raise name_taken_error(host, means_now)
+        if named.name in names_now:
+            _refuse_meaning(host, names_now[named.name], index, kept_spots, destroyed_spots)
     staying = [named for named in bound if named.spot in kept_spots]
     # New names are bound before their instances exist, so that a crash loses none. Those of instances that are destroyed are
     # bound after the layout: its undo leaves them alone.
@@ -410,6 +406,15 @@ def plan_names(
         after=tuple(after),
         undo=tuple(undo),
     )
+
+
+def _refuse_meaning(
+    host: Host, named: NamedInstance, index: Collection[str], kept: Collection[object], destroyed: Collection[object]
+) -> None:
+    """Raise BadUsage if a name cannot get another instance: its own is on another GPU, stays, or is gone and has grants."""
+    refuse_name_elsewhere(host, named, index)
+    if named.spot in kept or (named.users and named.spot not in destroyed):
+        raise name_taken_error(host, named)
 
 
 def _users_by_name(

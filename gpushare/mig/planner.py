@@ -862,8 +862,8 @@ class _PartsForRest:
         """Return the first request, in the order of this search, of which a part or a rest has any; None: it is empty."""
         return next((request for request in self._order if part[request]), None)
 
-    def weights(self, rest: WishPart) -> Mapping[WishPart, int]:
-        """Return the weights of the parts to try; some parts may hold more than the rest."""
+    def to_try(self, rest: WishPart) -> Mapping[WishPart, int]:
+        """Return the parts to try on the next GPU, with their weights; some hold more than the rest of the wish."""
         return self._by_first[self._first_request(rest)]
 
 
@@ -877,7 +877,7 @@ def _next_rests(
     best: dict[WishPart, int] = {}
     taken: dict[WishPart, tuple[WishPart, WishPart]] = {}
     for rest_before, weight in cheapest.items():
-        weights = group.weights if in_order is None else in_order.weights(rest_before)
+        weights = group.weights if in_order is None else in_order.to_try(rest_before)
         for part, more in weights.items():
             rest = tuple(map(sub, rest_before, part))
             if min(rest) < 0 or not all(map(le, rest, most_later)):

@@ -99,8 +99,7 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
     match = _PLACE.fullmatch(word)
     if match is None:
         return []
-    profile = match.group(1)
-    start = int(match.group(2))
+    profile, start = match[1], int(match[2])
     return [
         Target(layout.gpu, instance.id)
         for layout, instance in _instances_of(layouts)
