@@ -154,7 +154,7 @@ def test_the_best_setting_so_far_is_kept_whatever_ends_the_search(
 def test_an_unsure_setting_of_an_interrupted_search_is_not_kept(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpushare.measure.search.Figures.safe", lambda *_: False)
+    monkeypatch.setattr("gpushare.measure.search.Figures.meets_safely", lambda *_: False)
     ending_at(monkeypatch, 2, KeyboardInterrupt())
     answer = cli("tune", *PAIR, *CAPS)
     assert answer.code == 130
