@@ -135,7 +135,7 @@ def _mig_documents(gpu: GpuDescription, mig: MigDescription, version: str) -> li
 
 
 def _mps_sharing(mps: MpsWish, where: str) -> dict[str, Any]:
-    """Return the sharing of a daemon as the driver's parameters have it; ``where`` is for the message."""
+    """Return the limits of an MPS daemon in the form of the DRA driver's parameters; ``where`` is for the message."""
     config: dict[str, Any] = {}
     if mps.limits.threads_percent is not None:
         config["defaultActiveThreadPercentage"] = whole_percent(mps.limits.threads_percent, "the DRA driver", where)

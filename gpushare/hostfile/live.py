@@ -135,7 +135,7 @@ def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | N
 
 
 def _captured_instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
-    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out."""
+    """Return the MIG devices of a GPU as items of a file, equal ones with a count; ``notes`` gets what is left out."""
     for instance in live.instances:
         if not instance.compute:
             notes.append(

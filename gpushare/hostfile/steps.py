@@ -42,7 +42,7 @@ from gpushare.timeslice.policy import plan_level
 
 
 def check_levels_known(host: Host) -> None:
-    """Raise if nvidia-smi is missing or hangs: then no time-slice is known.
+    """Raise if nvidia-smi is missing or hangs: then that, and not the GPU, is why no time-slice is listed.
 
     Raises:
         NotSupported: it is not installed.

@@ -34,7 +34,7 @@ def open_device_files(host: Host) -> OpenFiles:
 
 
 def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[InstanceIds, tuple[Holder, ...]]:
-    """Return by instance the processes that have its capability node open and are not in ``gpu.processes`` for it.
+    """Return by instance processes that keep it from being destroyed: its node open, and not in ``gpu.processes`` for it.
 
     A compute instance id None stands for the GPU instance itself. ``files`` were read before.
     """
@@ -57,7 +57,7 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
 
 
 def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
-    """Return the processes with ``/dev/nvidiaN`` open that are not in ``gpu.processes``; ``files`` were read before."""
+    """Return processes that block a reset: ``/dev/nvidiaN`` open, and not in ``gpu.processes``; ``files`` were read before."""
     minor = _minor_or_none(host, gpu)
     if minor is None:
         return ()

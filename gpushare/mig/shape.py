@@ -172,7 +172,7 @@ class Proof:
     begun: Creation | None
 
     def owns(self, gpu: str | None, instance: GpuInstance) -> bool:
-        """Return whether a GPU instance is proved to be the change's own, with all that is in it."""
+        """Return whether the change is proved to have made a GPU instance and all in it: only then its undo destroys it."""
 
         def is_place_of(creation: Creation) -> bool:
             return (creation.gpu, creation.profile, creation.start) == (gpu, *instance.place)
@@ -186,7 +186,7 @@ class Proof:
         return begun.may_have_made(instance.id) and not instance.compute and not instance.busy
 
     def owns_part(self, gpu: str | None, instance: GpuInstance, part: ComputeInstance) -> bool:
-        """Return whether a compute instance is proved to be the change's own."""
+        """Return whether the change is proved to have made a compute instance, as `owns`."""
         for made in self.made:
             if (made.gpu, made.instance, made.compute) == (gpu, instance.id, part.id):
                 # Another one may have its id now.
