@@ -236,7 +236,7 @@ def line_order(jobs: Sequence[Reservation]) -> list[Reservation]:
 
 
 def _waits_behind(job: Request, uid: int, other: Request, other_uid: int) -> bool:
-    """Return whether a job of user ``uid`` is opportunistic, and ``other`` is production that goes first (`line_order`)."""
+    """Return whether an opportunistic job of user ``uid`` lets ``other`` pass: production of root or that user on a device of both."""
     if set(other.keys).isdisjoint(job.keys):
         return False
     return job.opportunistic and other.production and other_uid in {0, uid}

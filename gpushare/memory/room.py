@@ -54,7 +54,7 @@ _MOST_LOOKED_UP: Final = 64
 
 
 def read_lines(host: Host, devices: Sequence[Device], limits: UserLimits, own_place: Place | None = None) -> list[Line]:
-    """Return the ledger of devices that were read just now, without those whose memory is unknown.
+    """Return what is free and reserved on devices that were read just now, without those whose memory is unknown.
 
     It does not count ``own_place``, which the asking job has reserved itself.
     """
@@ -202,7 +202,7 @@ def wait_for_room(
     reasons: Sequence[str] = ()
     waited = False
 
-    def order_now(keys: Sequence[str]) -> list[str]:
+    def best_now(keys: Sequence[str]) -> list[str]:
         return [device.uuid for device in best([device for device in usable if device.uuid in keys])]
 
     try:
@@ -210,7 +210,7 @@ def wait_for_room(
             usable, reasons = usable_now(host, devices, limits, client=place.request.client)
             # Without a wait the order of ``devices`` is still right for one device; several may be better together.
             is_ordered_again = len(devices) > 1 and (waited or place.request.count > 1)
-            if place.try_to_take(usable, clients, limits, order_now if is_ordered_again else None):
+            if place.try_to_take(usable, clients, limits, best_now if is_ordered_again else None):
                 return tuple(device for key in place.held for device in usable if device.uuid == key)
             waited = True
             is_due = clock() >= next_look
