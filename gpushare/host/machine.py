@@ -162,7 +162,7 @@ class Machine:
                 yield from _bytes_left(files, "/".join([CGROUPS, *files.below, *names[:depth]]))
 
     def descriptor_limit(self, pid: int) -> int | None:
-        """Return the soft limit of open files (``/proc/PID/limits``); if unlimited, the kernel's own maximum."""
+        """Return the soft limit of open files (``/proc/PID/limits``); if unlimited, a number that no process reaches."""
         text = read_proc(f"{self._proc}/{pid}/limits") or b""
         match = re.search(rb"^Max open files\s+(\d+|unlimited)", text, re.MULTILINE)
         if match is None:

@@ -336,7 +336,7 @@ class RecordStore(Generic[T]):
         Raises:
             _EarlierBoot: it is of an earlier boot.
             OtherNamespace: it names processes of another PID namespace.
-            ValueError: it says nothing else that counts; the message says why.
+            ValueError: it does not count for another reason, which the message says.
         """
         try:
             raw = json.loads(text)

@@ -121,5 +121,5 @@ def _lost_devices(host: Host, gpus: Sequence[Gpu], keys: Iterable[str]) -> set[s
     wanted = set(keys)
     if not wanted or all(gpu.error is None for gpu in gpus):
         return set()
-    # The ledger has what its users have written.
+    # What users have written into the ledger may be no UUID of a device at all.
     return {key for key in wanted if DEVICE_UUID.fullmatch(key)} - _index_by_uuid(host.nvml.sweep()).keys()
