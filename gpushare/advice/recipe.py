@@ -715,7 +715,7 @@ def _add_remedy(steps: Steps, _: Way) -> None:
 
 
 def _add_kubernetes(steps: Steps, way: Way) -> None:
-    """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
+    """Add `export k8s` for a way: it writes the configuration of the device plugin, and changes nothing on the host."""
     s = steps.s
     # Where only some fit at a time, the other pods wait in the cluster.
     pods = max(2, min(s.at_a_time(way) or s.case.processes or 4, MOST_REPLICAS))

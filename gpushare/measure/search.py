@@ -255,7 +255,10 @@ class Search:
         return _STARVED_SHARE if way is Way.SLICES and Way.CAPS in self.ways else 0.0
 
     def lines(self, way: Way) -> list[list[Setting]]:
-        """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
+        """Return the settings of a way in rows, in the order of the search; within a row the other jobs get more and more.
+
+        Slices: a row for each slice of production. Caps: a row with low client priority of the others, and one without.
+        """
         if way is Way.SLICES:
             return [[slice_setting(own, other) for other in OTHER_US] for own in self.production_us]
         caps = sorted(self.caps)

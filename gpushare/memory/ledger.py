@@ -321,7 +321,7 @@ def line_of(
     clients: int | None = None,
     limits: UserLimits | None = None,
 ) -> Line | None:
-    """Return the ledger of one device as of now; None: its memory is unknown.
+    """Return what is on one device and reserved there as of now, to decide who has room; None: its memory is unknown.
 
     ``device`` was read just before, with its processes. ``clients`` is how many clients its MPS server takes. ``limits``
     are what each user's jobs may reserve there together: a reservation beyond that counts as 0 bytes.
@@ -351,6 +351,7 @@ def line_of(
     for job in jobs_on_device:
         own_processes = [process for process in processes if owners.get(process.pid) == job.id]
         if not own_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
+            # Its reservation has expired: it had nothing on the device for too long.
             continue
         size = room.bytes_of(job.memory_bytes)
         limit = None if limits is None else limits.get(job.claim.uid)
@@ -486,22 +487,23 @@ class Patience:
         # The jobs that could take a place when the claims were read last.
         self._could_start: set[str] = set()
         # By user: since when jobs of that user could take a place, and none has.
-        self._since: dict[int, float] = {}
+        self._could_start_since: dict[int, float] = {}
         self._passed: set[str] = set()
 
     def note_who_can_start(self, jobs: Sequence[Reservation], can_start: Collection[str]) -> None:
-        """Note which of the jobs in the ledger can take a place now, and pass those of users who take none for too long.
+        """Skip in the line the waiting jobs of a user who could start a job for PATIENCE_SECONDS and started none.
 
-        A job that was passed stays passed.
+        ``can_start`` are the ids of the jobs that could start now. A job that was skipped once stays skipped.
         """
         now = time.monotonic()
         users_who_started = {job.claim.uid for job in jobs if job.held and job.id in self._could_start}
         users_who_can_start = {job.claim.uid for job in jobs if job.id in can_start}
         self._could_start = {job.id for job in jobs if job.id in can_start}
-        self._since = {
-            uid: now if uid in users_who_started else self._since.get(uid, now) for uid in users_who_can_start
+        self._could_start_since = {
+            uid: now if uid in users_who_started else self._could_start_since.get(uid, now)
+            for uid in users_who_can_start
         }
-        late_users = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
+        late_users = {uid for uid, since in self._could_start_since.items() if now - since >= PATIENCE_SECONDS}
         self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late_users}
 
     def waits_for(self, job: Reservation) -> bool:

@@ -89,7 +89,7 @@ class Ending:
         )
 
     def _stop(self) -> None:
-        """Stop all processes, after a reading of how busy the GPU is with them."""
+        """Freeze all processes (SIGSTOP), after a reading of how busy the GPU is: the drain is seen as a fall from there."""
         self._before = self._meter.read()
         for pid, started in self._started.items():
             self._stop_process(pid, started)

@@ -301,7 +301,7 @@ class Stop:
         return is_blind and any(host.processes.uses_driver(pid) for pid in tree)
 
     def _loss_of_job(self) -> Loss:
-        """Return the question to ask before a process is ended that no record of this user's own names as a job."""
+        """Return the question to ask before a job is ended whose gpushare is gone, or a process that is no job by itself."""
         job = self._job
         if self.target.record is not None:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))

@@ -235,6 +235,7 @@ class Choice(Dialog):
         super().__init__(title, above, theme, "↑ ↓ move    Enter chooses    Esc closes")
         self._texts = texts
         self._chosen = cursor
+        # The n-th character chooses the n-th text.
         self._keys_of_texts = keys
 
     def _break_lines(self, width: int) -> list[Line]:
