@@ -200,7 +200,7 @@ class MigInstance:
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    # Memory that jobs of `gpushare run` have reserved on it; only `status` and `metrics` look for it.
+    # Memory that jobs have reserved on it; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
 
     def has(self, process: GpuProcess) -> bool:
@@ -298,7 +298,7 @@ class Gpu:
     memory_used_bytes: int | None = None
     # Memory that the driver keeps for itself.
     memory_reserved_bytes: int | None = None
-    # Memory that jobs of `gpushare run` have reserved; only `status` and `metrics` look for it.
+    # Memory that jobs have reserved; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
     utilization_percent: int | None = None
     # The power that it draws now; only `status` with -o json, `metrics` and `doctor` read it.

@@ -130,7 +130,7 @@ def farm(
 def _chosen_devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:
     """Return the devices of ``-g``. For ``any`` they are all GPUs that answer; with ``instances`` also MIG instances."""
     if gpu is None and len(gpus) > 1:
-        hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
+        hint = "name them: -g 0,1; or all that answer: -g any"
         raise gpu_not_named_error(len(gpus), "say on which to run", hint)
     chosen = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
     return devices_for_any(chosen, instances=instances) if is_any(gpu) else chosen

@@ -49,7 +49,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("In the background, when a GPU has room", "run -d --wait -g any --memory 20G -- python3 train.py"),
         ("Next to the production job `serve`", "run --opportunistic --for serve -- python3 batch.py"),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python3 train.py"),
-        ("In a MIG instance of its own", "run --mig 1g.10gb -- python3 train.py"),
+        ("In a MIG instance of its own", "run --mig 1g -- python3 train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),
     ),
     "farm": (

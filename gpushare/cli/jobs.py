@@ -23,10 +23,10 @@ def jobs(
 ) -> Any:
     """List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended.
 
-    A job is what `gpushare run` has started. A process that gpushare did not start has no name: give its PID as JOB to
-    `stop`, `pause` and others. The column memory shows what the processes of a job hold, and the limit of the job. "-"
-    means unknown or none. Root sees the jobs of all users, but of those that have ended only its own. -v lists all
-    that are kept: up to a hundred.
+    A job is what `gpushare run` or `gpushare farm` started. A process that gpushare did not start has no name: give its
+    PID as JOB to `stop`, `pause` and others. The column memory shows what the processes of a job hold, and the limit of
+    the job. "-" means unknown or none. Root sees the jobs of all users, but of those that have ended only its own. -v
+    lists all that are kept: up to a hundred.
     """
     host = settings.connect()
     observer = Observer(host)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
-from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select_for_change
+from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select_for_change, titles
 from gpushare.base.units import first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import OF_FILE, demands_of, read_config, typed_wish
@@ -557,7 +557,7 @@ def apply(
     if bool(wish) == (file is not None):
         raise BadUsage(
             "give a layout or a file with one, not both" if wish else "give a layout, or a file with one",
-            "for example: gpushare mig apply -g 0 3g.40gb '1g.10gb*2'",
+            "for example: gpushare mig apply -g 0 3g '1g*2'",
             code="no_wish",
         )
 
@@ -717,7 +717,7 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
         return
     which = ",".join(str(each.index) for each in gpus)
     raise NotSupported(
-        f"MIG is off on GPU {which}",
+        f"MIG is off on {titles([Device(gpu=each) for each in gpus])}",
         f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
         gpu=gpus[0].index,
         code="mig_off",

@@ -56,8 +56,8 @@ def reserve(
 
     Jobs of other users (`gpushare run`) do not start on a GPU that you have reserved; with --wait they wait for the end
     of the lease. Programs that already run there stay, and programs that are started without gpushare are not kept
-    away. A lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve:
-    {longest: 4h}); only root may take a longer one. All leases end with a reboot.
+    away. A lease is at most 12 hours long, renewals included; root may set a lower limit in gpushare.yaml (reserve:
+    {longest: 4h}). Only root may take a longer lease. All leases end with a reboot.
     """
     refuse(_REFUSED)
     host = settings.connect()

@@ -19,7 +19,7 @@ _INTERVAL: Final = "2s"
 
 
 class WatchCommand(Command):
-    """Takes ``-w`` without a number, and never the next word for one."""
+    """Takes ``-w`` without a time: then it is two seconds. No verb of this class takes an argument."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words, with the interval after each ``-w`` that has none."""
@@ -27,7 +27,7 @@ class WatchCommand(Command):
         for place, word in enumerate(args):
             next_word = args[place + 1] if place + 1 < len(args) else ""
             words.append(word)
-            if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", next_word):
+            if re.fullmatch(r"-[aqv]*w|--watch", word) and (not next_word or re.match(r"-(?!\.?\d)", next_word)):
                 words.append(_INTERVAL)
         return super().make_context(info_name, words, parent, **extra)
 

@@ -13,7 +13,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu, GpuLease
-from gpushare.base.selection import Device, select, titles
+from gpushare.base.selection import Device, select
 from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, format_duration, size_option
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
@@ -403,8 +403,13 @@ def outlook(
             reasons_by_uuid.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free to reserve"
             for line in lines_taken
         ]
-        where = titles([line.device for line in lines_taken])
-        text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(texts))}"
+        if len(lines_taken) == 1:
+            where = f"{lines_taken[0].device.title}: {texts[0]}"
+        else:
+            where = " and ".join(
+                f"{line.device.title} ({reason})" for line, reason in zip(lines_taken, texts, strict=True)
+            )
+        text = f"now it would start at once, on {where}"
     else:
         text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), limits.get(uid), unusable)}"
         if unreadable:
@@ -528,13 +533,13 @@ def _free_text(line: Line, request: Request) -> str:
 
 
 def _held_by_text(line: Line, most: int) -> str:
-    """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``; empty: nobody."""
+    """Return who has the rest, the largest first: ``; the rest is held by 'train' (40.0 GiB) and 2 more``; empty: nobody."""
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
     if line.others_bytes >= WORTH_NAMING:
         holders.append((line.others_bytes, "other programs"))
     largest = sorted(holders, reverse=True)
     texts = first_few((f"{title} ({format_bytes(size)})" for size, title in largest), most)
-    return f", held by {texts}" if texts else ""
+    return f"; the rest is held by {texts}" if texts else ""
 
 
 def _room_text(

@@ -48,7 +48,7 @@ def _mode_change_notes(host: Host, gpu: Gpu, *, enable: bool) -> list[str]:
     if enable and resetless:
         notes.append("MIG and its instances are lost at a reboot or when the driver is reloaded")
     elif enable:
-        notes.append("MIG stays on after a reboot, its instances are lost")
+        notes.append("MIG stays on after a reboot; its instances are lost")
     if not resetless:
         notes.append("switching its MIG mode resets it")
     return [f"GPU {gpu.index}: {note}" for note in notes]

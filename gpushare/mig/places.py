@@ -15,7 +15,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
-from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select, select_for_change
+from gpushare.base.selection import Device, no_mig_error, refuse_silent_gpus, select, select_for_change, titles
 from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
@@ -66,7 +66,7 @@ def means_profile(text: str) -> bool:
     if _UUID_OR_IDS.fullmatch(word):
         raise BadUsage(
             f"'{word[:60]}' is neither a profile nor a name, and may mean another instance now",
-            f"give --mig 1g.10gb, or a name: gpushare mig name train {word[:60]}; an instance by its UUID: -g MIG-<uuid>",
+            f"give --mig 1g, or a name: gpushare mig name train {word[:60]}; an instance by its UUID: -g MIG-<uuid>",
             code="bad_mig",
         )
     return _PROFILE.match(word) is not None
@@ -82,7 +82,11 @@ def named_instance(host: Host, name: str) -> NamedInstance:
     if name in names:
         return names[name]
     listing = first_few(sorted(names), 16)
-    hint = f"names: {listing}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    hint = (
+        f"names: {listing}"
+        if names
+        else f"to create one with this name: gpushare mig create WISH --name {shlex.quote(name[:60])}"
+    )
     raise NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 
 
@@ -178,7 +182,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[InstancePlace
         _check_profile_exists(host, capable, request)
         first = capable[0].index
         raise NotFound(
-            f"MIG is off on GPU {', '.join(str(gpu.index) for gpu in capable)}",
+            f"MIG is off on {titles([Device(gpu=gpu) for gpu in capable])}",
             f"switch it on: gpushare mig enable -g {first}; then: gpushare mig create {request.single} -g {first}",
             code="mig_off",
         )
@@ -196,7 +200,7 @@ def single_request(text: str) -> Request:
     if len(requests) != 1 or requests[0].count != 1 or len(requests[0].compute) > 1:
         raise BadUsage(
             f"'{text[:60]}' asks for several instances; a program runs in one",
-            "give one profile: --mig 1g.10gb",
+            "give one profile: --mig 1g",
             code="bad_count",
         )
     return requests[0]

@@ -77,7 +77,8 @@ def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[
     """Return the daemons of gpushare on these GPUs (None: the only one). Raises NotFound: there is none."""
     ours = [item for item in daemons if item.daemon.ours]
     see_all = (
-        "see the daemons: gpushare mps status; name one by its GPU or instance (-g), one of others by --pipe-directory"
+        "see the daemons: gpushare mps status; name one by its GPU or instance (-g), "
+        "or one that gpushare did not start by --pipe-directory"
     )
     if gpu is None and not ours:
         raise NoDaemon("no MPS daemon of gpushare serves this host", see_all)

@@ -33,7 +33,7 @@ class Creator(contextlib.AbstractContextManager["Creator"]):
         if not means_profile(text):
             raise BadUsage(
                 f"--create makes an instance of a profile, and {quoted(text)} is a name",
-                "give a profile: --mig 1g.10gb --create",
+                "give a profile: --mig 1g --create",
                 code="bad_mig",
             )
         self._host, self._text, self._say = host, text, say

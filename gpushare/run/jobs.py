@@ -637,14 +637,14 @@ def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | 
     )
 
 
-def no_job_error(host: Host, text: str) -> NotFound:
-    """Return the error about a job that neither runs nor waits."""
+def no_job_error(host: Host, text: str, states: str = "is running or waiting") -> NotFound:
+    """Return the error about a job that neither runs nor waits. ``states``: those that it has none of, in words."""
     if pid_of(text) is not None:
         return no_process_error(text, "see all: gpushare jobs -a", "no_job")
     names = [record.name for record in records(host) if is_running(host, record)][:5]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(
-        f"no job '{text}' is running or waiting",
+        f"no job '{text}' {states}",
         f"{running}see all, and those that have ended: gpushare jobs -v",
         code="no_job",
     )

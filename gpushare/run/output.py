@@ -91,7 +91,7 @@ def _no_output_error(host: Host, name: str) -> GpushareError:
     for record in running_records(host):
         if record.keeper_uid is not None and record.name == name:
             return _another_users_error(record, record.keeper_uid)
-    return no_job_error(host, name)
+    return no_job_error(host, name, "is running, waiting or among those kept")
 
 
 def _another_users_error(record: JobRecord, uid: int) -> NotSupported:

@@ -180,7 +180,7 @@ def _named_production(host: Host, name: str) -> JobRecord | None:
     if record is None and find_tuned(host, name) is None:
         check_not_in_line(host, name)
         raise NotFound(
-            f"no job {quoted(name)} is known, running or tuned",
+            f"no job {quoted(name)} is running, and tune has kept no result for it",
             f"start it: gpushare run --production {name} -- CMD; or tune it: gpushare tune --name {name} ...",
             code="no_production",
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed, error_of
 from gpushare.base.model import ComputeMode, Gpu, Way
-from gpushare.base.selection import Device, candidates, devices_for_any, is_any, select_for_change, select_one, titles
+from gpushare.base.selection import Device, candidates, devices_for_any, is_any, select_for_change, titles
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
@@ -147,7 +147,7 @@ class JobStart:
         # Only the ledger of memory holds a job to a budget, makes it wait, or chooses among devices.
         if self.budget is not None or self.queue.takes_place or self.count > 1 or has_choice:
             return self._run_queued(gpu, options)
-        return self._run_on([select_one(gpu, self.gpus)], options)
+        return self._run_on([*candidates(gpu, self.gpus, None, self.say)], options)
 
     def _carry_out(self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan.
@@ -595,7 +595,7 @@ class JobStart:
         """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
         shared_slice = f"a time-slice of {format_slice(slice_us)}"
         if process is None:
-            role_text = "opportunistic, and not next to exactly one production job now"
+            role_text = "opportunistic; there is not exactly one production job to yield to now"
         else:
             role_text = f"opportunistic next to {process.title}"
             if self.role.keep is not None:

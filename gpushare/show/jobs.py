@@ -89,7 +89,11 @@ def _table_of_present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
         Column("container", "container", rank=8, whole=True, optional=True, format=container_name),
         COMMAND,
     )  # fmt: skip
-    empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
+    empty = (
+        "no process is on the GPUs"
+        if everything
+        else "no job is running; processes that gpushare did not start: gpushare jobs -a"
+    )
     return Table(name="jobs", title="jobs", columns=columns, rows=tuple(jobs), empty=empty)
 
 

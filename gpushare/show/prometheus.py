@@ -68,7 +68,7 @@ _HELP = {
     "gpushare_gpu_power_limit_watts": "Power limit in force.",
     "gpushare_gpu_memory_unlisted_bytes": "Memory in use that no process in the driver's lists has.",
     "gpushare_gpu_memory_idle_bytes": "Memory of processes that have done nothing for ten minutes or more, as far as is known; in a text file, as far as the driver remembers.",
-    "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs of gpushare run have reserved.",
+    "gpushare_gpu_memory_jobs_reserved_bytes": "Memory that jobs have reserved.",
     "gpushare_gpu_jobs_waiting": "Jobs of gpushare run --wait that wait for room on this GPU.",
     "gpushare_jobs": "Jobs of gpushare run, by state; the metrics of single jobs below are for the first 512.",
     "gpushare_job_info": "A job: its role, its way of sharing, its user and its MIG instance; constant 1.",

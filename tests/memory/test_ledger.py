@@ -542,7 +542,9 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     with pytest.raises(InUse) as caught:
         wait(host, place, first, 0.05, messages)
     reason = "GPU 0 has 22.5 GiB free to reserve, but has 1 client of MPS and takes no more"
-    assert messages == [f"waiting for 1.0 GiB, 1 job before it: {reason}, held by process {os.getpid()} (1.0 GiB)"]
+    assert messages == [
+        f"waiting for 1.0 GiB, 1 job before it: {reason}; the rest is held by process {os.getpid()} (1.0 GiB)"
+    ]
     assert caught.value.message == f"no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
 
 
@@ -563,8 +565,8 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
         wait(host, enter(host, 20 * GIB), first, 900.0, messages, clock=Strides())
     held = f"process {os.getpid()} (10.0 GiB)"
     assert messages == [
-        f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by {held}, {held}",
-        f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free to reserve, held by {held}",
+        f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free to reserve; the rest is held by {held}, {held}",
+        f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free to reserve; the rest is held by {held}",
     ]
 
 
@@ -578,7 +580,7 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
         wait(host, place, devices(host), 5.0, messages)
     reason = "GPU 1 is in compute mode prohibited"
     assert messages == [
-        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by process {os.getpid()} (20.0 GiB); {reason}"
+        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free to reserve; the rest is held by process {os.getpid()} (20.0 GiB); {reason}"
     ]
     assert reason in room.why
 
@@ -1048,9 +1050,9 @@ STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.hol
             0,
             None,
             [],
-            "8.0 GiB: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more",
+            "8.0 GiB: GPU 0 has 0 MiB free to reserve; the rest is held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more",
         ),
-        ([line_with(0, others=GIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free to reserve, held by other programs (1.0 GiB)"),
+        ([line_with(0, others=GIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free to reserve; the rest is held by other programs (1.0 GiB)"),
         ([line_with(0, others=GIB - MIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free to reserve"),
         (
             [FULL, line_with(1)],
@@ -1058,19 +1060,19 @@ STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.hol
             1,
             None,
             ["GPU 2 is gone"],
-            "90.0 GiB on each of 2 GPUs, 1 job before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB) and 4 more; GPU 1 has 80.0 GiB free to reserve; GPU 2 is gone",
+            "90.0 GiB on each of 2 GPUs, 1 job before it: GPU 0 has 0 MiB free to reserve; the rest is held by 'b' (30.0 GiB) and 4 more; GPU 1 has 80.0 GiB free to reserve; GPU 2 is gone",
         ),
-        ([STAYING], asking(8, production=True), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more; 'a' (process 2) was to leave the GPU for it, and cannot: see its output"),
-        ([STAYING], asking(8), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more"),
+        ([STAYING], asking(8, production=True), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve; the rest is held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more; 'a' (process 2) was to leave the GPU for it, and cannot: see its output"),
+        ([STAYING], asking(8), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve; the rest is held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more"),
         (
             [line_with(0, [("a", 1)], clients=1)],
             asking(None, client=True),
             0,
             None,
             [],
-            "a GPU without other jobs: GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more, held by 'a' (1.0 GiB)",
+            "a GPU without other jobs: GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more; the rest is held by 'a' (1.0 GiB)",
         ),
-        ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free to reserve, held by 'a' (1.0 GiB)"),
+        ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free to reserve; the rest is held by 'a' (1.0 GiB)"),
         ([], asking(8), 3, None, [f"GPU {gpu} is gone" for gpu in range(4)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone"),
         ([], asking(8), 0, None, [f"GPU {gpu} is gone" for gpu in range(5)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone and 1 more"),
         ([line_with(0, granted=12)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free to reserve"),

@@ -90,7 +90,7 @@ def test_unknown_is_null_in_json_and_never_zero():
 
 def test_nothing_to_list(shown):
     out, err = shown(jobs_result(SNAPSHOT, ()), OutputFormat.TABLE)
-    assert (out, err) == ("no job is running; processes of others: gpushare jobs -a\n", "")
+    assert (out, err) == ("no job is running; processes that gpushare did not start: gpushare jobs -a\n", "")
     assert shown(jobs_result(SNAPSHOT, (), everything=True), OutputFormat.TABLE)[0] == "no process is on the GPUs\n"
 
 

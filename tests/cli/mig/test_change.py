@@ -140,7 +140,7 @@ def test_what_gpushare_has_made_is_known_until_it_is_destroyed(cli: Cli) -> None
 
 def test_ampere_is_reset_and_keeps_its_mode(cli: Cli) -> None:
     answer = cli("mig", "enable", host=A100).ok()
-    assert "MIG stays on after a reboot, its instances are lost" in answer.err
+    assert "MIG stays on after a reboot; its instances are lost" in answer.err
     assert "GPU 0: switching its MIG mode resets it" in answer.err
     assert "lost at a reboot or when the driver" not in answer.err
 

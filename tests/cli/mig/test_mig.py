@@ -115,8 +115,8 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["plan"], 2, "either a WISH, or --memory and --sm"),
-        (["plan", "3g.40gb", "--memory", "4G"], 2, "either a WISH, or --memory and --sm"),
+        (["plan"], 2, "give either a WISH, or --memory, --sm or both"),
+        (["plan", "3g.40gb", "--memory", "4G"], 2, "give either a WISH, or --memory, --sm or both"),
         (["plan", "nonsense"], 2, "nonsense"),
         (["plan", "9g.99gb"], 3, "9g.99gb"),
         (["fits", "7g.80gb*2"], 3, "7g.80gb"),

@@ -177,7 +177,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
     pid = world.foreign_daemon(sim_dir)
     for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
         text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
-        assert "of others by --pipe-directory" in text
+        assert "or one that gpushare did not start by --pipe-directory" in text
     text = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
     assert f"to do it: gpushare mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -484,6 +485,12 @@ def test_a_process_to_yield_to_is_looked_for_on_the_gpus(cli: Cli, refused: Refu
     # Of several GPUs it is the one on which the process works that tells.
     both = cli(*words, "-g", "0,1", "--gpus", "2", "--", "true", host=world.spec).ok()
     assert f"next to process {pid}: paused" in both.err
+
+
+def test_a_dry_run_names_the_room_of_each_gpu(cli: Cli) -> None:
+    words = ("run", "-n", "--wait", "--gpus", "2", "--memory", "10G", "--", "true")
+    (room,) = (line for line in cli(*words, host="sim:2xa30").ok().lines("note") if "start at once" in line)
+    assert re.search(r"on GPU 0 \(no production .*\) and GPU 1 \(no production .*\)$", room)
 
 
 def test_a_dry_run_says_that_a_job_would_start_now_and_where(cli: Cli) -> None:

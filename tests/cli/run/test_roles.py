@@ -148,12 +148,12 @@ def test_it_is_said_that_the_named_job_does_not_run(cli: Cli, world: World, runn
     recorded(world, running)
     world.record("api", 4_000_000, PRODUCTION)
     words = ("run", "-n", "--opportunistic", "--for", "api", "--yield", "slices", "-g", "0", "--", "true")
-    assert "opportunistic, and not next to exactly one production job now: " in cli(*words).ok().err
+    assert "opportunistic; there is not exactly one production job to yield to now: " in cli(*words).ok().err
 
 
 def test_it_is_said_whether_production_runs(cli: Cli, world: World, running: int) -> None:
     words = ("run", "-n", "--opportunistic", "--yield", "slices", "--", "true")
-    unspared = "opportunistic, and not next to exactly one production job now: "
+    unspared = "opportunistic; there is not exactly one production job to yield to now: "
     assert unspared in cli(*words).ok().err
     recorded(world, running)
     assert "opportunistic next to 'web': " in cli(*words).ok().err

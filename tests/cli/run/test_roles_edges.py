@@ -53,7 +53,7 @@ def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, .
 @pytest.mark.parametrize(
     ("target", "code", "text"),
     [
-        ("nope", "no_production", "no job 'nope' is known, running or tuned"),
+        ("nope", "no_production", "no job 'nope' is running, and tune has kept no result for it"),
         ("4194300", "no_process", "there is no process 4194300"),
         ("tuned", "gpu_not_named", "this host has 4 GPUs; 'tuned' is not running: say where this job is to run"),
     ],

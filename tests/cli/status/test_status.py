@@ -92,11 +92,9 @@ def test_daemons_and_clients(cli: Cli, world: World) -> None:
     assert cli("status", "-g", "0", output="json").ok().data["mps_daemons"] == [daemon]
 
 
-@pytest.mark.parametrize(
-    ("text", "code"), [("0", "bad_duration"), ("50ms", "bad_duration"), ("1x", "bad_duration"), ("x", "usage")]
-)
-def test_wrong_interval(refused: Refused, text: str, code: str) -> None:
-    refused("status", "-w", text, code=code, exit_code=2)
+@pytest.mark.parametrize("text", ["0", "50ms", "1x", "x"])
+def test_wrong_interval(refused: Refused, text: str) -> None:
+    refused("status", "-w", text, code="bad_duration", exit_code=2)
 
 
 @pytest.mark.parametrize("words", [("-w",), ("--watch",), ("-qw",), ("-w", "-q"), ("-w", "--host", "sim:h200")])

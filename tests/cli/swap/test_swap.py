@@ -275,6 +275,8 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     for verb in ("in", "out"):
         error = cli("swap", verb, pid, output="json").error
         assert (error["code"], error["hint"]) == ("job_lost", f"end it: kill -9 {pid}")
+    cli("stop", pid, "--yes").ok()
+    assert not world.host.processes.identity(int(pid))
 
 
 class Died(Exception):
