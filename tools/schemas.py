@@ -105,9 +105,10 @@ def schemas() -> str:
         kinds = [schema() if name == HOST_FILE else _schema(_loaded(name), definitions) for name in names]
         answers[command] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     texts = field_texts()
-    for name in definitions_in([answers[command] for command in READ_FIRST], definitions):
-        for key, field in definitions[name]["properties"].items():
-            text = texts.get(f"{name}.{key}", texts.get(key))
+    first = definitions_in([answers[command] for command in READ_FIRST], definitions)
+    for name, definition in definitions.items():
+        for key, field in definition["properties"].items():
+            text = texts.get(f"{name}.{key}", texts.get(key) if name in first else None)
             if text is not None:
                 can_be_null = "null" in json.dumps(field)
                 field.setdefault("description", text if can_be_null else re.sub(r"; null: .*", ".", text))

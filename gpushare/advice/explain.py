@@ -66,7 +66,7 @@ class Explanation:
 
     @property
     def normal(self) -> bool:
-        """Return whether a line of this kind is no sign of a fault."""
+        """Return whether the line is normal, not a sign of a fault."""
         return self.cause.startswith("Normal")
 
 

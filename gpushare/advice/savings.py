@@ -32,6 +32,7 @@ class Work:
 class Price:
     """Price of one GPU per hour, and the number of hours."""
 
+    # In dollars.
     per_hour: Decimal
     hours: Decimal
 
@@ -52,7 +53,9 @@ class Consolidation:
     max_load_percent: Decimal
     max_memory_bytes: int | None
     verdict: str
+    # In dollars.
     cost: Decimal | None
+    # In dollars.
     saving: Decimal | None
     saving_percent: Decimal
     recommended: bool = False
@@ -66,6 +69,7 @@ class Savings:
     total_load_percent: Decimal
     target_load_percent: Decimal
     price: Price | None
+    # In dollars.
     cost: Decimal | None
     options: tuple[Consolidation, ...]
     warnings: tuple[str, ...]

@@ -97,8 +97,9 @@ class CopyResult:
     exit_code: int | None
     value: float | None
     latencies: tuple[float, ...] = field(metadata=NOT_STORED)
-    # In the unit that the program prints, as is latency_p99.
+    # The median latency, in the unit that the program prints; None: none was printed.
     latency_p50: float | None
+    # The 99th percentile of the latency, in the unit that the program prints; None: none was printed.
     latency_p99: float | None
     failure: str | None
     last_line: str | None = field(default=None, metadata=NOT_STORED)
@@ -110,9 +111,9 @@ class CopiesResult:
 
     copies: tuple[CopyResult, ...]
     seconds: float
-    # A limit of time was reached.
+    # A time limit was reached.
     hung: bool = False
-    # The user has ended it.
+    # The user interrupted it.
     interrupted: bool = False
 
     @property

@@ -106,7 +106,7 @@ class SwapRow:
     name: str | None
     uid: int | None
     user: str | None
-    # Who has swapped it out; null: this user.
+    # Who swapped it out; null: this user.
     by: str | None
     state: str
     memory_bytes: int

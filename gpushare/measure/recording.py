@@ -213,8 +213,11 @@ class Use:
     """
 
     samples: int
+    # GPU utilization, in percent; None: unknown.
     utilization: Distribution | None
+    # SM activity (GPM), in percent; None: unknown.
     sm: Distribution | None
+    # The share of the samples in which a kernel ran; None: too few samples.
     busy_share: float | None
     memory_peak_bytes: int | None
     json_properties: ClassVar[tuple[str, ...]] = ("activity", "source")
@@ -280,6 +283,7 @@ class Recording:
     samples: int
     gpus: tuple[GpuUse, ...]
     processes: tuple[ProcessUse, ...]
+    # Samples that were not taken in time.
     missed: int = 0
     reason: str | None = None
     damaged_lines: int = 0
