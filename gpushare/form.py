@@ -157,7 +157,7 @@ def constant(wanted: object, problem: str) -> Form[Any]:
     def read(value: Value) -> Any:
         # In Python 1 equals True, in YAML it does not.
         if value.raw != wanted or isinstance(value.raw, bool) is not isinstance(wanted, bool):
-            raise value.error(problem, f"write it so: {value.key}: {as_written}")
+            raise value.error(problem, f"write: {value.key}: {as_written}")
         return wanted
 
     return Form(read, {"const": wanted})

@@ -60,8 +60,8 @@ def _explain_words(text: str) -> facts.Log:
         Explained(
             kind="column",
             names=(head,),
-            meaning=meaning,
-            cause='"-" means unknown or none.',
+            meaning=f'{meaning} "-" means unknown or none.',
+            cause="",
             next=("gpushare status --legend",),
             source="gpushare",
             line=text,
@@ -151,7 +151,10 @@ def _match_lines(match: Explained) -> Iterator[str]:
     if match.text is not None:
         yield from _labelled_lines("says", match.text)
     yield from _labelled_lines("means", match.meaning)
-    yield from _labelled_lines("sharing" if match.kind == "concept" and match.pattern is None else "cause", match.cause)
+    if match.cause:
+        yield from _labelled_lines(
+            "sharing" if match.kind == "concept" and match.pattern is None else "cause", match.cause
+        )
     for number, command in enumerate(match.next):
         yield from _labelled_lines("" if number else "next", command)
     yield from _labelled_lines("source", match.source)

@@ -290,7 +290,7 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
             # Its first argument is the node.
             takes_node = "${1:" in script.text
             path = shlex.quote(os.path.join(to, script.name))
-            notes = [f"apply: sh {path}{' NODE' if takes_node else ''}; it says what it needs"]
+            notes = [f"to apply them: sh {path}{' NODE' if takes_node else ''} (its first lines say what it needs)"]
         elif export.commands:
             notes[0] = f"apply: cd {shlex.quote(to)}; {export.commands[0]}"
         written = write_documents(documents, Path(to))

@@ -12,7 +12,7 @@ from gpushare.show.jobs import jobs_result
 from gpushare.show.result import Result
 from gpushare.snapshot import Observer
 
-# Jobs that ended lately; all that are kept with -v.
+# Jobs that ended recently; all that are kept with -v.
 _MOST_ENDED: Final = 10
 
 

@@ -77,7 +77,7 @@ def run(
     how: str | None = option(
         "--yield",
         "HOW",
-        "How it yields: slices[=200us], caps[=60], swap; pause and requeue need a production job that runs.",
+        "How it yields: slices[=200us], caps[=60], swap; pause and requeue need a production job that runs. [default: slices if production runs outside MPS, else caps]",
     ),
     keep: str | None = option("--keep", "PCT", "Adapt the slice so that production keeps PCT of its speed: 97%."),
     name: str | None = option("--name", "NAME", "Name the job, for commands that take a JOB."),

@@ -46,7 +46,6 @@ def savings(
 
     Loads and memory add up, and the fewer GPUs must have room for all of the memory. The overhead of sharing is not
     included, and the mean load hides peaks: measure before you give machines back. The price is the one you give.
-    Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
     refuse(_REFUSED)
     target = _parse_number("--target-load", target_load, Decimal(100))

@@ -74,7 +74,7 @@ def simulated_spec(given: str | None) -> str:
     """Return the name of the simulated host to work on: as given, or that of --host."""
     spec = given or settings.spec
     if not spec.startswith("sim:"):
-        problem = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
+        problem = f"'{given[:60]}' is not a simulated host" if given else "no simulated host is named"
         hint = "name one: --host sim:h200, or export GPUSHARE_HOST=sim:h200; used ones: gpushare sim list"
         raise BadUsage(problem, hint, code="no_sim_host")
     return spec

@@ -52,8 +52,10 @@ def tune(
         "A job that takes what is left; restarted for each cap. Give it several times to run several jobs together.",
         default=...,
     ),
-    keep: str = option("--keep", "PCT", "How much of its rate alone production must keep.", default="97%"),
-    p99: str | None = option("--p99", "FACTOR", "How far its p99 latency may rise over alone: 1.1x or 1.1."),
+    keep: str = option("--keep", "PCT", "How much of its stand-alone rate production must keep.", default="97%"),
+    p99: str | None = option(
+        "--p99", "FACTOR", "How far its p99 latency may rise above that of production alone: 1.1x or 1.1."
+    ),
     metric: str | None = option(
         "--metric", "REGEX", "The rate that both print: 'rate=([0-9.]+)'. [default: lines per second]"
     ),
@@ -72,7 +74,7 @@ def tune(
     budget: str | None = option(
         "--budget",
         "TIME",
-        "How long to search, from when all jobs have printed. The best setting so far is kept then. [default: 150s; 60s for slices alone]",
+        "How long to search, counted from when all jobs have printed; then the best setting so far is kept. [default: 150s; 60s for slices alone]",
     ),
     window: str | None = option(
         "--window",

@@ -91,7 +91,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
             )
     users = tuple(user for user in named.users if user not in revoked_users)
     steps = access_steps(host, named, users) if revoked_users else ()
-    notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
+    notes = [_RUNNING] if steps else [f"{name} has no grants"]
     if steps and not users:
         notes.append(f"every local user may then use {name}")
     return Plan(

@@ -1,4 +1,4 @@
-"""What `gpushare jobs` lists: jobs that run, wait, are paused or swapped out, and those that ended lately."""
+"""What `gpushare jobs` lists: jobs that run, wait, are paused or swapped out, and those that ended recently."""
 
 from __future__ import annotations
 

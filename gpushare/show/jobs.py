@@ -120,7 +120,7 @@ def _ended_table(jobs: Sequence[ListedJob]) -> Table:
         Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),
         COMMAND,
     )
-    return Table(name="ended_jobs", title="ended lately", columns=columns, rows=tuple(jobs))
+    return Table(name="ended_jobs", title="ended recently", columns=columns, rows=tuple(jobs))
 
 
 _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {

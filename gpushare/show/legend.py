@@ -31,7 +31,7 @@ HEADS: Final = {
     "age": "How long the process has been running.",
     "idle": "How long ago it last worked on the GPU.",
     "job": "The name that run or farm gave it; every command that takes a JOB takes it.",
-    "role": "production is spared by opportunistic jobs; plain jobs have no role.",
+    "role": "production: opportunistic jobs yield to it; plain: neither role.",
     "way": "How the job shares the GPU: time-slice, MPS or MIG, with its slice, thread limit or instance.",
     "paused": "How long it has been kept off the GPU (gpushare resume).",
     "container": "The container that it runs in.",

@@ -100,7 +100,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
             steps.append(_mode_step(host, device, mode, restores=True))
         restored = "" if mode is None else f", compute mode {mode.title}"
         plans.append(Plan(title=f"time-slice level default on {device.title}{restored}", steps=tuple(steps), undo=undo))
-    notes = () if any(plan.steps for plan in plans) else ("the time-slice is already default; nothing to do",)
+    notes = () if any(plan.steps for plan in plans) else ("the time-slice is already default",)
     return replace(one_plan(plans), notes=notes)
 
 

@@ -338,7 +338,7 @@ def plan_slice(
         steps=tuple(steps),
         undo=undo,
         consent=asked,
-        notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}; nothing to do",),
+        notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}",),
     )
 
 
@@ -427,7 +427,7 @@ def plan_restore(
         steps=tuple(steps),
         undo=_set_command(slices, selector, consent),
         consent=tuple(consent) if steps else (),
-        notes=() if steps else (f"gpushare has not set a time-slice for {title}; nothing to do",),
+        notes=() if steps else (f"gpushare has not set a time-slice for {title}",),
     )
 
 

@@ -290,8 +290,8 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
         # A file that is there is corrected, not written over.
         (ONE + "mps: {threads: 300}\n", "its keys and values: gpushare schema gpushare.yaml"),
         (ONE + "mps: {exclusive: 1}\n", "write true or false"),
-        (ONE + "exclusive: 1\n", "write it so: exclusive: true"),
-        ("version: 2\ngpus: []\n", "write it so: version: 1"),
+        (ONE + "exclusive: 1\n", "write: exclusive: true"),
+        ("version: 2\ngpus: []\n", "write: version: 1"),
         ("version: 1\n", "add one of: gpus, slices, memory, reserve"),
         ("gpus: []\n", "its keys: version, gpus"),
         ("a: [1\n", "to see a valid file: gpushare capture"),

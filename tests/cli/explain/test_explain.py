@@ -445,7 +445,7 @@ def test_what_the_documents_of_sharing_name_is_explained() -> None:
 def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
     for head, meaning in HEADS.items():
         explained = cli("explain", head.lower(), output="json").ok().data["explanations"]
-        assert explained[0]["meaning"] == meaning
+        assert explained[0]["meaning"] == f'{meaning} "-" means unknown or none.'
 
 
 @pytest.mark.parametrize(

@@ -187,8 +187,10 @@ def test_files(cli: Cli, refused: Refused, tmp_path: Path, engine: str) -> None:
     }
     assert sorted(done.out.splitlines()) == sorted(str(path) for path in there.iterdir())
     if script.exists():
-        assert [line for line in done.err.splitlines() if line.startswith("note: apply: ")] == [
-            f"note: apply: sh '{script}'{' NODE' if engine == 'k8s' else ''}; it says what it needs"
+        assert [
+            line for line in done.err.splitlines() if line.startswith(("note: apply: ", "note: to apply them: "))
+        ] == [
+            f"note: to apply them: sh '{script}'{' NODE' if engine == 'k8s' else ''} (its first lines say what it needs)"
         ]
         commands = [line.replace("node NODE", 'node "$node"') for line in data["commands"]]
         assert script.read_text().splitlines()[-len(commands) :] == commands

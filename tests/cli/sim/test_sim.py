@@ -59,7 +59,7 @@ def test_no_simulated_host(cli: Cli, verb: str) -> None:
     assert cli("sim", *words, host="local").code == 2
     if verb == "reset":
         said = cli("sim", "reset", "foo").err
-        assert "'foo' is no simulated host" in said
+        assert "'foo' is not a simulated host" in said
         assert "sim show" not in said
 
 

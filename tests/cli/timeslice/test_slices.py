@@ -52,7 +52,7 @@ def test_a_slice_is_set_shown_and_restored(cli: Cli, world: World, pid: int) -> 
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
     assert slice_records(world.host) == {}
-    assert "nothing to do" in world.run("timeslice", "reset", str(pid)).ok().err
+    assert "gpushare has not set a time-slice" in world.run("timeslice", "reset", str(pid)).ok().err
 
 
 def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: World, pid: int) -> None:
@@ -117,7 +117,7 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
     path.write_text(json.dumps({**record, "started": record["started"] - 100}))
     assert slice_records(world.host) == {}
     assert shown(world, pid)["set_us"] is None
-    assert "nothing to do" in world.run("timeslice", "reset", str(pid)).ok().err
+    assert "gpushare has not set a time-slice" in world.run("timeslice", "reset", str(pid)).ok().err
     # The next record removes those of processes that have ended.
     stale = path.with_name("999999.json")
     stale.write_text(json.dumps({**record, "pid": 999999}))

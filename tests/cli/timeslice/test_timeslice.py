@@ -59,7 +59,7 @@ def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
     assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.EXCLUSIVE_PROCESS)
     again = cli("timeslice", "reset", output="json").ok()
     assert again.data["steps"] == []
-    assert "nothing to do" in again.err
+    assert "the time-slice is already default" in again.err
 
 
 def test_reset_of_one_gpu_leaves_the_other(cli: Cli) -> None:
