@@ -263,7 +263,7 @@ class RecordStore(Generic[T]):
         return [value for value in values if value is not None]
 
     def all(self, host: Host, *, shared: bool = True, users: bool = True) -> list[T]:
-        """Return this user's records; with ``shared`` also root's, and with ``users`` for root those of all users."""
+        """Return the readable records of this user; with ``shared`` also root's; for root, with ``users``, those of all."""
         return [each for each in self._scan(host, shared=shared, users=users) if not isinstance(each, Unread)]
 
     def unread(self, host: Host) -> list[Unread]:

@@ -506,8 +506,8 @@ class Patience:
         late_users = {uid for uid, since in self._could_start_since.items() if now - since >= PATIENCE_SECONDS}
         self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late_users}
 
-    def waits_for(self, job: Reservation) -> bool:
-        """Return whether a job that waits is still let go first: it is not stopped, and was not passed."""
+    def must_follow(self, job: Reservation) -> bool:
+        """Return whether this job may not start before a waiting one: not if that is stopped, or was skipped for its user."""
         return not job.stopped and job.id not in self._passed
 
 
@@ -628,7 +628,7 @@ class Place:
             or (
                 job.waits
                 and (job.id in self._before or _waits_behind(self.request, os.geteuid(), job, job.claim.uid))
-                and self._patience.waits_for(job)
+                and self._patience.must_follow(job)
             )
         ]
         devices_by_job = _admitted(lines, waiting)

@@ -304,7 +304,10 @@ def wish_of(instances: Iterable[GpuInstance]) -> Wish:
 
 
 def placed_request(profile: str, start: int, slices_of_each: Sequence[int]) -> Request:
-    """Return the request for one GPU instance (``3g.40gb``) at a place, with compute instances of these slices."""
+    """Return the request for one GPU instance (``3g.40gb``) at a place, with compute instances of these slices.
+
+    A request without compute instances means one over all slices.
+    """
     parts = tuple(sorted(slices_of_each, reverse=True))
     whole = (int(profile.partition("g")[0]),)
     return Request(profile=profile, start=start, compute=() if parts == whole else parts)

@@ -687,7 +687,7 @@ class Swapping(Part):
             and job.id != self._own_id
             and self._device.uuid in job.keys
             and (job.memory_bytes or 0) <= total
-            and self._patience.waits_for(job)
+            and self._patience.must_follow(job)
         ]
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]

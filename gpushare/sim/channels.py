@@ -69,7 +69,7 @@ class SimulatedChannels(ChannelControl):
         files = SimulatedFiles(state_file)
 
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
-            """Answer a request as the helper process of the real control would."""
+            """Answer here, from the state of the host, as the helper process of the real control would; ``check`` asks no driver."""
             if current(state_file).channel_fault == HANGS and request["do"] != "check":
                 raise rm.not_answered_error(request["pid"], seconds)
             return answer(files, request)
