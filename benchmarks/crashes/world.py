@@ -377,7 +377,7 @@ class World:
 
 def see_only_ours(root: str) -> None:
     """Let the real MPS daemons of this machine that belong to others be none of this process's business."""
-    everybody = Processes.named
+    everybody = Processes.pids_of_program
     wanted = f"CUDA_MPS_PIPE_DIRECTORY={root}/".encode()
 
     def mine(self: Processes, name: str) -> Sequence[int]:
@@ -388,7 +388,7 @@ def see_only_ours(root: str) -> None:
                     found.append(pid)
         return found
 
-    Processes.named = mine  # type: ignore[method-assign]
+    Processes.pids_of_program = mine  # type: ignore[method-assign]
 
 
 def _become(

@@ -66,7 +66,7 @@ def advise(situation: Situation) -> Advice:
     judged = verdicts(first)
     everywhere = all(part.best is not None for part in parts)
     best = parts[0].best if everywhere else None
-    # Other answers are placed without `apart`, which takes long: they are compared with the present case placed so, too.
+    # Other answers are placed without `separate`, which takes long: they are compared with the present case placed so, too.
     present_ways = {None if best is None else best.way, place(situation, separate=False)[0].way}
     changes = tuple(other for other, _ in other_answers(situation) if other.then not in present_ways)
     confidence, why = _confidence(parts, best, judged, changes)

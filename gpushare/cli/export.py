@@ -54,7 +54,7 @@ _USUAL_PROGRAM: Final = "/usr/bin/gpushare"
 
 FILE_OPTION: Final = option("-f --file", "FILE", "Take the sharing from this gpushare.yaml. [default: this host]")
 _EVERY_GPU: Final = option(
-    "-g --gpu", "GPU", "Every GPU of the node, as without -g: the device plugin cannot offer only some."
+    "-g --gpu", "GPU", "All GPUs of the node (the default): the device plugin cannot offer only some."
 )
 TO: Final = option("--to", "DIR", "Write the files there instead of printing them.")
 NODE: Final = option("--node", "NAME", "The node's name in the cluster.")

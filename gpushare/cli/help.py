@@ -131,7 +131,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "apply": (
         ("Preview", "apply gpushare.yaml -n"),
-        ("At boot, wait for the driver", "apply gpushare.yaml --wait 60s"),
+        ("Wait up to a minute for programs to leave the GPUs", "apply gpushare.yaml --wait 60s"),
     ),
     "export k8s": (("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),),
     "export dra": (("For Kubernetes 1.34", "export dra --kubernetes 1.34 --to dra"),),

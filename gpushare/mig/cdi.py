@@ -62,9 +62,11 @@ class _Refresh:
     def do(self) -> None:
         try:
             content, stated = self._file.read_bytes(), self._file.stat()
-        except OSError as error:
+            # `undo` writes text: a file that is none stays as it is.
+            content.decode()
+        except (OSError, UnicodeDecodeError) as error:
             raise OperationFailed(
-                f"cannot read {self._spec.path}: {error.strerror}",
+                f"cannot read {self._spec.path}: {getattr(error, 'strerror', 'it is not UTF-8')}",
                 f"see: ls -l {shlex.quote(str(self._spec.path))}",
                 code="cdi_unreadable",
             ) from None
