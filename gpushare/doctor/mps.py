@@ -83,7 +83,7 @@ def _daemon_check(found: FoundDaemon) -> Check:
     fault = next((server.pid for server in daemon.servers if server.status == "FAULT"), None)
     if fault is not None:
         return finding("mps.fault", gpu, pid=fault, remedy=f"{stop} --force" if daemon.ours else "end its clients")
-    if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
+    if daemon.transient and not daemon.clients and found.home is not None and found.home.live_leases() == []:
         return finding("mps.orphan", gpu, daemon=daemon, stop=stop)
     whose = "of gpushare" if daemon.ours else f"of another owner ({_owner_text(daemon)}, {daemon.pipe_directory})"
     clients = counted(len(daemon.clients), "client")

@@ -117,8 +117,9 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     if clients or leases != []:
         users, way = f"has clients: {first_few(clients)}", f"wait for them: {ending} --drain 60s"
         if not clients:
-            pids = "by which process is unknown" if leases is None else first_few(leases)
-            users, way = f"is used by gpushare run: {pids}", "wait until it ends: gpushare jobs"
+            users, way = "may be used by gpushare run: its leases cannot be read", "wait until it ends: gpushare jobs"
+            if leases:
+                users = f"is used by gpushare run: {first_few(leases)}"
         hint = f"{way}; or force it: {ending} --force"
         raise InUse(f"the MPS daemon {pid} on {title} {users}", hint, gpu=gpu, code="daemon_clients")
 

@@ -258,7 +258,7 @@ def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> 
 
 
 def _no_instance_error(request: Request, named: Sequence[InstancePlace], gpus: Sequence[int]) -> NotFound:
-    """Return the error that no free instance serves a request; ``named`` are those with a name, kept for who gives it."""
+    """Return the error that no free instance serves a request; ``named`` are those kept for runs that give their name."""
     where = f"GPU {', '.join(map(str, gpus))}"
     make = f"gpushare mig create {request.single} -g {','.join(map(str, gpus))}"
     if named:

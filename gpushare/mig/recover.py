@@ -92,7 +92,7 @@ def creation_made(host: Host, begun: Creation, index: int, number: int) -> Creat
 
 
 def shape_now(host: Host, index: int) -> GpuShape:
-    """Return the shape of a GPU, read anew from the driver: what a change is judged by."""
+    """Return the shape of a GPU as a fresh reading of the driver has it: a change is checked against it."""
     host.nvml.restart()
     gpu = host.nvml.gpu(index)
     refuse_silent_gpus(gpu)

@@ -201,7 +201,7 @@ class DaemonHome:
     def live_leases(self) -> list[int] | None:
         """Return the PIDs of every `gpushare run` that uses this daemon, and remove the leases of dead ones.
 
-        None: the leases belong to another user and cannot be checked. Raises OperationFailed: a lock cannot be checked.
+        None: unknown, because one cannot be opened (another user's). Raises OperationFailed: a lock cannot be checked.
         """
         live: list[int] = []
         try:
@@ -213,10 +213,10 @@ class DaemonHome:
         for path in (self.leases / name for name in names if _LEASE.match(name)):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-            except PermissionError:
-                return None
-            except OSError:
+            except FileNotFoundError:
                 continue
+            except OSError:
+                return None
             try:
                 with writing(path, "the lease of a program"):
                     dead = try_lock(descriptor)

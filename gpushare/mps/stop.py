@@ -189,8 +189,8 @@ class Stop:
                 reasons.append(f"{counted(len(clients), 'program')} on it: {described}")
             # A program without a client has no CUDA context yet.
             elif item.home is not None and (leases := or_none(item.home.live_leases)) != []:
-                pids = "by which process is unknown" if leases is None else first_few(leases)
-                reasons.append(f"used by gpushare run: {pids}")
+                may_be_used = "may be used by gpushare run: its leases cannot be read"
+                reasons.append(f"used by gpushare run: {first_few(leases)}" if leases else may_be_used)
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 

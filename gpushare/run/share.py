@@ -159,7 +159,7 @@ def fatal_errors(home: DaemonHome) -> int:
 
 
 def stop_if_last(host: Host, home: DaemonHome) -> bool:
-    """Stop a daemon that `gpushare run` started, if it is unused; return whether clients without a lease still use it.
+    """Stop a daemon that `gpushare run` started, if it is unused; return whether clients without a lease use it, or may use it.
 
     Another gpushare with a lease stops it itself; for clients without one the guard has to wait.
     Raises GpushareError: it is unused and does not stop.
@@ -171,8 +171,10 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         pid = live_pid(host, home, record)
         # None: it died before its last program, and nothing else would clean up after it.
         if pid is not None:
-            if home.live_leases():
-                return False
+            leases = home.live_leases()
+            if leases != []:
+                # None: unknown.
+                return leases is None
             control = MpsControl(host.programs, str(home.pipe))
             if clients_of(control):
                 return True

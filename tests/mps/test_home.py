@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -243,6 +244,23 @@ def test_a_lease_that_was_swept_while_it_was_taken_is_taken_again(
     monkeypatch.setattr(fcntl, "flock", meanwhile)
     lease = home.take_lease()
     assert home.live_leases() == [os.getpid()]
+    lease.release()
+
+
+@pytest.mark.parametrize(("number", "leases"), [(errno.EMFILE, None), (errno.ENOENT, [])])
+def test_a_lease_that_cannot_be_opened_may_be_in_use(
+    home: DaemonHome, monkeypatch: pytest.MonkeyPatch, number: int, leases: list[int] | None
+) -> None:
+    lease = home.take_lease()
+    real = os.open
+
+    def refuse(path: str | Path, *more: Any, **named: Any) -> int:
+        if Path(path) == lease.path:
+            raise OSError(number, os.strerror(number))
+        return real(path, *more, **named)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert home.live_leases() == leases
     lease.release()
 
 

@@ -21,7 +21,7 @@ from gpushare.host.program import Completed, Listener
 from gpushare.mps import daemons
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl, parse_percentage, parse_pids, parse_ps
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons, live_pid, own_daemon
-from gpushare.mps.home import DaemonRecord, home_of
+from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 from gpushare.mps.stop import Stop, daemons_to_stop, end_daemon
 from gpushare.run.share import stop_if_last
 from tests.errors import fails
@@ -141,6 +141,18 @@ def test_a_name_and_an_environment_do_not_make_a_daemon_ours(host: Host, device:
     # The same of our own user is.
     real = with_table(host, daemon(50, home.pipe, device=device.uuid), daemon(51, home.pipe, uid=0, device=device.uuid))
     assert daemon_pid(real, str(home.pipe)) == 51
+
+
+def test_a_daemon_whose_leases_are_unknown_goes_on(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = home_of(host.run_directory, device.uuid)
+    home.create()
+    home.write(DaemonRecord(device_uuid=device.uuid, pid=51, started=5, uid=os.geteuid(), transient=True))
+    busy = with_table(host, daemon(51, home.pipe, uid=os.geteuid(), device=device.uuid))
+    monkeypatch.setattr(DaemonHome, "live_leases", lambda _: None)
+    # The guard asks again.
+    assert stop_if_last(busy, home) is True
+    assert busy.processes.sent == []  # type: ignore[attr-defined]
+    assert home.read() is not None
 
 
 def test_a_record_without_a_start_time_ends_no_stranger(host: Host, device: Device) -> None:

@@ -27,7 +27,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.host.smi import ComputePolicy
 from gpushare.mps.control import MpsControl, probe_version
 from gpushare.mps.daemons import NOT_ASKED, FoundDaemon
-from gpushare.mps.home import home_of
+from gpushare.mps.home import DaemonHome, home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
@@ -206,10 +206,13 @@ def test_fault(cli: Cli, world: World, sim_dir: Path, ours: bool) -> None:
     assert "807" in found["why"]
 
 
-def test_orphan(cli: Cli, world: World) -> None:
+def test_orphan(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     carry_out(plan_start(world.host, select_one("0", world.host.nvml.sweep()), Limits(), transient=True))
     found = checks(cli)["mps.orphan"]
     assert found["verdict"] == "warn"
+    with monkeypatch.context() as patched:
+        patched.setattr(DaemonHome, "live_leases", lambda _: None)
+        assert "mps.orphan" not in checks(cli)
     cli(*found["remedy"].split()[1:]).ok()
     assert "mps.orphan" not in checks(cli)
 

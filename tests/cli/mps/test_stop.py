@@ -127,7 +127,7 @@ def test_force_asks_about_a_run_without_a_client(refused: Refused, world: World,
 def test_force_asks_where_leases_cannot_be_read(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DaemonHome, "live_leases", lambda _: None)
     text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
-    assert "used by gpushare run: by which process is unknown" in text
+    assert "may be used by gpushare run: its leases cannot be read" in text
 
 
 def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
