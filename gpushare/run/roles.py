@@ -217,8 +217,14 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
         # Other production jobs on the device need their memory too. By process: the peak in a record may just have grown.
         neighbours = {(job.pid, job.started): job for job in (*living, *([] if production is None else [production]))}
         memory = _memory_beside(device, neighbours.values(), tuned_any_way)
+        unknown = [job for job in neighbours.values() if job.memory_peak_bytes is None]
+        if tuned_any_way is not None and tuned_any_way.production_memory_bytes is not None:
+            unknown = [job for job in unknown if job != production]
         if memory is None:
             notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
+        elif unknown:
+            names = " and ".join(f"'{job.name}'" for job in unknown)
+            notes.append(f"the memory limit leaves nothing to {names}, whose memory is unknown; set one with --memory")
     if way is Way.SLICES:
         return Spared(limits=replace(given, memory_limit_bytes=memory), tuned=tuned, notes=notes)
     threads = given.threads_percent

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gpushare.base.model import Way
 from gpushare.base.units import GIB
-from gpushare.run.jobs import PRODUCTION
+from gpushare.run.jobs import PRODUCTION, find_record, write_record
 from gpushare.run.results import Tuned, keep_tuned
 from tests.cli.drive import Cli, Refused, World
 
@@ -42,6 +43,15 @@ def test_the_memory_of_all_of_them_is_left_to_them(cli: Cli) -> None:
     total = 143771
     assert total - 102 * 1024 < limit < total - 100 * 1024
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
+
+
+def test_it_is_said_whose_memory_the_limit_does_not_leave(cli: Cli, two: list[str], world: World) -> None:
+    record = find_record(world.host, two[0])
+    assert record is not None
+    write_record(world.host, replace(record, memory_peak_bytes=None))
+    planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
+    assert "_MEM_LIMIT=0=" in planned.out
+    assert "the memory limit leaves nothing to 'llm', whose memory is unknown; set one with --memory" in planned.err
 
 
 @pytest.mark.parametrize(("words", "told"), [((), True), (("--threads", "90"), False)])
