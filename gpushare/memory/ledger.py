@@ -126,6 +126,8 @@ class Line:
     holders: tuple[Reservation, ...]
     # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
     others_bytes: int
+    # The processes there of no job that do work.
+    others: tuple[GpuProcess, ...] = ()
     # What the jobs there have reserved, as far as it counts; and by user.
     reserved_bytes: int = 0
     granted: Mapping[int, int] = field(default_factory=dict)
@@ -338,7 +340,8 @@ def line_of(
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
     unlisted = max(0, used - _used_bytes(processes))
     # What is there without any job. Much unlisted memory is not: it is of processes that have ended or cannot be seen.
-    own_bytes = _used_bytes(process for process, info in strangers if not _does_work(process, info))
+    others = tuple(process for process, info in strangers if _does_work(process, info))
+    own_bytes = _used_bytes(process for process, _ in strangers) - _used_bytes(others)
     if unlisted <= MUCH_UNLISTED:
         own_bytes += unlisted
     room = Room(memory_bytes=max(0, device.job_memory_bytes), clients=clients, alone=alone, own_bytes=own_bytes)
@@ -381,6 +384,7 @@ def line_of(
         running=tuple(running),
         holders=tuple(holders),
         others_bytes=unlisted + _used_bytes(process for process, _ in strangers),
+        others=others,
         reserved_bytes=sum(granted.values()),
         granted=dict(granted),
         beyond=frozenset(beyond),

@@ -532,11 +532,17 @@ def _free_text(line: Line, request: Request) -> str:
     return f"{line.device.title} has {format_bytes(line.free_bytes)} free to reserve{clients}"
 
 
-def _held_by_text(line: Line, most: int) -> str:
+def _held_by_text(line: Line, request: Request, most: int) -> str:
     """Return who has the rest, the largest first: ``; the rest is held by 'train' (40.0 GiB) and 2 more``; empty: nobody."""
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
-    if line.others_bytes >= WORTH_NAMING:
-        holders.append((line.others_bytes, "other programs"))
+    others_bytes = line.others_bytes
+    if request.memory_bytes is None:
+        # Each is in the way of a job that needs a whole GPU, however little it holds.
+        processes = [(process.memory_used_bytes or 0, f"process {process.pid}") for process in line.others]
+        holders += [(size, title) for size, title in processes if size]
+        others_bytes -= sum(size for size, _ in processes)
+    if others_bytes >= WORTH_NAMING:
+        holders.append((others_bytes, "other programs"))
     largest = sorted(holders, reverse=True)
     texts = first_few((f"{title} ({format_bytes(size)})" for size, title in largest), most)
     return f"; the rest is held by {texts}" if texts else ""
@@ -549,7 +555,7 @@ def _room_text(
     if not lines:
         return f"{size_text(request)}: {first_few(reasons, _MOST_NAMED, '; ')}"
     most_holders = 3 if len(lines) == 1 else 1
-    rooms = [f"{_free_text(line, request)}{_held_by_text(line, most_holders)}" for line in lines[:_MOST_NAMED]]
+    rooms = [f"{_free_text(line, request)}{_held_by_text(line, request, most_holders)}" for line in lines[:_MOST_NAMED]]
     ahead = f", {counted(jobs_ahead, 'job')} before it" if jobs_ahead else ""
     text = f"{size_text(request)}{ahead}: {'; '.join(rooms)}"
     staying = [job.title for line in lines for job in line.holders if job.stays and request.production]
@@ -586,7 +592,7 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
     over = [line for line in lines if line.exceeds_limit(os.geteuid(), request.memory_bytes, limit)]
     if over:
         raise InUse(
-            f"there is no room for {size_text(request)} now{_limit_text(over, request, limit)}",
+            f"no room for {size_text(request)} now{_limit_text(over, request, limit)}",
             "wait for it: --wait; or end one of your jobs: gpushare stop NAME; see: gpushare status",
             code="no_room",
         )

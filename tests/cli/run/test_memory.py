@@ -487,6 +487,13 @@ def test_a_process_to_yield_to_is_looked_for_on_the_gpus(cli: Cli, refused: Refu
     assert f"next to process {pid}: paused" in both.err
 
 
+def test_a_job_that_needs_whole_gpus_says_which_small_program_is_in_the_way(cli: Cli) -> None:
+    pid = admin.add_process("sim:2xa30", "1", memory_bytes=GIB // 2)
+    planned = cli("run", "-n", "--wait", "--gpus", "2", "--", "true", host="sim:2xa30").ok()
+    assert f"; GPU 1 has 23.0 GiB free to reserve; the rest is held by process {pid} (512 MiB)\n" in planned.err
+    assert planned.err.count("held by") == 1
+
+
 def test_a_dry_run_names_the_room_of_each_gpu(cli: Cli) -> None:
     words = ("run", "-n", "--wait", "--gpus", "2", "--memory", "10G", "--", "true")
     (room,) = (line for line in cli(*words, host="sim:2xa30").ok().lines("note") if "start at once" in line)
