@@ -548,8 +548,7 @@ def _swaps(seen: Examination) -> Iterator[Check]:
     for job in jobs:
         if job.state == LOST:
             wrong = True
-            kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
-            yield finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
+            yield finding("swap.lost", job=job, remedy=_command_for(job.keeper_uid, job.path, f"stop {job.pid}"))
         elif job.state in {LEAVING, RETURNING}:
             seconds_in_state = uptime() - job.since
             with contextlib.suppress(OSError):

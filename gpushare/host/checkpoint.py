@@ -139,13 +139,13 @@ class Checkpoint:
         if code != _OUT_OF_MEMORY and state == CHECKPOINTED:
             raise OperationFailed(
                 f"the driver did not put process {pid} back on the GPU (CUDA error {code}); it is still in host memory",
-                f"try again: gpushare swap in {pid}; if that always fails, it is lost: kill -9 {pid}",
+                f"try again: gpushare swap in {pid}; if that always fails, end it: gpushare stop {pid}",
                 code="restore_refused",
             )
         reason = "the GPU has no room" if code == _OUT_OF_MEMORY else f"CUDA error {code}"
         raise OperationFailed(
             f"process {pid} could not be put back on the GPU ({reason}), and the driver does not try again: it is lost",
-            f"end it: kill -9 {pid}",
+            f"end it: gpushare stop {pid}",
             code="job_lost",
         )
 

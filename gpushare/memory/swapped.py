@@ -261,7 +261,7 @@ def lost_error(swap: Swap) -> OperationFailed:
     """Return the error about a job whose restore has failed for good."""
     return OperationFailed(
         f"{swap.title} is lost: the driver could not put it back",
-        f"end it: kill -9 {' '.join(str(image.pid) for image in swap.images)}",
+        f"end it: gpushare stop {swap.selector}",
         code="job_lost",
     )
 

@@ -88,7 +88,7 @@ class KeptSlices:
         return None if record is None else record.slice_us
 
     def _has_slice(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
-        """Return whether a known process has the slice, in all contexts that it has now; those are found anew every 5 s."""
+        """Return whether a known process has the slice, in all contexts that it has now; which are looked up again every 5 s."""
         pid, process = channels.pid, (channels.pid, channels.started)
         try:
             if self.fixed or self.proved.get(process) != microseconds:

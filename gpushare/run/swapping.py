@@ -512,7 +512,9 @@ class Swapping(Part):
             if not self._by_hand:
                 self._by_hand = True
                 self._swap = swap
-                self._say(f"{swap.title} is lost: the driver could not put it back; end it: Ctrl-C")
+                self._say(
+                    f"{swap.title} is lost: the driver could not put it back; end it: gpushare stop {swap.selector}"
+                )
         elif not self.out:
             self._by_hand = True
             self._swap = swap

@@ -802,7 +802,7 @@ def test_swaps_that_were_lost_or_interrupted(cli: Cli, world: World) -> None:
     assert "20 minutes" in finding(cli, "swap.interrupted")["seen"]
     SWAPS.write(replace(swap, state="lost"))
     check = finding(cli, "swap.lost")
-    assert (check["verdict"], check["remedy"]) == ("fail", f"end it: kill -9 {pid}")
+    assert (check["verdict"], check["remedy"]) == ("fail", f"end it: gpushare stop {pid}")
 
 
 def test_a_power_cap_is_named(cli: Cli, world: World) -> None:

@@ -268,13 +268,13 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Checkpoint, "restore", restore)
     answer = cli("swap", "in", pid, output="json")
     assert answer.error["code"] == "job_lost"
-    assert f"kill -9 {pid}" in answer.error["hint"]
+    assert answer.error["hint"] == f"end it: gpushare stop {pid}"
     assert world.process(int(pid)).checkpoint == FAILED
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert row["state"] == "lost"
     for verb in ("in", "out"):
         error = cli("swap", verb, pid, output="json").error
-        assert (error["code"], error["hint"]) == ("job_lost", f"end it: kill -9 {pid}")
+        assert (error["code"], error["hint"]) == ("job_lost", f"end it: gpushare stop {pid}")
     cli("stop", pid, "--yes").ok()
     assert not world.host.processes.identity(int(pid))
 
