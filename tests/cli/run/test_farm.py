@@ -171,11 +171,13 @@ def test_fail_fast_ends_the_others_and_skips_the_rest(cli: Cli) -> None:
     assert "note: not started: copy 2-3" in answer.err
 
 
-def test_a_farm_that_is_refused_is_no_job_and_leaves_the_earlier_one(cli: Cli, tmp_path: Path) -> None:
-    words = ("farm", "--copies", "2", "--name", "web", "--logs", str(tmp_path / "logs"), "--memory", "1G")
-    cli(*words, "--", "true").ok()
+def test_a_farm_that_is_refused_is_no_job_and_leaves_the_earlier_one(
+    cli: Cli, refused: Refused, tmp_path: Path
+) -> None:
+    words = ("farm", "--copies", "2", "--logs", str(tmp_path / "logs"), "--memory", "1G", "--name")
+    cli(*words, "web", "--", "true").ok()
     before = [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]]
     assert before == [("web", 0)]
-    for more in ((), ("--resume",), ("--name", "second"), ("--gpus", "2")):
-        assert cli(*words, *more, "--", "echo").code == 2
+    for more in (("web",), ("web", "--resume"), ("second",), ("second", "--resume"), ("web", "--gpus", "2")):
+        refused(*words, *more, "--", "echo", code="logs_used", exit_code=2)
     assert [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]] == before
