@@ -74,6 +74,14 @@ class Device:
 def no_mig_error(
     gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has: gpushare compare"
 ) -> NotSupported:
+    """Return the error that none of these GPUs has MIG, or that the driver does not report whether one has."""
+    for gpu in gpus:
+        if gpu.mig_capable is None:
+            return NotSupported(
+                f"GPU {gpu.index} ({gpu.name or 'unknown model'}): the driver does not report whether it has MIG",
+                "see why: gpushare doctor",
+                gpu=gpu.index,
+            )
     if len(gpus) == 1:
         index = gpus[0].index
         name = gpus[0].name or "unknown model"

@@ -144,6 +144,8 @@ def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | Non
         return gpu.error, Difference()
     if demand is None:
         return "no entry of the config is for it", Difference()
+    if gpu.mig_capable is None:
+        return "the driver does not report its MIG mode", Difference()
     if not gpu.mig_capable:
         problem = f"{gpu.name or 'this GPU'} has no MIG" if demand.mig_enabled else None
         return problem, Difference()

@@ -200,7 +200,7 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     (cmd/nvidia-mig-parted/assert, mode.go and config.go). On a host with several models each entry has a ``device-filter``.
     """
     if all(gpu.mig_capable is False for gpu in host.gpus):
-        raise no_mig_error([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
+        raise no_mig_error([Gpu(index=gpu.index, name=gpu.name, mig_capable=False) for gpu in host.gpus])
     # By the number of devices of each profile; None: MIG is off.
     gpus_by_layout: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
     for gpu in host.gpus:

@@ -326,13 +326,23 @@ class NvmlReader:
 
     def _mig_fields(self, index: int) -> dict[str, Any]:
         """Return the MIG mode of a GPU and its MIG instances."""
-        mig = self._value(index, "nvmlDeviceGetMigMode")
-        enabled = None if mig is None else bool(mig[0])
+        handle = self.handle(index)
+
+        def read_mode(nvml: Any) -> Sequence[int]:
+            """Return the current and the pending mode; empty: NotSupported, which means that this GPU has no MIG."""
+            try:
+                return tuple(nvml.nvmlDeviceGetMigMode(handle))
+            except nvml.NVMLError as error:
+                if error.value != NOT_SUPPORTED:
+                    raise
+                return ()
+
+        mode = self.ask(read_mode, str(index))
+        enabled = bool(mode[0]) if mode else None
         return {
-            # NotSupported means that this GPU has no MIG.
-            "mig_capable": mig is not None,
+            "mig_capable": None if mode is None else bool(mode),
             "mig_enabled": enabled,
-            "mig_pending": None if mig is None else bool(mig[1]),
+            "mig_pending": bool(mode[1]) if mode else None,
             **(self._mig_instances(index) if enabled else {}),
         }
 

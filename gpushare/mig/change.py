@@ -306,7 +306,7 @@ class GpuChange:
     @property
     def switches(self) -> bool:
         """Return whether the MIG mode changes, and not only a pending one is canceled, which needs no idle GPU."""
-        return self.enable is not None and self.enable != bool(self.gpu.mig_enabled)
+        return self.enable is not None and self.enable != self.gpu.mig_enabled
 
     @property
     def before(self) -> GpuShape:

@@ -89,6 +89,9 @@ def test_a_gpu_without_mig_says_so_and_one_with_mig_tells_its_mode() -> None:
     t4, h200 = connect("sim:t4,h200").nvml.sweep()
     assert (t4.mig_capable, t4.mig_enabled, t4.mig_pending) == (False, None, None)
     assert (h200.mig_capable, h200.mig_enabled, h200.mig_pending) == (True, False, False)
+    admin.set_fault("sim:h200", "refused", gpu="0", value="nvmlDeviceGetMigMode")
+    (untold,) = connect("sim:h200").nvml.sweep()
+    assert (untold.mig_capable, untold.mig_enabled, untold.mig_pending) == (None, None, None)
 
 
 def test_mig_instances_are_read_with_profile_memory_and_ids() -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -526,6 +527,23 @@ def test_a_driver_that_hides_the_profiles_until_mig_is_on(cli: Cli, refused: Ref
         assert "gpushare mig enable -g 1;" in text
     assert "only while MIG is on" in cli("mig", "profiles", host=EIGHT).ok().out
     cli("mig", "enable", "-g", "1", host=EIGHT).ok()
+
+
+@pytest.mark.parametrize(
+    "words", [("enable",), ("apply", "3g.40gb"), ("profiles",), ("apply", "off"), ("check", "off")]
+)
+def test_a_mode_that_the_driver_does_not_tell_is_unknown(
+    refused: Refused, cli: Cli, sim_dir: Path, words: tuple[str, ...]
+) -> None:
+    World(A100).fault("refused", "nvmlDeviceGetMigMode")
+    if words[-1] == "off":
+        (sim_dir / "off.yaml").write_text("version: v1\nmig-configs: {plain: [{devices: all, mig-enabled: false}]}\n")
+        words = (words[0], "-f", str(sim_dir / "off.yaml"))
+    if words[0] == "check":
+        assert "the driver does not report its MIG mode" in cli("mig", *words, host=A100).out
+        return
+    text = refused("mig", *words, code="not_supported", exit_code=3, host=A100)
+    assert "GPU 0 (NVIDIA A100-SXM4-80GB): the driver does not report whether it has MIG" in text
 
 
 def test_a_lost_gpu_among_eight(cli: Cli, refused: Refused) -> None:
