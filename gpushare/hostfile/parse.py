@@ -87,7 +87,7 @@ def _mps_wish(fields: Mapping[str, Any]) -> MpsWish:
 
 _DAEMON_KEYS: Final[Mapping[str, Form[Any]]] = {
     # MPS keeps one decimal.
-    "threads": number(0.05, 100, "a percentage above 0 and up to 100", lambda value: round(float(value), 1)).about(
+    "threads": number(0.05, 100, "a percentage from 0.1 to 100", lambda value: round(float(value), 1)).about(
         "Active thread percentage per client."
     ),
     "memory": _SIZE.about("Pinned device memory per client process: 4G, 1500M."),

@@ -72,7 +72,7 @@ def share_of_slices(profile: str | None, slices: int | None) -> float | None:
 class Limits:
     """Limits of the clients of an MPS daemon, or of one client; None leaves the default.
 
-    ``threads_percent`` is the active thread percentage, above 0 up to 100 (the default).
+    ``threads_percent`` is the active thread percentage, from 0.1 to 100 (the default).
     ``memory_limit_bytes`` is the pinned device memory of each client process; by default there is no limit.
     ``priority`` is normal by default. ``no_memory_limit`` removes the memory limit of a running daemon.
     """
