@@ -87,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     common.reset()
     common.settings.words, common.settings.verbs = tuple(words), VERBS
+    common.settings.set_printed_host()
     common.open_closed_streams()
     common.let_streams_outlive_terminal()
     common.keep_exit_codes_of_children()

@@ -51,6 +51,7 @@ from gpushare.run.look import only_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.result import Result
 from gpushare.show.status import daemon_table, status_result
+from gpushare.show.text import complete_commands
 from gpushare.snapshot import Observer
 
 
@@ -72,12 +73,13 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     where = "this host" if gpu is None else "these GPUs"
     gpu_option = f" -g {chosen.gpus[0].index}" if chosen.gpus else ""
+    none = f"no MPS daemon runs on {where}; start one: gpushare mps start{gpu_option}"
     return replace(
         result,
         command="mps status",
         data=MpsStatusAnswer(mps_daemons=shown.daemons),
         tables=tables,
-        text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{gpu_option}",
+        text=None if tables else complete_commands(none),
         csv=daemon_table(shown),
     )
 

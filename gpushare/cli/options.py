@@ -72,15 +72,22 @@ class Settings:
         if self.connected is None:
             from gpushare.connect import connect
 
-            self.connected = connect(self.spec)
-            # Printed commands name the host, unless the user's shell does already.
-            is_host_of_shell = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
-            set_host(None if is_host_of_shell else self.spec, self.verbs, simulated=self.connected.is_simulated)
+            try:
+                self.connected = connect(self.spec)
+            except BadUsage:
+                # No such host: a command with it would fail too.
+                set_host(None, (), simulated=False)
+                raise
             if self.changes and not self.dry_run:
                 from gpushare.host.records import sweep_leftovers
 
                 sweep_leftovers(self.connected)
         return self.connected
+
+    def set_printed_host(self) -> None:
+        """Let printed commands name the host, unless the user's shell does already."""
+        is_host_of_shell = self.spec == (os.environ.get("GPUSHARE_HOST") or "local")
+        set_host(None if is_host_of_shell else self.spec, self.verbs, simulated=self.spec != "local")
 
     @property
     def output(self) -> OutputFormat:
@@ -162,6 +169,7 @@ def _storing_callback(name: str, convert: Callable[[Any], Any] = lambda value: v
         # An absent option changes nothing: it may have been given before the command.
         if value not in {None, False}:
             setattr(settings, name, convert(value))
+            settings.set_printed_host()
         return value
 
     return callback

@@ -146,6 +146,26 @@ def test_a_command_that_is_printed_is_for_the_same_host(cli: Cli, monkeypatch: p
     assert "; undo: gpushare timeslice reset -g 0\n" in cli(*words, *option).ok().out
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("resume", "pause list"),
+        ("apply nosuch.yaml", "capture"),
+        ("sim end 5", "sim show"),
+        ("logs -f a -o json", "logs a"),
+        ("mps start --bogus", "mps start --help"),
+        ("mps status", "mps start"),
+    ],
+)
+def test_a_hint_is_for_the_same_host_before_the_host_is_read(cli: Cli, words: str, command: str) -> None:
+    answer = cli("--host", "sim:t4", *words.split(), host=None)
+    assert f"gpushare --host sim:t4 {command}" in answer.out + answer.err
+
+
+def test_a_hint_has_no_host_that_does_not_exist(cli: Cli) -> None:
+    assert cli("status", host="sim:nosuch").lines("hint") == ["hint: see them all: gpushare sim list --models"]
+
+
 @pytest.mark.parametrize("words", [("-o", "xml", "status"), ("status", "-o", "xml"), ("status", "--output=")])
 def test_unknown_output(cli: Cli, words: tuple[str, ...]) -> None:
     answer = cli(*words)
