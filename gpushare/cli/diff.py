@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 from gpushare.base.errors import ExitCode, GpushareError
@@ -31,7 +32,7 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
     state = HostState(settings.connect())
     matched = entries_of(wanted, state.gpus)
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in matched.entries])
-    rows = [_gpu_diff(gpu, matched.entries[gpu.gpu.index]) for gpu in live]
+    rows = [_gpu_diff(gpu, matched.entries) for gpu in live]
     rows += [GpuDiff(problem=error.message) for error in matched.missing]
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
@@ -79,13 +80,14 @@ class DiffAnswer:
     limits: tuple[str, ...]
 
 
-def _gpu_diff(live: LiveGpu, entry: Entry) -> GpuDiff:
+def _gpu_diff(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
     """Return how a GPU differs from its entry; a GPU that cannot be as its entry says has a problem."""
+    entry = entries[live.gpu.index]
     problem = live.gpu.error
     differences: tuple[Point, ...] = ()
     if problem is None:
         try:
-            differences = diff_points(live, entry)
+            differences = diff_points(live, entry, entries)
             if differences:
                 check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:

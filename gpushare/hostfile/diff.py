@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpushare.base.errors import NotSupported
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, Way
@@ -38,9 +38,16 @@ class Point:
         return f"{self.what}: {self.found or 'none'}; the file: {self.wanted or 'none'}"
 
 
-def diff_points(live: LiveGpu, entry: Entry) -> tuple[Point, ...]:
-    """Return how a GPU differs from its entry; empty: it does not."""
-    return tuple(_yield_points(live, entry))
+def diff_points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
+    """Return how a GPU differs from its entry; empty: it does not.
+
+    ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
+    """
+    elsewhere = {f"name {mig.name}": f"on GPU {index}" for index, other in (entries or {}).items() for mig in other.mig}
+    return tuple(
+        point if point.wanted else replace(point, wanted=elsewhere.get(point.what))
+        for point in _yield_points(live, entry)
+    )
 
 
 def _yield_points(live: LiveGpu, entry: Entry) -> Iterator[Point]:

@@ -229,7 +229,11 @@ def test_names_and_their_users() -> None:
     assert said(with_mig(*there, names=(right,), open=frozenset({"train"})), named) == [
         "users of train: not in force; the file: alice"
     ]
-    assert said(with_mig(*there, names=(right,)), mig("3g.40gb:0")) == ["name train: 3g.40gb:0; the file: none"]
+    bare = mig("3g.40gb:0")
+    assert said(with_mig(*there, names=(right,)), bare) == ["name train: 3g.40gb:0; the file: none"]
+    # The file wants the name on another GPU.
+    (point,) = diff_points(with_mig(*there, names=(right,)), bare, {0: bare, 7: named})
+    assert str(point) == "name train: 3g.40gb:0; the file: on GPU 7"
 
 
 def test_a_name_whose_device_is_missing_is_not_said_to_be_absent_from_the_file() -> None:
