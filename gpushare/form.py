@@ -30,7 +30,7 @@ class Value:
         return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
     def mismatch_error(self, meaning: str) -> BadUsage:
-        """Return the error of a value that is something else than it should be: ``a list``, ``a user name``."""
+        """Return the error of a value that is not what it should be: ``a list``, ``a user name``."""
         return self.error(f"is {self.short_text}, not {meaning}")
 
     @property
@@ -45,7 +45,7 @@ class Value:
         return self.what.strip("'")
 
     def fields(self, known: Sequence[str], need: Sequence[str] = ()) -> dict[str, Value]:
-        """Return the values of a mapping by key. Raises BadUsage for a key that is not ``known``, or lacks of those in ``need``."""
+        """Return the values of a mapping by key. Raises BadUsage if it has a key that is not ``known``, or lacks one of ``need``."""
         if not isinstance(self.raw, Mapping):
             raise self.error(f"is {self.short_text}, not a mapping (keys: {', '.join(known)})")
         located = self.raw if isinstance(self.raw, Located) else Located()

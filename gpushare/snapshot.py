@@ -99,7 +99,7 @@ class HostState:
 
     @property
     def daemon_signs(self) -> tuple[object, ...]:
-        """Return cheap evidence of MPS daemons, their records and processes: none is no daemon, the same is the same daemons."""
+        """Return cheap evidence of MPS daemons, their records and processes: none means no daemon, and the same the same daemons."""
 
         def read() -> tuple[object, ...]:
             records = [each for directory in self.host.run_directories for each in _daemon_records(directory / "mps")]

@@ -107,7 +107,7 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         if not item.daemon.ours and item.serves(seen.host, index)
     }
     exclusive = {index for index, entry in seen.wanted.items() if entry.sharing is Way.EXCLUSIVE}
-    all_right = bool(seen.gpus)
+    all_right = bool(seen.answering)
     for gpu in seen.answering:
         mode = gpu.compute_mode
         # The applied gpushare.yaml gives it to one process.

@@ -40,7 +40,7 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
 class _Fault(NamedTuple):
     """A fault: the field of the host or of a GPU in which it is kept, and what reads the value that the user gives.
 
-    The reader gets the name of the fault and the value. Of a field that is a list, it returns a list to add.
+    The reader gets the name of the fault and the value. Of a field that is a list, it returns a list to add, or for xid a number.
     """
 
     field: str

@@ -151,6 +151,11 @@ def test_compute_mode_left_over(cli: Cli, world: World, mode: ComputeMode) -> No
     assert mode.title in found["seen"]
 
 
+def test_compute_mode_of_a_lost_gpu_is_unknown(cli: Cli, world: World) -> None:
+    world.fault("lost")
+    assert "gpu.compute_mode" not in checks(cli)
+
+
 def test_compute_mode_of_a_foreign_daemon_is_not_left_over(cli: Cli, world: World, sim_dir: Path) -> None:
     world.foreign_daemon(sim_dir)
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
