@@ -578,10 +578,14 @@ def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Calla
 
 
 def _undone_error(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
-    """Return the error of a step after the undo, which says that all is as before, and what is not."""
+    """Return the error of a step after the undo, which says which GPUs are as before, and what is not."""
     evicted = any(eviction.begun for eviction in change.evictions)
     not_restored = ["the processes that --evict ended"] if evicted else []
     others = [instance for work in change.instances for instance in work.left_alone]
     not_restored += [f"{instance}, which another program created and which stays" for instance in others]
     exceptions = f", except {' and '.join(not_restored)}" if not_restored else ""
-    return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")
+    # Other GPUs of the file that `apply` follows may have changed.
+    touched = [part for part in change.gpus if part.changes] or change.gpus
+    gpus = [Device(gpu=part.gpu) for part in touched]
+    restored = f"{titles(gpus)} {'is' if len(gpus) == 1 else 'are'} as before{exceptions}"
+    return error.restated(message=f"could not {step.what}: {error.message}; {restored}")

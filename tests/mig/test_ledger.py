@@ -242,7 +242,7 @@ def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch:
     monkeypatch.setattr(store, "replace_file", full_at_the_fourth)
     answer = host.run("mig", "apply", "3g.71gb*2")
     assert (answer.code, answer.error["code"]) == (1, "journal_unwritable")
-    assert answer.error["message"].endswith("everything is as before")
+    assert answer.error["message"].endswith("GPU 0 is as before")
     assert host.look() == before
     assert not host.journal.exists()
 

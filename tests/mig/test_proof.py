@@ -67,7 +67,7 @@ def test_what_another_made_where_the_step_failed_stays_and_is_said(
     ((profile, start),) = host.look()[0].places
     assert (profile, start) in {("1g.10gb", 5), ("1g.10gb", 6)}
     assert f"1g.10gb:{start} on GPU 0, which another program created and which stays" in answer.error["message"]
-    assert "everything is as before, except" in answer.error["message"]
+    assert "GPU 0 is as before, except" in answer.error["message"]
     assert not host.journal.exists()
     # The undo was complete as far as it was ours.
     assert host.run("mig", "recover").json["data"]["done"] == []
@@ -177,7 +177,7 @@ def test_an_instance_that_was_made_and_cannot_be_read_is_undone(host: World, mon
     monkeypatch.setattr(MigChanges, "_read_back", unread)
     answer = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
     assert answer.error["code"] == "not_read_back"
-    assert answer.error["message"].endswith("everything is as before")
+    assert answer.error["message"].endswith("GPU 0 is as before")
     assert host.look()[0].places == set()
 
 
@@ -194,7 +194,7 @@ def test_an_incomplete_rollback_names_the_step_that_failed_and_the_command_for_w
     missing = {("3g.40gb", 0), ("2g.20gb", 4)} - host.look()[0].places
     assert missing
     assert all(f"{profile}:{start} is missing" in error["message"] for profile, start in missing)
-    assert "everything is as before" not in error["message"]
+    assert " as before" not in error["message"]
     assert not host.journal.exists()
     # What failed is a creation, not the first step, which was a destruction.
     assert error["message"].startswith("could not create 3g.40gb:4 on GPU 0"), error["message"]

@@ -85,7 +85,7 @@ def test_an_instance_that_a_rollback_makes_again_is_granted_again(granted: World
     assert before
     with granted.fault_at(3):
         said = granted.run("mig", "apply", "7g.80gb")
-    assert said.error["message"].endswith("everything is as before")
+    assert said.error["message"].endswith("GPU 0 is as before")
     assert granted.look()[0].places == {("3g.40gb", 4)}
     assert (nodes(granted), granted.names()) == (before, names)
 

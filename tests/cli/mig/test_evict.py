@@ -57,7 +57,7 @@ def test_programs_that_were_ended_are_not_said_to_be_back(two_parts: tuple[World
     host.fault("fail-step", 3)
     answer = host.run("mig", "apply", "7g.80gb", "--evict", "all")
     assert answer.code == 1
-    assert answer.error["message"].endswith("everything is as before, except the processes that --evict ended")
+    assert answer.error["message"].endswith("GPU 0 is as before, except the processes that --evict ended")
     assert host.look() == before
 
 
