@@ -134,13 +134,14 @@ def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cd
         # A complete change is not undone.
         if interrupted is not None and not is_complete(host, interrupted):
             notes = (f"first '{interrupted.title}', which was interrupted, would be undone",)
+        notes += tuple(_orphan_previews(host))
         return _change_result(host, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     try:
         first = make(host, ledger).plan if ledger.interrupted_change() is None else None
     except InUse:
-        # Who ends what is in the way must be able to go on.
+        # Without rights, to end what is in the way would not help.
         need_rights(host)
         raise
     need_rights(host)
@@ -452,7 +453,12 @@ def _recovery_preview(host: Host, ledger: MigLedger, interrupted: ChangeRecord |
     elif interrupted is not None:
         yield f"'{interrupted.title}' was interrupted at '{interrupted.step or 'its start'}'; it would be undone"
     yield from (f"{leftover.seen}; it would be tried again" for leftover in lost_layouts(host, ledger))
-    yield from (f"{each} was made for a job that has ended; it would be destroyed" for each in orphan_instances(host))
+    yield from _orphan_previews(host)
+
+
+def _orphan_previews(host: Host) -> Iterator[str]:
+    """Yield in words which instances every change would destroy first, unless they are used."""
+    return (f"{each} was made for a job that has ended; it would be destroyed" for each in orphan_instances(host))
 
 
 def _forget(host: Host, ledger: MigLedger) -> tuple[str, ...]:

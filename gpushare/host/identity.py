@@ -153,7 +153,7 @@ def wall_time(seconds: float) -> float:
 
 
 def namespace_owner(pid: int) -> int | None:
-    """Return whose a process in a rootless container is: the owner of its user namespace (ioctl_ns(2)); None: not visible."""
+    """Return the user who owns the user namespace of a process, and so a rootless container (ioctl_ns(2)); None: not visible."""
     import array
 
     owner = array.array("I", [0])

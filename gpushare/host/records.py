@@ -345,7 +345,7 @@ def clear_leftovers(directory: Path, stem: str | None = None) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Write a directory to the disk: else a file that was made or replaced in it can be lost with the power."""
+    """Write a directory to the disk: otherwise a file created or replaced in it can be lost in a power failure."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -62,7 +62,7 @@ class _Refresh:
     def do(self) -> None:
         try:
             content, stated = self._file.read_bytes(), self._file.stat()
-            # `undo` writes text: a file that is none stays as it is.
+            # `undo` can only write text: another file is left alone.
             content.decode()
         except (OSError, UnicodeDecodeError) as error:
             raise OperationFailed(

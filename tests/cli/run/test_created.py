@@ -102,6 +102,7 @@ def test_what_nobody_removed_is_removed_by_the_next_change(cli: Cli, on: World) 
         record = OnDemand(pid=dead.pid, started=1, gpu_uuid=on.uuid(), profile=profile, start=start, path=path)
         ON_DEMAND.write(record)
     assert "it would be destroyed" in cli("mig", "recover", "-n").ok().out
+    assert "it would be destroyed" in cli("mig", "create", "1g.18gb", "-n").ok().err
     assert "1g.18gb:0" in cli("mig", "recover").ok().out
     # The other place has an instance that it does not speak of.
     assert instances(on) == ["2g.35gb:4"]
