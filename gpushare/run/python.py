@@ -60,7 +60,7 @@ def status(gpu: str | int | None = None) -> Snapshot:
 
 
 def job(name: str | int, *, yes: bool = False) -> Job:
-    """Return the job with this name or PID; whether there is one is looked up by what is done with it.
+    """Return the job with this name or PID. Nothing is looked up yet: its methods raise NotFound if there is no such job.
 
     ``yes``: agree to what the commands would ask, such as root's pause of another user's job.
     """
