@@ -401,14 +401,12 @@ def _find_device(host: Host, index: int, wanted: PlacedDevice, existing_uuids: C
     ``existing_uuids`` are those of the devices that are not new. Raises NotFound: it is not there.
     """
     live = _read_live_anew(host, index)
-    alike = [
+    new = [
         device.uuid
         for device in devices_of_layout(live)
-        if (device.uuid == wanted.uuid if wanted.uuid else device.uuid not in existing_uuids)
-        and (device.place, device.slices) == (wanted.place, wanted.slices)
+        if device.uuid not in existing_uuids and (device.place, device.slices) == (wanted.place, wanted.slices)
     ]
-    # The number also counts the devices there that are not new.
-    uuid = alike[min(wanted.number, len(alike) - 1)] if alike else None
+    uuid = wanted.uuid or next(iter(new[wanted.number :]), None)
     mig = next((mig for mig in live.gpu.mig_instances if uuid is not None and mig.uuid == uuid), None)
     if mig is not None:
         return Device(gpu=live.gpu, mig=mig)

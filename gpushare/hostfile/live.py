@@ -172,7 +172,7 @@ class PlacedDevice(NamedTuple):
     """One MIG device, existing or to be created.
 
     ``profile`` and ``start`` are those of its GPU instance, ``slices`` are its own compute slices; ``whole``: it has all of
-    the instance. ``number`` distinguishes devices of one size in one GPU instance.
+    the instance. ``number`` counts the devices of one size in one GPU instance: the existing ones, and apart those to come.
     """
 
     profile: str
@@ -303,7 +303,7 @@ def devices_to_be(after: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
             device = next((each for each in unused if (each.place, each.slices) == (instance.place, slices)), None)
             if device is None:
                 whole = slices == slices_of_profile.get(instance.profile)
-                number = _count_alike(devices, instance.place, slices)
+                number = _count_alike([each for each in devices if each.uuid is None], instance.place, slices)
                 device = PlacedDevice(*instance.place, slices, whole, number)
             else:
                 unused.remove(device)

@@ -215,6 +215,13 @@ def test_diff_says_each_thing_and_changes_nothing(cli: Cli, write: Write) -> Non
     assert answer.data["gpus"][1]["differences"] == [{"what": "time-slice", "found": "long", "wanted": "short"}]
 
 
+def test_each_new_device_beside_one_like_it_gets_its_daemon(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mig: [1c.3g.40gb]")), host=TWO).ok()
+    cli("apply", "-f", write(one("mig: [{wish: 1c.3g.40gb*3, mps: {}}]")), host=TWO).ok()
+    daemons = cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"]
+    assert len({daemon["device_uuid"] for daemon in daemons}) == 3
+
+
 def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None:
     done = cli("diff", "-f", write(one("exclusive: true", index=7)), host=TWO)
     assert done.code == 7
