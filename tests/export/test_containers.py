@@ -142,6 +142,7 @@ def test_cdi_names_and_file() -> None:
     assert [document.name for document in alone.documents] == ["cdi-flags"]
     assert text(alone, "cdi-flags") == f"--device nvidia.com/gpu={MIG.uuid}\n"
     assert any("nvidia-ctk cdi generate" in text for text in alone.commands)
+    assert any("Podman" in text for text in alone.needs)
 
 
 @pytest.mark.parametrize("share", [ExportedDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])

@@ -193,6 +193,10 @@ def test_a_killed_server_takes_its_clients_contexts(h200: Mps) -> None:
     h200.host.processes.send(client.mps_server or 0, signal.SIGKILL)
     assert h200.process(client.pid).refused == "CUDA_ERROR_MPS_RPC_FAILURE"
     assert h200.ask("get_server_list") == ""
+    client, waiting = h200.client(), h200.client(user=str(os.geteuid() + 1))
+    assert waiting.mps_server is None
+    h200.host.processes.send(client.mps_server or 0, signal.SIGKILL)
+    assert h200.process(waiting.pid).mps_server is not None
 
 
 def end_child(h200: Mps, pid: int) -> None:

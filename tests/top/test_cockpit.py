@@ -132,6 +132,7 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show, world: World) -> None
         await screen.press("escape", "g", "down", "enter")
         assert len(names()) == 2
         await screen.press("escape", "right", "right")
+        assert (screen.app.view.text, screen.app.view.user, screen.app.view.gpu) == ("", None, None)
         assert "JOB" in screen.text
         assert "PID" not in screen.line("JOB")
         await screen.press("left", "left", "z", "t")

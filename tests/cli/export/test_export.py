@@ -75,6 +75,9 @@ def test_options_of_k8s(cli: Cli) -> None:
     assert (key, plugin.replicas) == ("timeslice-10", {"nvidia.com/gpu": 10})
     assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == "none"
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
+    cut(*["1g.10gb"] * 7, host="sim:h100")
+    _, plugin = plugin_of(cli("export", "k8s", "--mig-replicas", "2", host="sim:h100").ok().out)
+    assert plugin.replicas == {"nvidia.com/mig-1g.10gb": 2}
 
 
 @pytest.fixture
