@@ -17,7 +17,7 @@ from gpushare.hostfile.parse import parse
 from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
 from gpushare.timeslice import keep
-from gpushare.timeslice.keep import KEEPS, Event, Keeper, Policy, keep_record, sole_keep, verdicts
+from gpushare.timeslice.keep import KEEPS, Event, Keeper, Policy, deviations, keep_record, sole_keep, verdicts
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
@@ -410,6 +410,17 @@ def test_what_would_be_done_asks_no_driver(desk: Desk, monkeypatch: pytest.Monke
     monkeypatch.setattr(ChannelControl, "find", never)
     decided = {verdict.pid: (verdict.rule, verdict.slice_us, verdict.why) for verdict in verdicts(desk.host, policy())}
     assert decided == {train: ("4:3", 500, None), serve: ("3:3", 16_000, None), other: (None, None, None)}
+
+
+def test_a_rule_that_does_not_raise_is_followed_by_a_shorter_slice(new_desk: Callable[..., Desk]) -> None:
+    desk = new_desk()
+    pid = desk.add(user="nobody")
+    found = []
+    for microseconds in (300, 4000):
+        desk.set(pid, microseconds)
+        for rules in ('- {match: {command: "*"}, slice: 16ms}\n', "- {match: {user: nobody}, slice: 500us}\n"):
+            found.append([row.found_us for row in deviations(desk.host, policy(rules))])
+    assert found == [[], [300], [4000], [4000]]
 
 
 @pytest.mark.parametrize(("failures", "stays"), [(1, False), (9, True)])

@@ -252,3 +252,7 @@ def test_a_limit_that_was_changed_by_hand_is_set_again(cli: Cli, world: World) -
     control.set_threads(70, control.servers()[0])
     assert cli("mps", "set", "--threads", "50", output="json").ok().data["steps"]
     assert control.threads(control.servers()[0]) == 50.0
+    cli("mps", "set", "--memory", "none").ok()
+    control.set_memory(GIB)
+    cli("mps", "set", "--memory", "none").ok()
+    assert control.memory() is None
