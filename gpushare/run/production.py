@@ -182,5 +182,7 @@ class ProductionJob:
         if self.name is not None:
             record = find_record(self._host, self.name)
         else:
-            record = next((each for each in records(self._host) if each.pid == self.pid), None)
+            # PIDs are reused, and the record of a production job stays.
+            same = (each for each in records(self._host) if (each.pid, each.started) == (self.pid, self.started))
+            record = next(same, None)
         return None if record is None else record.rate

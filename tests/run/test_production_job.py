@@ -17,7 +17,7 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run import production as module
-from gpushare.run.jobs import JobRecord, write_record
+from gpushare.run.jobs import JobRecord, PrintedRate, write_record
 from gpushare.run.production import ProductionJob
 from tests.run.told_program import OTHER, Told
 
@@ -71,6 +71,16 @@ def test_who_was_given_by_a_pid_has_no_successor(host: Host, device: Device, sta
     start()
     assert not job.lives()
     assert job.pid == first.pid
+
+
+def test_the_speed_of_a_pid_is_that_of_its_process(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
+    record = replace(start(), rate=PrintedRate("/web.log", "rate=(.)"))
+    job = ProductionJob(host, device, record.pid, record.started)
+    write_record(host, record)
+    assert job.rate() == record.rate
+    # An earlier job had this PID.
+    write_record(host, replace(record, started=record.started - 1))
+    assert job.rate() is None
 
 
 def test_a_successor_on_another_gpu_is_none(host: Host, device: Device, start: Callable[[], JobRecord]) -> None:
