@@ -539,6 +539,15 @@ def test_a_limit_above_the_instance_takes_nothing(refused: Refused, world: World
     assert (leases(world), reservations(world.host)) == ({}, [])
 
 
+def test_an_instance_is_not_free_where_it_is_unknown_who_claims_it(
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.mig("1g.18gb")
+    monkeypatch.setattr(run_mig, "claimed_instances", lambda _: None)
+    text = refused("run", "-n", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    assert "its processes are unknown" in text
+
+
 def test_a_plan_in_an_instance_says_how_it_is_limited(cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--memory", "8G", "--", "true").ok().data["steps"]

@@ -273,6 +273,8 @@ def test_copies_of_a_farm_get_gpus_that_are_connected(cli: Cli, refused: Refused
     assert {copy["state"] for copy in copies} == {"done"}
     # Both ranks of a copy count, each on its GPU.
     assert 70 * GIB <= copies[2]["memory_peak_bytes"] <= 80 * GIB
+    # MPS, which would enforce a limit, has one GPU.
+    assert (answer.data["job_memory_bytes"], answer.data["memory_limit_bytes"]) == (80 * GIB, None)
     assert (reservations(world.host), world.state.daemons) == ([], [])
     over = cli("farm", "--copies", "1", *words[3:7], "--memory", "60G", *words[9:], host=world.spec)
     assert "over its limit of 60.0 GiB" in over.lines("error")[0]
