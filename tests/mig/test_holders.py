@@ -79,6 +79,10 @@ def test_a_process_in_one_instance_holds_another_one_too(host: Host) -> None:
         by_pid={pid: ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap102")}, complete=True
     )
     assert pids(instance_holders(host, gpu_of(host), with_more)) == {(11, None): [pid]}
+    # The same for compute instances of one GPU instance.
+    gpu = gpu_of(host)
+    in_other_part = replace(gpu, processes=tuple(replace(each, compute_instance_id=7) for each in gpu.processes or ()))
+    assert pids(instance_holders(host, in_other_part)) == {(1, 0): [pid]}
 
 
 def test_when_nvml_lists_nobody_all_are_here(host: Host) -> None:

@@ -153,6 +153,9 @@ def test_enable_and_disable_are_read_back_and_told(cli: Cli) -> None:
     assert "MIG and its instances are lost at a reboot or when the driver is reloaded" in answer.err
     assert (world.state.gpus[0].mig_mode, world.state.gpus[0].mig_pending) == (1, 1)
     assert "nothing to do" in cli("mig", "enable", host=H100).ok().out
+    assert "no CUDA program" not in cli("mig", "create", "1g.10gb", host=H100).ok().err
+    assert "no CUDA program can use it" in cli("mig", "destroy", "all", "-n", host=H100).ok().err
+    cli("mig", "destroy", "all", host=H100).ok()
     cli("mig", "disable", host=H100).ok()
     assert (world.state.gpus[0].mig_mode, world.state.gpus[0].mig_pending) == (0, 0)
 
