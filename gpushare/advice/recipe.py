@@ -321,7 +321,7 @@ _LISTED: Final = "which jobs are out, and how long that took: gpushare swap list
 class _Pair:
     """How a way starts production and the others: notes on their lines, and the options of `gpushare run`.
 
-    The others yield to production by ``yields`` if they can (see `_can_yield`); else they have the ``without_yield``.
+    The others yield to production by ``yields`` if they can (see `_can_yield`); else they have the options ``without_yield``.
     """
 
     yields: str | None = None

@@ -253,12 +253,12 @@ def _with_files(
             write_bench(to_file, result.data)
         except GpushareError as error:
             failed.append(error)
-    if picture is not None:
-        failed += write_picture(picture, result.data, draw)
     errors = list(result.errors)
     if result.exit_code is not None:
         # Only a signal gives it one.
         errors.append(_interrupted_error(runs, None if failed else to_file))
+    if picture is not None:
+        failed += write_picture(picture, result.data, draw)
     # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*errors, *failed))
 

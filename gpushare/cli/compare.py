@@ -107,11 +107,12 @@ def compare(
 
 def _parse_view(text: str | None) -> View | None:
     """Return the view with this name; None: none is named."""
-    if text is None or text.lower() in set(View):
-        return None if text is None else View(text.lower())
-    raise BadUsage(
-        f"{quoted(text)} is not a view of the table", "give --view published, today or host", code="bad_view"
-    )
+    if text is None:
+        return None
+    if text.lower() not in set(View):
+        hint = "give --view published, today or host"
+        raise BadUsage(f"{quoted(text)} is not a view of the table", hint, code="bad_view")
+    return View(text.lower())
 
 
 # gpushare needs R470 or later; a branch has three digits.

@@ -173,7 +173,9 @@ def test_a_file_with_a_cap_that_is_none_is_not_believed(threads: Any, tmp_path: 
         bench_data.read_bench(str(path))
 
 
-def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu(host: Host, device: Device) -> None:
+def test_a_cap_of_one_size_of_instance_is_not_that_of_another_model_or_the_whole_gpu(
+    host: Host, device: Device
+) -> None:
     small, large = (
         replace(device, mig=MigInstance(uuid=f"MIG-{profile}", profile=profile)) for profile in ("1g.18gb", "3g.71gb")
     )
@@ -181,6 +183,7 @@ def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gp
     assert find_benched(host, small, ["a"], 4) == FOUR
     assert find_benched(host, replace(small, mig=MigInstance(uuid="MIG-other", profile="1g.18gb")), ["a"], 4) == FOUR
     assert find_benched(host, large, ["a"], 4) is None
+    assert find_benched(host, replace(small, gpu=replace(device.gpu, name="NVIDIA L4")), ["a"], 4) is None
     assert find_benched(host, device, ["a"], 4) is None
 
 

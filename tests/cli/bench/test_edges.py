@@ -63,8 +63,8 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
 
 
 def test_a_file_that_cannot_be_written_is_not_named_as_having_the_runs(tmp_path: Path) -> None:
-    def end_after_three_runs(kept: Path) -> list[str]:
-        result = _with_files(Result(command="bench", data={}, exit_code=130), 3, kept, None, lambda *_: b"")
+    def end_after_three_runs(kept: Path, picture: Path | None = None) -> list[str]:
+        result = _with_files(Result(command="bench", data={}, exit_code=130), 3, kept, picture, lambda *_: b"")
         return [error.message for error in result.errors]
 
     written, gone = tmp_path / "x.json", tmp_path / "gone" / "x.json"
@@ -73,6 +73,9 @@ def test_a_file_that_cannot_be_written_is_not_named_as_having_the_runs(tmp_path:
         "interrupted after 3 runs; the figures are shown, and no file has them",
         f"cannot write {gone}: No such file or directory",
     ]
+    written.unlink()
+    # A picture that cannot be written takes nothing from the figures.
+    assert end_after_three_runs(written, gone)[0] == f"interrupted after 3 runs; {written} has them"
 
 
 def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path: Path) -> None:
