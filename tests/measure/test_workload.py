@@ -19,7 +19,7 @@ from gpushare.host.host import Host
 from gpushare.measure import workload
 from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Printed
-from gpushare.measure.workload import BACKENDS, Unusable, first_usable
+from gpushare.measure.workload import BACKENDS, Unusable, cpu_multiplication, first_usable
 from gpushare.sim.job import _parser as job_parser
 from tests.errors import fails
 
@@ -108,6 +108,16 @@ def test_with_cpu_each_multiplication_is_followed_by_one_on_the_cpu(monkeypatch:
 def test_it_ends_when_it_is_told_to(capsys: pytest.CaptureFixture[str]) -> None:
     workload.run(Counting(), options(seconds=None), [15])
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("library", "other"), [("numpy", "torch"), ("torch", "numpy")])
+def test_the_cpu_multiplies_with_the_library_that_is_installed(
+    monkeypatch: pytest.MonkeyPatch, library: str, other: str
+) -> None:
+    matrix = type("Matrix", (), {"__matmul__": lambda *_: "product"})
+    monkeypatch.setitem(sys.modules, other, None)
+    monkeypatch.setitem(sys.modules, library, types.SimpleNamespace(ones=lambda _shape: matrix()))
+    assert cpu_multiplication(4)() == "product"
 
 
 def test_without_anything_it_says_what_is_missing() -> None:
