@@ -267,6 +267,8 @@ def _why_not_mig(device: Device) -> str | None:
     gpu = device.gpu
     if device.mig is not None:
         return "-g names one instance; name the GPU to use several of its instances"
+    if gpu.mig_capable is None:
+        return f"the driver does not report whether {device.title} has MIG"
     if not gpu.mig_capable:
         return f"no MIG on {device.title}"
     how_to = f"gpushare mig apply -g {gpu.index} WISH (for profiles: gpushare mig profiles -g {gpu.index})"

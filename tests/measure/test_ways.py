@@ -85,6 +85,12 @@ def test_what_a_model_lacks(spec: str, field: str, reason: str) -> None:
     assert reason in getattr(here(spec), field)
 
 
+def test_a_mig_mode_that_the_driver_refuses_is_not_none() -> None:
+    connect("sim:h200")
+    admin.set_fault("sim:h200", "refused", "0", "mig")
+    assert "does not report whether GPU 0 has MIG" in (here().mig or "")
+
+
 def test_in_mig_mode_only_mig_is_left() -> None:
     connect("sim:h200")
     admin.set_mig("sim:h200", "0", ["1g.18gb", "1g.18gb"])
