@@ -563,7 +563,7 @@ def apply(
     if bool(wish) == (file is not None):
         raise BadUsage(
             "give a layout or a file with one, not both" if wish else "give a layout, or a file with one",
-            "for example: gpushare mig apply -g 0 3g '1g*2'",
+            "for example: gpushare mig apply -g 0 2g '1g*2'",
             code="no_wish",
         )
 

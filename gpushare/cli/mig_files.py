@@ -58,7 +58,7 @@ def check(
     if bool(wish) == (file is not None):
         raise BadUsage(
             "either a WISH or a file is needed",
-            "for example: 3g '1g*2'; or -f mig.yaml -c NAME",
+            "for example: 2g '1g*2'; or -f mig.yaml -c NAME",
             code="no_wish",
         )
     refuse(OF_FILE)
@@ -241,7 +241,7 @@ def typed_wish(words: Sequence[str] | None, memory: str | None, sm: int | None) 
     if bool(words) == by_need:
         raise BadUsage(
             "give either a WISH, or --memory, --sm or both",
-            "for example: 3g '1g*2'; or --memory 20G --sm 30",
+            "for example: 2g '1g*2'; or --memory 20G --sm 30",
             code="no_wish",
         )
     if words:
