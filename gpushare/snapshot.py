@@ -12,8 +12,8 @@ from gpushare.base.errors import GpushareError, or_none
 from gpushare.base.model import Gpu, GpuProcess, Holder, MpsDaemon, Snapshot, TimeSlice, VgpuSession
 from gpushare.host.host import Host, is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
+from gpushare.host.records import has_records
 from gpushare.host.smi import policies_of
-from gpushare.host.users import has_records
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -27,8 +27,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
-from gpushare.host.records import kept_mode, unwritable_error, writing
-from gpushare.host.users import SHARED_DIRECTORIES
+from gpushare.host.records import SHARED_DIRECTORIES, kept_mode, unwritable_error, writing
 
 # Claims of one device by one job at a time.
 EXCLUSIVE: Final = "gpushare-claim-"

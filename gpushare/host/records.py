@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, OperationFailed
-from gpushare.host.host import Host
+from gpushare.host.host import Host, UserDirectory
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # No link is followed, no FIFO waited for.
 _SAFE: Final = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
+# Where claims are, if root made it for all: the first that is so. Opened as a stranger's directory.
+SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108
 # The largest of them, a journal of 16 GPUs, has some hundred thousand bytes.
 _MOST_BYTES: Final = 4 << 20
 _USUAL_BYTES: Final = 16 << 10
@@ -76,6 +78,54 @@ def opened_below(directory: int, below: str, owners: frozenset[int]) -> Iterator
             if stated.st_uid not in owners or stated.st_mode & 0o022:
                 raise PermissionError(errno.EPERM, "it belongs to another user, or others may write it", name)
         yield directory
+
+
+@contextlib.contextmanager
+def opened_user_directory(user: UserDirectory, below: str) -> Iterator[int]:
+    """Open a directory below the run directory of a user; its parents must belong to the same user or root.
+
+    Raises:
+        OSError: it does not exist, is a link, belongs to another user, or is open to others.
+    """
+    above = os.open(user.path.parent, DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(above).st_uid not in {0, user.owner}:
+            raise PermissionError(str(user.path.parent))
+        with opened_below(above, f"{user.path.name}/{below}", frozenset({user.owner})) as descriptor:
+            yield descriptor
+    finally:
+        os.close(above)
+
+
+def has_records(host: Host, directory: str) -> bool:
+    """Return whether there may be a record in this ``directory`` of a run directory: this user's, root's, or to root anyone's.
+
+    Only names are read, so that what reads the records need not be loaded.
+    """
+    if any(_has_name(run_directory / directory, ending=".json") for run_directory in host.run_directories):
+        return True
+    for user in host.user_directories():
+        with contextlib.suppress(OSError), opened_user_directory(user, directory) as inside:
+            if _has_name(inside, ending=".json"):
+                return True
+    return False
+
+
+def has_claims(host: Host, prefix: str) -> bool:
+    """Return whether there are claims with a prefix in a directory that `claims.claim_directory` may choose.
+
+    Only names are read, so that what reads the claims need not be loaded.
+    """
+    shared = () if host.is_simulated else SHARED_DIRECTORIES
+    return any(_has_name(directory, prefix) for directory in (host.run_directory / "claims", *shared))
+
+
+def _has_name(directory: Path | int, prefix: str = "", *, ending: str = "") -> bool:
+    """Return whether a directory, by path or descriptor, has a name like this; one that cannot be read has none."""
+    try:
+        return any(name.startswith(prefix) and name.endswith(ending) for name in os.listdir(directory))
+    except OSError:
+        return False
 
 
 def read_tail(path: Path, most: int) -> str:

@@ -26,8 +26,15 @@ from gpushare.base.typed import JOB_NAME, parse_typed, plain_form
 from gpushare.base.values import NOT_STORED, dataclass
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
-from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing
-from gpushare.host.users import opened_user_directory
+from gpushare.host.records import (
+    DIRECTORY,
+    directory_locked,
+    opened_below,
+    opened_user_directory,
+    read_own,
+    replace_file,
+    writing,
+)
 
 SCHEMA: Final = 1
 # Bounds: what root reads of another user, of one kind; and what each user reads of his own and root's records.

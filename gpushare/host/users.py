@@ -10,51 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from gpushare.host.host import RUNTIME, TEMPORARY, Host, UserDirectory
+from gpushare.host.host import RUNTIME, TEMPORARY, UserDirectory
 from gpushare.host.identity import every_pid
 from gpushare.host.process import read_proc
-from gpushare.host.records import DIRECTORY, opened_below
+from gpushare.host.records import opened_user_directory
 
-# Where claims are, if root made it for all: the first that is so. Opened as a stranger's directory.
-SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000
 _MOUNTS: Final = "/proc/self/mountinfo"
-
-
-def has_records(host: Host, directory: str) -> bool:
-    """Return whether there may be a record in this ``directory`` of a run directory: this user's, root's, or to root anyone's.
-
-    Only names are read, so that what reads the records need not be loaded.
-    """
-    for run_directory in host.run_directories:
-        with contextlib.suppress(OSError):
-            if any(name.endswith(".json") for name in os.listdir(run_directory / directory)):
-                return True
-    for user in host.user_directories():
-        with contextlib.suppress(OSError), opened_user_directory(user, directory) as inside:
-            if any(name.endswith(".json") for name in os.listdir(inside)):
-                return True
-    return False
-
-
-def has_claims(host: Host, prefix: str) -> bool:
-    """Return whether there are claims with a prefix in a directory that `claims.claim_directory` may choose.
-
-    Only names are read, so that what reads the claims need not be loaded.
-    """
-    directories = [host.run_directory / "claims"]
-    if not host.is_simulated:
-        directories += SHARED_DIRECTORIES
-    for directory in directories:
-        with contextlib.suppress(OSError):
-            if any(name.startswith(prefix) for name in os.listdir(directory)):
-                return True
-    return False
 
 
 def command_as_user(user: str, directory: Path, words: str) -> str:
@@ -102,20 +69,3 @@ def _mount_types() -> dict[str, str]:
         if len(words) > 4 and after:
             types[words[4]] = after.split(" ")[0]
     return types
-
-
-@contextlib.contextmanager
-def opened_user_directory(user: UserDirectory, below: str) -> Iterator[int]:
-    """Open a directory below the run directory of a user; its parents must belong to the same user or root.
-
-    Raises:
-        OSError: it does not exist, is a link, belongs to another user, or is open to others.
-    """
-    above = os.open(user.path.parent, DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if os.fstat(above).st_uid not in {0, user.owner}:
-            raise PermissionError(str(user.path.parent))
-        with opened_below(above, f"{user.path.name}/{below}", frozenset({user.owner})) as descriptor:
-            yield descriptor
-    finally:
-        os.close(above)

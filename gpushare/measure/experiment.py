@@ -18,7 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
-from gpushare.host.users import has_records
+from gpushare.host.records import has_records
 from gpushare.measure.metric import Printed
 from gpushare.mig.places import InstancePlace, places_on
 from gpushare.mps.control import MpsControl, is_server

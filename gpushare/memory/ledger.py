@@ -23,8 +23,8 @@ from gpushare.base.model import MUCH_UNLISTED, ComputeMode, GpuProcess
 from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
+from gpushare.host.records import has_records
 from gpushare.host.store import Named
-from gpushare.host.users import has_records
 from gpushare.memory.admission import Room, Running, UserLimits, Waiting, admitted, could_ever_fit
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, 
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
+from gpushare.host.records import has_claims
 from gpushare.host.store import JobProcess, Named
-from gpushare.host.users import has_claims
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import PREFIX as LEASES
 from gpushare.memory.leases import leases, reserved_words

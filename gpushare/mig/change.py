@@ -19,7 +19,7 @@ from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import is_kernel_thread, start_of
 from gpushare.host.process import processes_text, signal_if_same, wait_gone
-from gpushare.host.users import has_records
+from gpushare.host.records import has_records
 from gpushare.mig.daemons import (
     daemon_steps_after,
     daemon_steps_before,

@@ -12,7 +12,7 @@ from typing import Final
 from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.host import Host
 from gpushare.host.process import signal_if_same, starts_of, wait_gone
-from gpushare.host.users import has_records
+from gpushare.host.records import has_records
 from gpushare.memory.swap import checkpoint_before_kill
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all

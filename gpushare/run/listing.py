@@ -15,7 +15,7 @@ from gpushare.base.units import natural_key
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
-from gpushare.host.users import has_records
+from gpushare.host.records import has_records
 from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.look import waiting_jobs
 from gpushare.mps.control import is_server

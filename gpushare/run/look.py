@@ -7,7 +7,7 @@ from typing import Final
 
 from gpushare.base.model import Gpu, GpuProcess, Snapshot
 from gpushare.host.host import Host
-from gpushare.host.users import has_claims, has_records
+from gpushare.host.records import has_claims, has_records
 from gpushare.snapshot import LastWork, Observer
 
 

@@ -14,13 +14,12 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host
 from gpushare.host.process import starts_of
-from gpushare.host.users import has_records
+from gpushare.host.records import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, Lease, own_home
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.run.jobs import forget_ended
-from gpushare.run.program import LINGER
-from gpushare.run.share import MPS, stop_if_last
+from gpushare.run.share import LINGER, MPS, stop_if_last
 
 _POLL_SECONDS: Final = 2.0
 # The guard of a swap may just be writing the record of what has ended: wait this long for its lock.

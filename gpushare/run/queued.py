@@ -20,7 +20,7 @@ from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import claims_are_shared
 from gpushare.host.host import Host
-from gpushare.host.users import SHARED_DIRECTORIES
+from gpushare.host.records import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Place, Request
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget

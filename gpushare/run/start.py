@@ -22,7 +22,7 @@ from gpushare.base.selection import Device, candidates, devices_for_any, is_any,
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.users import has_claims
+from gpushare.host.records import has_claims
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
 from gpushare.memory.ledger import Request

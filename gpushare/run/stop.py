@@ -21,8 +21,8 @@ from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import signal_if_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
+from gpushare.host.records import has_records
 from gpushare.host.store import Job
-from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swapped import forget_ended as forget_ended_swaps
 from gpushare.memory.swapped import swaps

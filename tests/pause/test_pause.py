@@ -15,8 +15,8 @@ from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, N
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
+from gpushare.host.records import has_records
 from gpushare.host.store import Job, JobProcess
-from gpushare.host.users import has_records
 from gpushare.pause import change as module
 from gpushare.pause.change import JobPause, find_paused, pauses_locked, resume_and_forget, resume_before_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper

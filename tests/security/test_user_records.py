@@ -18,8 +18,9 @@ from gpushare.base.values import dataclass
 from gpushare.host import host, users
 from gpushare.host.host import UserDirectory
 from gpushare.host.identity import Identity, boot_id, pid_space
+from gpushare.host.records import has_records
 from gpushare.host.store import Kept, RecordStore
-from gpushare.host.users import has_records, user_directories
+from gpushare.host.users import user_directories
 from tests.security.conftest import Stranger
 
 

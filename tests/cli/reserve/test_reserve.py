@@ -36,7 +36,7 @@ def of_alice(two: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """Return a host on which another user has reserved GPU 0."""
     lease = GpuLease(gpu_uuid=two.uuid(0), uid=4242, user="alice", seconds_left=7200.0, held_seconds=0.0)
     monkeypatch.setattr(leases_module, "leases", lambda *_: {lease.gpu_uuid: lease})
-    for module in ("host.users", "memory.room", "run.start"):
+    for module in ("host.records", "memory.room", "run.start"):
         monkeypatch.setattr(f"gpushare.{module}.has_claims", lambda *_: True)
     monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
     monkeypatch.setattr("gpushare.memory.room.leases", lambda *_: {lease.gpu_uuid: lease})
