@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field
 from typing import Final
 
-from gpushare.base.model import GpuProcess
+from gpushare.base.model import GpuProcess, memory_held
 from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
@@ -22,12 +22,6 @@ from gpushare.host.host import Host
 _FIRST_SECONDS: Final = 0.1
 # Up to this age of the program, the number of seconds between two polls.
 _INTERVALS: Final = ((5.0, 0.25), (30.0, 1.0), (math.inf, 5.0))
-
-
-def memory_held(processes: Iterable[GpuProcess]) -> int | None:
-    """Return the bytes that processes hold together on their GPU; None: there are none, or that of one is unknown."""
-    sizes = [process.memory_used_bytes for process in processes]
-    return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
 
 
 @dataclass

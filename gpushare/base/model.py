@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from enum import Enum, IntEnum
 from typing import ClassVar, Final, Literal
@@ -174,6 +175,12 @@ class GpuProcess:
             letter for letter, on in (("M", self.mps), ("C", self.compute or self.mps), ("G", self.graphics)) if on
         ]
         return "+".join(letters)
+
+
+def memory_held(processes: Iterable[GpuProcess]) -> int | None:
+    """Return the bytes that processes hold together on their GPU; None: there are none, or that of one is unknown."""
+    sizes = [process.memory_used_bytes for process in processes]
+    return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
 
 
 @dataclass(frozen=True, kw_only=True)

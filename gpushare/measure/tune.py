@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Final, NamedTuple
 
 from gpushare.base.benchmark import Metric
-from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
+from gpushare.base.errors import GpushareError, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Priority, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import counted
@@ -53,9 +53,7 @@ from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US as FIRST_SERVER_US
-from gpushare.run.group import check_production_outside, why_not_settable
-from gpushare.run.jobs import slices_of_group
-from gpushare.run.plain import check_outside_mps
+from gpushare.run.group import check_slice_free
 from gpushare.run.several import memory_now
 from gpushare.run.share import check_program
 
@@ -392,17 +390,7 @@ class Tuner:
         if way is Way.CAPS:
             return
         try:
-            check_outside_mps(self.device)
-            refused = why_not_settable(self.host, self.device)
-            if refused is not None:
-                raise refused
-            check_production_outside(self.host, self.device)
-            if slices_of_group(self.host, self.device):
-                raise InUse(
-                    f"other opportunistic jobs share the time-slice of the MPS server of {self.device.title}",
-                    "wait until they have ended: gpushare status",
-                    gpu=str(self.device.gpu.index),
-                )
+            check_slice_free(self.host, self.device)
         except GpushareError as error:
             raise self.left_out_error(error) from None
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpushare.base.benchmark import Usage
 from gpushare.base.errors import or_none
-from gpushare.base.model import GpuProcess
+from gpushare.base.model import GpuProcess, memory_held
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.host.host import Host
@@ -113,9 +113,9 @@ class UsageMeter:
         on_gpu = [process for process in processes if process.compute or process.mps]
         self._sort_processes(on_gpu, programs)
         self._note_copies_outside_mps(on_gpu)
-        sizes = [process.memory_used_bytes for process in on_gpu if process.pid in self._mine]
-        if sizes and None not in sizes:
-            self._peak = max(self._peak or 0, sum(size or 0 for size in sizes))
+        held = memory_held(process for process in on_gpu if process.pid in self._mine)
+        if held is not None:
+            self._peak = max(self._peak or 0, held)
 
     @property
     def run_pids(self) -> frozenset[int]:

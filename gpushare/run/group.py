@@ -32,6 +32,7 @@ from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
 from gpushare.run.jobs import living_productions, slices_of_group
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
+from gpushare.run.plain import check_outside_mps
 from gpushare.run.roles import PauseForProduction
 from gpushare.run.sliced import LOOK_SECONDS, KeptSlices, is_final
 from gpushare.timeslice.slices import PASSING, check_settable
@@ -97,6 +98,21 @@ def check_production_outside(host: Host, device: Device) -> None:
     for job in living_productions(host, device):
         if roles.is_under_mps(host, device, job.pid):
             raise production_under_mps_error(f"'{job.name}'", job.name)
+
+
+def check_slice_free(host: Host, device: Device) -> None:
+    """Raise unless the one slice of the opportunistic jobs of a device can be set here, and none of them runs now."""
+    check_outside_mps(device)
+    refused = why_not_settable(host, device)
+    if refused is not None:
+        raise refused
+    check_production_outside(host, device)
+    if slices_of_group(host, device):
+        raise InUse(
+            f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",
+            "wait until they have ended: gpushare status",
+            gpu=str(device.gpu.index),
+        )
 
 
 @dataclass

@@ -23,6 +23,7 @@ from gpushare.base.errors import (
     no_process_error,
     or_none,
 )
+from gpushare.base.model import memory_held
 from gpushare.base.selection import Device, titles
 from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within, job_name
 from gpushare.base.units import counted, pid_of, quoted
@@ -32,7 +33,7 @@ from gpushare.host.identity import Identity, identity_of, uptime, wall_time
 from gpushare.host.records import try_lock
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.memory.ledger import Reservation, reservations
-from gpushare.part import Part, Watch, memory_held
+from gpushare.part import Part, Watch
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Run one program in a share: start, signals, terminal, proof, end; and the guard."""
+"""Run one program in a share: start, signals, terminal, proof, end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
-from gpushare.host.claims import HeldClaim
-from gpushare.host.guard import DONE, Guard
+from gpushare.host.guard import Guard
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, starts_of
@@ -27,12 +26,12 @@ from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
+from gpushare.run.share import Share, dismiss, guard_of
 from gpushare.signals import ENDING, Wakeups, signals_handled
 
 if TYPE_CHECKING:
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
-    from gpushare.run.share import Held, Share
     from gpushare.run.swapping import SwapWish
     from gpushare.show.run import RunReport
 
@@ -604,41 +603,3 @@ class Session:
             guard.leave()
             raise
         dismiss(guard, lingers=lingers)
-
-
-# The program has ended, and others still use the daemon: the guard stops it when the last one goes.
-LINGER: Final = "linger"
-
-
-def guard_of(host: Host, share: Held) -> Guard:
-    """Start the guard of a share, which ends its programs the safe way if gpushare dies (`orphans.after_death`).
-
-    Raises:
-        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
-    """
-    device = share.device
-    kind, lease_path, descriptor, *claim_paths = share.words_for_guard
-    guard = Guard(
-        host.spec,
-        "ends the program if gpushare dies",
-        "gpushare.run.orphans:after_death",
-        *(device.uuid, str(device.gpu.index), kind, lease_path, descriptor, *claim_paths),
-        # -1: there is no lease.
-        descriptors=[int(descriptor)] if int(descriptor) >= 0 else [],
-    )
-    try:
-        for path in claim_paths:
-            # From here on, the guard holds the instance if gpushare is killed.
-            HeldClaim(Path(path)).add(guard.pid)
-    except BaseException:
-        guard.leave()
-        guard.wait()
-        raise
-    return guard
-
-
-def dismiss(guard: Guard, *, lingers: bool) -> None:
-    """Let the guard end, as its share was given back; with ``lingers`` it first waits for the last user of the daemon."""
-    guard.leave(LINGER if lingers else DONE)
-    if not lingers:
-        guard.wait()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO, Final, TypeVar
 
 from gpushare.base.errors import NoPermission, OperationFailed
+from gpushare.base.model import memory_held
 from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
@@ -27,10 +28,8 @@ from gpushare.host.process import Child, Streams, signal_all, starts_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import open_over, opened_directory
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
-from gpushare.part import memory_held
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
-from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import Held
+from gpushare.run.share import Held, dismiss, guard_of
 from gpushare.signals import Wakeups
 
 # A temporary file is truncated beyond this; it was read already.

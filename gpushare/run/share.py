@@ -1,4 +1,4 @@
-"""A share under MPS: joining or starting a daemon, the variables of a client, the proof that it is attached."""
+"""A share under MPS: joining or starting a daemon, the variables of a client, the proof that it is attached; and the guard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 from gpushare.base.errors import GpushareError, NotFound, OperationFailed, or_none
@@ -17,6 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
+from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, processes_on
 from gpushare.host.process import not_startable_error
 from gpushare.host.records import read_tail
@@ -386,3 +388,41 @@ def guard_words(kind: str, lease: Lease | None, *claims: HeldClaim | None) -> tu
     if lease is not None:
         lease_words = (os.fspath(lease.path), str(lease.descriptor))
     return (kind, *lease_words, *(os.fspath(claim.path) for claim in claims if claim is not None))
+
+
+# The program has ended, and others still use the daemon: the guard stops it when the last one goes.
+LINGER: Final = "linger"
+
+
+def guard_of(host: Host, share: Held) -> Guard:
+    """Start the guard of a share, which ends its programs the safe way if gpushare dies (`orphans.after_death`).
+
+    Raises:
+        OperationFailed: it does not start (code ``guard_failed``), or cannot hold an instance (``claim_unusable``).
+    """
+    device = share.device
+    kind, lease_path, descriptor, *claim_paths = share.words_for_guard
+    guard = Guard(
+        host.spec,
+        "ends the program if gpushare dies",
+        "gpushare.run.orphans:after_death",
+        *(device.uuid, str(device.gpu.index), kind, lease_path, descriptor, *claim_paths),
+        # -1: there is no lease.
+        descriptors=[int(descriptor)] if int(descriptor) >= 0 else [],
+    )
+    try:
+        for path in claim_paths:
+            # From here on, the guard holds the instance if gpushare is killed.
+            HeldClaim(Path(path)).add(guard.pid)
+    except BaseException:
+        guard.leave()
+        guard.wait()
+        raise
+    return guard
+
+
+def dismiss(guard: Guard, *, lingers: bool) -> None:
+    """Let the guard end, as its share was given back; with ``lingers`` it first waits for the last user of the daemon."""
+    guard.leave(LINGER if lingers else DONE)
+    if not lingers:
+        guard.wait()

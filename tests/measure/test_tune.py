@@ -344,7 +344,7 @@ def test_where_slices_cannot_be_set_caps_are_searched(tuned: Tuned, monkeypatch:
 
 
 def test_jobs_that_share_the_slice_already_leave_slices_out(tuned: Tuned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpushare.measure.tune.slices_of_group", lambda *_: {7: 200})
+    monkeypatch.setattr("gpushare.run.group.slices_of_group", lambda *_: {7: 200})
     assert {figures.setting.way for figures in tuned(job(30), ways=("slices", "caps")).outcome.curve} == {"caps"}
     with pytest.raises(InUse, match="other opportunistic jobs"):
         tuned(job(30), ways=("slices",))
