@@ -82,8 +82,7 @@ def short_policy(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "why"),
-    [("missing", "nvidia-smi is not installed"), ("hang", "did not answer within 0.05 s")],
+    ("fault", "why"), [("missing", "nvidia-smi is not installed"), ("hang", "did not answer within 0.05 s")]
 )
 def test_without_nvidia_smi_the_time_slice_is_unknown(fault: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host = connect("sim:2xt4")
@@ -236,12 +235,7 @@ class CountedPrograms:
 
 def gpu_with(percent: int | None, *, pid: int = 7, started: int = 10000) -> Gpu:
     one = GpuProcess(
-        pid=pid,
-        compute=True,
-        memory_used_bytes=1 << 30,
-        sm_percent=percent,
-        started=started,
-        started_at=started / 100,
+        pid=pid, compute=True, memory_used_bytes=1 << 30, sm_percent=percent, started=started, started_at=started / 100
     )
     return Gpu(index=0, memory_used_bytes=1 << 30, processes=(one,))
 

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.compare import (
-    availability,
-    availability_text,
-    cell_here,
-    explanation_lines,
-    host_cell,
-    text_here,
-)
+from gpushare.advice.compare import availability, availability_text, cell_here, explanation_lines, host_cell, text_here
 from gpushare.advice.facts import GpuFacts, HostFacts, mps_clients
 from gpushare.advice.table import COLUMNS, load_table, row_named
 from gpushare.advice.ways import way_of
@@ -64,12 +57,7 @@ T4 = GpuFacts(
     ask_levels=lambda: {0: None, 1: None},
 )
 HOST = HostFacts(
-    host="here",
-    driver="580.159.04",
-    root=True,
-    gpus=(H200,),
-    mps_program=True,
-    ask_mps_version=lambda: 13000,
+    host="here", driver="580.159.04", root=True, gpus=(H200,), mps_program=True, ask_mps_version=lambda: 13000
 )
 NEW = replace(HOST, driver="615.71.09", ask_mps_version=lambda: 13040)
 
@@ -312,13 +300,7 @@ FACTS = st.builds(
     version=st.none() | st.just(13040),
 )
 def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
-    host = HostFacts(
-        host="h",
-        driver=driver,
-        root=root,
-        mps_program=True,
-        ask_mps_version=lambda: version,
-    )
+    host = HostFacts(host="h", driver=driver, root=root, mps_program=True, ask_mps_version=lambda: version)
     for way in COLUMNS:
         for row in TABLE.rows:
             text = cell_here(TABLE, way, row.key, host, gpu)

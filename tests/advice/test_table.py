@@ -182,10 +182,7 @@ def test_mps_takes_48_clients_and_60_from_590_on(table, driver, limit):
 
 @pytest.mark.parametrize(
     ("row", "option", "before", "since", "level"),
-    [
-        ("sm_isolation", "static", "589.99", "590", "partition"),
-        ("error_isolation", "static", "609", "610", "partial"),
-    ],
+    [("sm_isolation", "static", "589.99", "590", "partition"), ("error_isolation", "static", "609", "610", "partial")],
 )
 def test_static_partitions_come_with_their_driver(table, row, option, before, since, level):
     plain = table.cell(Way.MPS, row, before).level
@@ -264,10 +261,7 @@ COLUMN = mapping({"title": WORD, "cells": mapping(dict.fromkeys(PUBLISHED, CELL)
 SCHEMA = mapping(
     {
         "schema": {"const": 1},
-        "sources": {
-            "type": "object",
-            "additionalProperties": mapping({"title": WORD, "where": WORD, "date": WORD}),
-        },
+        "sources": {"type": "object", "additionalProperties": mapping({"title": WORD, "where": WORD, "date": WORD})},
         "rows": {"type": "array", "items": ROW},
         "ways": mapping({way.value: COLUMN for way in WAYS}),
     }

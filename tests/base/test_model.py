@@ -76,11 +76,7 @@ def test_the_way_of_sharing_in_force(shown: Gpu, daemons: tuple[MpsDaemon, ...],
 
 
 SERVED = MpsDaemon(
-    pid=1,
-    ours=True,
-    pipe_directory="/p",
-    gpu_index=0,
-    servers=(MpsServer(pid=5, clients=(MpsClient(pid=6),)),),
+    pid=1, ours=True, pipe_directory="/p", gpu_index=0, servers=(MpsServer(pid=5, clients=(MpsClient(pid=6),)),)
 )
 
 

@@ -490,12 +490,7 @@ def real(state_file: StateFile, pid: int) -> Counted:
     with state_file.changed() as state:
         state.processes.append(
             SimulatedProcess(
-                pid=pid,
-                real=False,
-                gpu_uuid=state.gpus[0].uuid,
-                name="python",
-                uid=0,
-                started=started.started,
+                pid=pid, real=False, gpu_uuid=state.gpus[0].uuid, name="python", uid=0, started=started.started
             )
         )
     files = Counted(SimulatedFiles(state_file), NODE, DEVICE)

@@ -17,14 +17,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.host import records
-from gpushare.host.records import (
-    clear_leftovers,
-    kept_mode,
-    open_lock,
-    read_own,
-    read_tail,
-    replace_file,
-)
+from gpushare.host.records import clear_leftovers, kept_mode, open_lock, read_own, read_tail, replace_file
 
 
 def read_trusted(path: Path) -> object:

@@ -159,9 +159,7 @@ def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() ->
     assert pick.way == "mps"
 
 
-@given(
-    st.lists(st.lists(st.floats(1, 1000), min_size=3, max_size=3), min_size=3, max_size=3),
-)
+@given(st.lists(st.lists(st.floats(1, 1000), min_size=3, max_size=3), min_size=3, max_size=3))
 def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[float]]) -> None:
     figures = dict(zip([("alone", 1), ("timeslice", 2), ("mps", 2)], rounds, strict=True))
     found = measured("queue,timeslice,mps", (2,), figures)
@@ -239,11 +237,9 @@ def test_the_document_is_pinned(tmp_path: Path) -> None:
     ]
     assert data["cells"][1]["joules"] == pytest.approx(100 / 197, rel=1e-3), "100 W over the mean rate"
     path = tmp_path / "a.json"
-    assert list(data["runs"][0]) == [
-        *("round", "way", "copies", "result", "throughput", "usage", "invalid"),
-    ]
+    assert list(data["runs"][0]) == [*("round", "way", "copies", "result", "throughput", "usage", "invalid")]
     assert list(data["runs"][0]["result"]["copies"][0]) == [
-        *("copy", "pid", "seconds", "exit_code", "value", "latency_p50", "latency_p99", "failure"),
+        *("copy", "pid", "seconds", "exit_code", "value", "latency_p50", "latency_p99", "failure")
     ]
     write_bench(path, benchmark)
     assert json.loads(path.read_text()) == json.loads(json.dumps(data))

@@ -126,10 +126,7 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
     assert [
         (workload.process.pid, workload.seen_from_seconds, workload.seen_to_seconds)
         for workload in workloads_of(recording)
-    ] == [
-        (pids["first"], 1.0, 6.0),
-        (pids["second"], 4.0, 10.0),
-    ]
+    ] == [(pids["first"], 1.0, 6.0), (pids["second"], 4.0, 10.0)]
     assert (first.utilization.samples, first.utilization.mean) == (6, 10.0)
 
 

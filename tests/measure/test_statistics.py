@@ -11,13 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gpushare.base.benchmark import Summary
-from gpushare.measure.statistics import (
-    paired_ratio,
-    percentile,
-    ratio,
-    summarize,
-    t_quantile,
-)
+from gpushare.measure.statistics import paired_ratio, percentile, ratio, summarize, t_quantile
 
 VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=40)
 SEVERAL = st.lists(st.floats(0.001, 1e6), min_size=2, max_size=20)

@@ -80,13 +80,7 @@ class ToldExperiment:
         return ToldExperiment.clock
 
     def run(
-        self,
-        title: str,
-        argv: Sequence[str],
-        environment: Mapping[str, str],
-        metric: Metric,
-        *,
-        outside: bool = False,
+        self, title: str, argv: Sequence[str], environment: Mapping[str, str], metric: Metric, *, outside: bool = False
     ) -> Running:
         words, printed = list(argv), Printed(metric)
         given = _parser().parse_args(words[words.index(JOB) + 1 :]) if JOB in words else None

@@ -89,10 +89,7 @@ def test_clients_of_mps_are_counted() -> None:
 SIZES = st.integers(1, 12)
 
 
-@given(
-    st.lists(SIZES, max_size=5).filter(lambda sizes: sum(sizes) <= 20),
-    st.lists(SIZES, min_size=1, max_size=4),
-)
+@given(st.lists(SIZES, max_size=5).filter(lambda sizes: sum(sizes) <= 20), st.lists(SIZES, min_size=1, max_size=4))
 @settings(deadline=None)
 def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list[int]) -> None:
     rooms = {"a": Room(memory_bytes=20)}

@@ -24,16 +24,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
 from gpushare.memory.admission import Room, Running, UserLimits
-from gpushare.memory.ledger import (
-    Line,
-    Place,
-    Request,
-    Reservation,
-    line_of,
-    line_order,
-    reservations,
-    waiting_before,
-)
+from gpushare.memory.ledger import Line, Place, Request, Reservation, line_of, line_order, reservations, waiting_before
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import (
@@ -418,11 +409,7 @@ def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None
 
     def order(limits: UserLimits, size: int) -> list[int]:
         ranked = best_first(
-            host,
-            devices(host),
-            lambda device: ["web"] if device.uuid == second.uuid else [],
-            limits,
-            memory_bytes=size,
+            host, devices(host), lambda device: ["web"] if device.uuid == second.uuid else [], limits, memory_bytes=size
         )
         return [device.gpu.index for device, _ in ranked]
 

@@ -80,10 +80,7 @@ def told() -> Told:
 
 
 def job(
-    told: Told,
-    action: MemoryAction = "end",
-    limit: int | None = 8 * GIB,
-    clock: Callable[[], float] = time.monotonic,
+    told: Told, action: MemoryAction = "end", limit: int | None = 8 * GIB, clock: Callable[[], float] = time.monotonic
 ) -> tuple[JobMemory, list[str]]:
     messages: list[str] = []
     host = cast("Any", SimpleNamespace(nvml=told, processes=told))

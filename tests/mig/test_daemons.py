@@ -12,14 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import (
-    GpushareError,
-    InUse,
-    NoPermission,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-)
+from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device
 from gpushare.cli import main

@@ -144,10 +144,7 @@ def test_each_change_is_made_and_told(host: Host) -> None:
     assert {
         (instance.id, instance.profile.name, instance.start, tuple(c.profile.slices for c in instance.compute))
         for instance in layout.instances
-    } == {
-        (instance, "3g.40gb", 4, (1, 2)),
-        (whole, "1g.10gb", 2, (1,)),
-    }
+    } == {(instance, "3g.40gb", 4, (1, 2)), (whole, "1g.10gb", 2, (1,))}
     host.nvml.restart()
     for part in parts:
         found.destroy_compute_instance(0, instance, part)

@@ -172,11 +172,7 @@ class Transactions(RuleBasedStateMachine):
             assert before[gpu].places - now[gpu].places == {(one.profile, one.start)}
         assert now[gpu].places <= before[gpu].places
 
-    @rule(
-        data=st.data(),
-        enable=st.booleans(),
-        fault=FAULTS,
-    )
+    @rule(data=st.data(), enable=st.booleans(), fault=FAULTS)
     def switch(self, data: st.DataObject, fault: tuple[str, int] | None, enable: bool) -> None:
         gpu = self.gpu(data)
         gone = ("--destroy",) if not enable and data.draw(st.booleans()) else ()

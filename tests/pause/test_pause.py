@@ -295,10 +295,7 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
     assert find_paused(job.host, "train")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"pid": 1}', "null", '{"channels": []}'],
-)
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "null", '{"channels": []}'])
 def test_a_broken_record_is_none(job: Paused, text: str) -> None:
     job.pause()
     assert has_records(job.host, "pause")

@@ -31,10 +31,7 @@ class Both:
         # Real ones run where the variable names them, and a simulated host asks for it too.
         found = VERSION.search(Path(real).read_bytes())
         self.driver = found.group(1).decode() if found else ""
-        self._programs: dict[str, Programs] = {
-            "real": Programs(),
-            "simulated": open_simulated("sim:h200").programs,
-        }
+        self._programs: dict[str, Programs] = {"real": Programs(), "simulated": open_simulated("sim:h200").programs}
         self.uuid = connect("sim:h200").nvml.sweep()[0].uuid or ""
 
     def starts(self) -> bool:

@@ -52,11 +52,7 @@ def test_start_sets_limits_that_the_daemon_holds(host: Host, device: Device, sim
     # Exact, although the program prints 1G.
     assert daemon.memory_limit_bytes == 1500 * MIB
     control = MpsControl(host.programs, str(daemon.pipe_directory))
-    assert (control.threads(), control.memory(), control.priority()) == (
-        25.0,
-        "1G",
-        Priority.LOW,
-    )
+    assert (control.threads(), control.memory(), control.priority()) == (25.0, "1G", Priority.LOW)
 
 
 def test_start_without_limits_leaves_the_defaults(host: Host, device: Device) -> None:

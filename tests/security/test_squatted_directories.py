@@ -50,8 +50,7 @@ def fill(host: Host, device: Device) -> None:
     cap = BenchedCap(copies=1, threads_percent=50.0, best=True, date="2026-01-01", driver=None)
     keep_benched(host, device, ["true"], [cap])
     keep_tuned(
-        host,
-        Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True, way=Way.CAPS),
+        host, Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True, way=Way.CAPS)
     )
     keep_applied(host, "no gpushare.yaml\n")
     with changing_names(host) as names:

@@ -83,10 +83,7 @@ def test_what_json_cannot_carry_never_breaks_the_document(shown):
     result = Result(command="x", data={"a": math.nan, "b": [math.inf, 1.5], "c": "caf\udce9"})
     read = json.loads(shown(result, OutputFormat.JSON)[0].encode())
     assert read["data"] == {"a": None, "b": [None, 1.5], "c": "caf\ufffd"}
-    assert jsonable({"m": ComputeMode.EXCLUSIVE_PROCESS, "n": Way.MPS}) == {
-        "m": "exclusive-process",
-        "n": "mps",
-    }
+    assert jsonable({"m": ComputeMode.EXCLUSIVE_PROCESS, "n": Way.MPS}) == {"m": "exclusive-process", "n": "mps"}
 
 
 def test_a_set_has_one_order_in_json():

@@ -64,9 +64,6 @@ def test_few_copies_have_a_row_each() -> None:
 def test_of_many_copies_those_that_ended_alike_are_one_row() -> None:
     rows = [row(number) for number in range(100)]
     rows[17] = row(17, state="failed", exit_code=3)
-    assert shown(rows) == [
-        ("0-16, 18-99", "done", (0, 1), 99, "logs/"),
-        (17, "failed", (1,), 1, "logs/copy-17.log"),
-    ]
+    assert shown(rows) == [("0-16, 18-99", "done", (0, 1), 99, "logs/"), (17, "failed", (1,), 1, "logs/copy-17.log")]
     mixed = [row(number, exit_code=number % 2) for number in range(100)]
     assert [line[0] for line in shown(mixed)] == ["50 copies, from 0 on", "50 copies, from 1 on"]

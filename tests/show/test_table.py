@@ -77,11 +77,7 @@ def test_a_command_line_is_cut_before_a_column_is_dropped():
 
 
 def test_a_repeated_value_is_blank_only_where_it_repeats_and_an_empty_optional_column_is_out():
-    columns = (
-        Column("gpu", "GPU", group=True),
-        Column("gi", "GI", optional=True),
-        Column("pid", "pid"),
-    )
+    columns = (Column("gpu", "GPU", group=True), Column("gi", "GI", optional=True), Column("pid", "pid"))
     rows = tuple({"gpu": gpu, "gi": None, "pid": pid} for gpu, pid in ((1, 7), (1, 8), (2, 9), (1, 10)))
     lines, _ = table_lines(Table(name="t", columns=columns, rows=rows), 80)
     assert [line.plain for line in lines[:1] + lines[2:]] == ["GPU  pid", "1    7", "     8", "2    9", "1    10"]
@@ -123,10 +119,7 @@ def test_columns_of_the_environment_is_the_width(shown, monkeypatch):
 
 def test_no_value_can_break_the_line_or_drive_the_terminal(shown):
     table = Table(
-        name="t",
-        columns=(Column("a", "a"),),
-        rows=({"a": "x\n\x1b[2Jy\u202ez\x9b\x7f[red]"},),
-        title="things",
+        name="t", columns=(Column("a", "a"),), rows=({"a": "x\n\x1b[2Jy\u202ez\x9b\x7f[red]"},), title="things"
     )
     for output in (OutputFormat.TABLE, OutputFormat.PLAIN):
         out, _ = shown(Result(command="x", tables=(table,)), output)

@@ -11,13 +11,7 @@ from gpushare.host.process import ticks_now
 from gpushare.mig.profile import Profile
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.mig import Occupied, free_starts, may_join, occupied_places
-from gpushare.sim.state import (
-    SimulatedGpu,
-    SimulatedHostState,
-    SimulatedProcess,
-    StateFile,
-    parse_spec,
-)
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
 
 def new_host(spec: str, **changes: Any) -> StateFile:
