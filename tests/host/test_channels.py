@@ -68,10 +68,15 @@ def process_of(state_file: StateFile, pid: int) -> SimulatedProcess:
 # -- a scan ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(control: ChannelControl, pid: int) -> None:
-    found = control.find(pid)
+def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(state_file: StateFile, pid: int) -> None:
+    files = SimulatedFiles(state_file)
+    reply = answer(files, {"do": "find", "pid": pid, "started": None})
+    assert not files._opened
+    assert process_of(state_file, pid).slices == {}
+    found = SimulatedChannels(state_file).find(pid)
     # Its three copy groups are left alone.
     (compute,) = found.groups
+    assert len(reply["groups"]) == 1
     assert (compute.slice_us, compute.channels) == (2048, CHANNELS)
     assert compute.gpu.startswith("GPU-")
     assert not found.under_mps
@@ -86,21 +91,6 @@ def test_a_scan_tries_the_newest_clients_first(state_file: StateFile) -> None:
     assert order[0x200:0x202] == [room.CLIENT_BASE, room.CLIENT_BASE + room.CLIENT_COUNT - 1]
     assert sorted(order) == list(room._client_handles(None))
     assert len(order) == room.CLIENT_COUNT
-
-
-def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile, pid: int) -> None:
-    files = SimulatedFiles(state_file)
-    reply = answer(files, {"do": "find", "pid": pid, "started": None})
-    assert len(reply["groups"]) == 1
-    assert not files._opened
-    assert process_of(state_file, pid).slices == {}
-
-
-def test_a_record_survives_json(control: ChannelControl, pid: int) -> None:
-    found = control.find(pid)
-    again = parse_typed(Channels, json.loads(json.dumps(plain_form(found))))
-    assert (again.pid, again.started, again.groups) == (found.pid, found.started, found.groups)
-    assert control.read_slices(again) == (2048,)
 
 
 def test_another_look_finds_channels_made_since_and_does_not_probe(
@@ -153,8 +143,10 @@ def test_groups_without_a_compute_object_are_refused(
 def test_a_slice_is_set_read_back_and_put_back(control: ChannelControl, state_file: StateFile, pid: int) -> None:
     found = control.find(pid)
     control.set_slice(found, 500)
-    # Another command sees it.
-    assert SimulatedChannels(state_file).read_slices(found) == (500,)
+    # Another command sees it, by the record.
+    again = parse_typed(Channels, json.loads(json.dumps(plain_form(found))))
+    assert (again.pid, again.started, again.groups) == (found.pid, found.started, found.groups)
+    assert SimulatedChannels(state_file).read_slices(again) == (500,)
     assert SimulatedChannels(state_file).find(pid).groups[0].slice_us == 500
     control.restore_slices(found)
     assert control.read_slices(found) == (2048,)
@@ -272,29 +264,25 @@ def four_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_per_call")
-def test_when_one_call_fails_what_was_off_is_on_again(control: ChannelControl, state_file: StateFile, pid: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "on", "refused", "off"),
+    [
+        (0x40, False, "failed", []),
+        (0x40, True, "half_done", list(CHANNELS[:4])),
+        # What has gone meanwhile needs no undo.
+        (room.OBJECT_NOT_FOUND, True, "stale", list(CHANNELS[:4])),
+    ],
+)
+def test_when_one_call_fails_what_was_off_is_on_again_or_told(
+    control: ChannelControl, state_file: StateFile, pid: int, status: int, on: bool, refused: str, off: list[int]
+) -> None:
     found = control.find(pid)
-    files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40)
+    files = Failing(state_file, room.DISABLE_CHANNELS, 2, status, on=on)
     reply = answer(files, request("off", found))
-    assert (reply["refused"], reply["status"], files.left) == ("failed", 0x40, -2)
-    assert busy(state_file, pid)
-    assert process_of(state_file, pid).channels_off == []
+    assert (reply["refused"], reply["status"]) == (refused, status)
+    assert process_of(state_file, pid).channels_off == off
+    assert busy(state_file, pid) is not bool(off)
     assert not files._opened
-
-
-@pytest.mark.usefixtures("four_per_call")
-def test_what_is_off_and_cannot_be_put_back_is_told(control: ChannelControl, state_file: StateFile, pid: int) -> None:
-    found = control.find(pid)
-    files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40, on=True)
-    assert answer(files, request("off", found))["refused"] == "half_done"
-    assert process_of(state_file, pid).channels_off == list(CHANNELS[:4])
-
-
-@pytest.mark.usefixtures("four_per_call")
-def test_what_has_gone_meanwhile_needs_no_undo(control: ChannelControl, state_file: StateFile, pid: int) -> None:
-    found = control.find(pid)
-    files = Failing(state_file, room.DISABLE_CHANNELS, 2, room.OBJECT_NOT_FOUND, on=True)
-    assert answer(files, request("off", found))["refused"] == "stale"
 
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.base.errors import ExitCode, NoPermission, NotSupported, OperationFailed, TimedOut
 from gpushare.host.process import Processes
-from gpushare.host.program import Completed, Programs, merged_environment, program_path
+from gpushare.host.program import Completed, Programs, program_path
 from tests.cli.drive import until
 from tests.errors import fails
 
@@ -38,10 +38,11 @@ def run(stdin: str = "", timeout: float = 120.0, **env: str | None) -> Completed
 
 def test_a_program_is_run_with_arguments_stdin_and_environment(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GS_GONE", "1")
-    script('cat; echo "$1 $LC_ALL $GS_NEW ${GS_GONE-unset}"; echo err >&2; exit 3')
+    monkeypatch.setenv("GS_KEPT", "kept")
+    script('cat; echo "$1 $LC_ALL $GS_NEW $GS_KEPT ${GS_GONE-unset}"; echo err >&2; exit 3')
     done = run("in\n", GS_NEW="new", GS_GONE=None)
-    assert done == Completed(("nvidia-smi", "-L"), 3, "in\n-L C new unset\n", "err\n")
-    assert done.text == "in\n-L C new unset\nerr"
+    assert done == Completed(("nvidia-smi", "-L"), 3, "in\n-L C new kept unset\n", "err\n")
+    assert done.text == "in\n-L C new kept unset\nerr"
 
 
 def test_text_that_is_no_utf8_is_read(script: Script) -> None:
@@ -130,12 +131,6 @@ def test_programs_are_found_beyond_a_poor_path(script: Script, monkeypatch: pyte
     real = shutil.which("env", path="/usr/bin:/bin")
     assert real is not None
     assert os.path.basename(program_path("env") or "") == "env"
-
-
-def test_none_removes_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GS_A", "1")
-    assert "GS_A" not in merged_environment({"GS_A": None})
-    assert merged_environment(None)["GS_A"] == "1"
 
 
 @pytest.mark.parametrize(("program", "room"), [("nvidia-cuda-mps-control", 1 << 20), ("nvidia-smi", 16 << 20)])

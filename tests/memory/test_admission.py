@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,28 +26,31 @@ def of(*sizes: int) -> list[Running]:
     return [Running(memory_bytes=size) for size in sizes]
 
 
-def test_jobs_start_in_the_order_in_which_they_came() -> None:
-    assert first(admitted(GPU, {}, [job("1", 40), job("2", 30), job("3", 20)])) == {"1": "a", "2": "a"}
-
-
-def test_a_small_job_passes_a_large_one_that_it_cannot_delay() -> None:
-    # The large one needs both to end; then there is room for 20 more.
-    assert first(admitted(GPU, {"a": of(30, 40)}, [job("large", 60), job("small", 10)])) == {"small": "a"}
-
-
-def test_a_small_job_waits_when_it_would_delay_the_large_one() -> None:
-    # As soon as one of the two ends, the large one fits exactly.
-    assert admitted(GPU, {"a": of(35, 35)}, [job("large", 45), job("small", 10)]) == {}
+@pytest.mark.parametrize(
+    ("running", "waiting", "start"),
+    [
+        # In the order in which they came.
+        ((), (40, 30, 20), "12"),
+        # A small one passes: the large one needs both to end; then there is room for 20 more.
+        ((30, 40), (60, 10), "2"),
+        # As soon as one of the two ends, the large one fits exactly.
+        ((35, 35), (45, 10), ""),
+        # One of unknown size gets a GPU without others.
+        ((), (None, 1), "1"),
+        ((1,), (None, 1), ""),
+        # A job between two that wait delays neither: the second one starts next to the first one.
+        ((70,), (60, 20, 10), ""),
+        ((60,), (60, 10, 10), "23"),
+    ],
+)
+def test_who_starts(running: tuple[int, ...], waiting: tuple[int | None, ...], start: str) -> None:
+    jobs = [job(str(number), size) for number, size in enumerate(waiting, 1)]
+    assert first(admitted(GPU, {"a": of(*running)}, jobs)) == dict.fromkeys(start, "a")
 
 
 def test_a_job_that_never_fits_holds_up_nobody() -> None:
     assert first(admitted(GPU, {}, [job("huge", 81), job("small", 80)])) == {"small": "a"}
     assert not could_ever_fit(GPU, job("huge", 81))
-
-
-def test_a_job_of_unknown_size_gets_a_gpu_without_others() -> None:
-    assert first(admitted(GPU, {}, [job("1", None), job("2", 1)])) == {"1": "a"}
-    assert admitted(GPU, {"a": of(1)}, [job("1", None), job("2", 1)]) == {}
 
 
 def test_a_job_takes_its_best_gpu_and_else_the_next() -> None:
@@ -107,13 +111,6 @@ def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list
             for staying in itertools.combinations(there, count):
                 if sum(staying) + size <= 20:
                     assert sum(staying) + later + size <= 20
-
-
-def test_a_job_between_two_that_wait_delays_neither() -> None:
-    """The second one starts next to the first one, and has no room for a third."""
-    waiting = [job("1", 60), job("2", 20), job("3", 10)]
-    assert admitted(GPU, {"a": of(70)}, waiting) == {}
-    assert first(admitted(GPU, {"a": of(60)}, [job("1", 60), job("2", 10), job("3", 10)])) == {"2": "a", "3": "a"}
 
 
 def timed(name: str, size: int, seconds: float | None, keys: tuple[str, ...] = ("a",), count: int = 1) -> Waiting:

@@ -24,9 +24,8 @@ def test_what_was_measured_is_returned_as_it_was() -> None:
     for each in MEASURED:
         assert swap_times(each.memory_bytes) == pytest.approx(each)
         assert not beyond_measured(each.memory_bytes)
-
-
-def test_a_small_job_takes_as_long_as_the_smallest_measured() -> None:
+        # Who must be out in time plans with more.
+        assert most_out_seconds(each.memory_bytes) > each.out_seconds
     assert swap_times(GIB // 4)[1:] == MEASURED[0][1:]
 
 
@@ -43,11 +42,6 @@ def test_a_larger_job_never_takes_less(size: int, more: int) -> None:
     assert 0 < smaller.out_seconds <= larger.out_seconds
     assert 0 < smaller.in_seconds <= larger.in_seconds
     assert most_out_seconds(size) < most_out_seconds(size + more) or not more
-
-
-@pytest.mark.parametrize("measured", MEASURED)
-def test_who_must_be_out_in_time_plans_with_more(measured: tuple[float, float, float]) -> None:
-    assert most_out_seconds(measured[0]) > measured[1]
 
 
 def test_turns_of_nine_switches_keep_nine_tenths() -> None:

@@ -130,21 +130,18 @@ def test_a_second_gpu_takes_what_does_not_fit_on_the_first(host: Host) -> None:
     assert take(host, third)
 
 
-def test_nobody_overtakes_an_earlier_job(host: Host) -> None:
-    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
-    hold(host, 20 * GIB, devices(host)[1])
-    assert not take(host, late)
-    assert take(host, early)
-
-
-def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both saw room; the one that came later steps back when it reads again."""
-    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
+@pytest.mark.parametrize("client", [False, True])
+def test_two_that_take_at_the_same_time_do_not_both_stay(
+    host: Host, monkeypatch: pytest.MonkeyPatch, client: bool
+) -> None:
+    """Both saw room, or a place for a client; the one that came later steps back when it reads again."""
     key = devices(host)[0].uuid
+    asked = Request(memory_bytes=GIB if client else 20 * GIB, keys=(key,), client=client)
+    early, late = Place(host, asked), Place(host, asked)
     monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
-    assert not take(host, late)
-    assert take(host, early)
+    assert not late.try_to_take(devices(host), {key: 1}, UserLimits())
+    assert early.try_to_take(devices(host), {key: 1}, UserLimits())
     assert not late.held
 
 
@@ -181,17 +178,6 @@ def test_one_that_came_later_and_steps_back_holds_up_nobody(host: Host, monkeypa
     other.claim.add_fact(f"hold {key}")
     monkeypatch.setattr(ledger.time, "sleep", lambda _: pytest.fail("it waits"))
     assert take(host, small)
-
-
-def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
-    host: Host, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key = devices(host)[0].uuid
-    early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
-    monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
-    early.claim.add_fact(f"hold {key}")
-    assert not late.try_to_take(devices(host), {key: 1}, UserLimits())
-    assert early.try_to_take(devices(host), {key: 1}, UserLimits())
 
 
 def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,29 +364,18 @@ def test_the_first_want_counts(host: Host) -> None:
     assert reservation.memory_bytes == 2 * GIB
 
 
-def test_waiting_jobs_of_one_user_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "MOST_WAITING_OF_ONE_USER", 3)
-    for _ in range(5):
-        enter(host, GIB)
-    assert len(reservations(host) or []) == 3
-
-
-def test_the_order_of_a_user_also_counts_beyond_that_bound(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_so_many_waiting_jobs_of_a_user_count_and_their_order_holds(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger, "MOST_WAITING_OF_ONE_USER", 3)
     blockers = [hold(host, 20 * GIB, device) for device in devices(host)]
     *first, fourth, last = [enter(host, 20 * GIB) for _ in range(5)]
+    assert sum(job.waits for job in reservations(host) or []) == 3
     assert not take(host, last)
     for job in [*first, blockers[0]]:
         job.leave()
     assert not take(host, last)
     assert take(host, fourth)
-
-
-def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
-    first, second = devices(host)
-    ordered = best_first(host, [first, second], lambda device: ["web"] if device.gpu.index == 0 else [])
-    assert [device.gpu.index for device, _ in ordered] == [1, 0]
-    assert "production job 'web' runs there" in ordered[1][1]
 
 
 def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None:
@@ -424,6 +399,7 @@ def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
 
     def order(size: int | None) -> list[int]:
         ranked = best_first(host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], memory_bytes=size)
+        assert "production job 'web' runs there" in dict(ranked)[free]
         return [device.gpu.index for device, _ in ranked]
 
     # With room on both the GPU without a production job is best.
@@ -557,21 +533,6 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
     ]
 
 
-def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Host) -> None:
-    host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
-    hold(host, 20 * GIB, devices(host)[0])
-    messages: list[str] = []
-    place = enter(host, 10 * GIB)
-    room = outlook(host, devices(host), place.request, UserLimits())
-    with pytest.raises(InUse):
-        wait(host, place, devices(host), 5.0, messages)
-    reason = "GPU 1 is in compute mode prohibited"
-    assert messages == [
-        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free to reserve; the rest is held by process {os.getpid()} (20.0 GiB); {reason}"
-    ]
-    assert reason in room.why
-
-
 def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     place, among, messages = enter(host, 10 * GIB), devices(host), list[str]()
     clock, restarted = Clock(), list[float]()
@@ -601,6 +562,12 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     )
     assert messages == [f"waiting for 10.0 GiB: {reason}"]
     assert caught.value.message == f"no room for 10.0 GiB within 5 s: {reason}"
+    # One without room is named before them.
+    host.nvml.set_compute_mode(0, ComputeMode.DEFAULT)
+    hold(host, 20 * GIB, devices(host)[0])
+    why = outlook(host, devices(host), enter(host, 10 * GIB).request, UserLimits()).why
+    assert "GPU 0 has 2.5 GiB free to reserve; " in why
+    assert why.endswith("; GPU 1 is in compute mode prohibited")
 
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
@@ -958,21 +925,16 @@ def test_a_job_counts_with_what_it_holds_if_that_is_more_than_it_said(
 def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
     add_process(SPEC, "0", graphics=True, sm_percent=50, name="Xorg")
     add_process(SPEC, "1", sm_percent=70)
-    used = []
-    for device in devices(host):
-        line = line_of(host, device, [])
+
+    def use(device: Device, **facts: Any) -> float | None:
+        line = line_of(host, replace(device, gpu=replace(device.gpu, **facts)), [])
         assert line is not None
-        used.append(_use_percent_of_jobs(host, line, {}))
-    assert used == [0.0, 70.0]
+        return _use_percent_of_jobs(host, line, {})
 
-
-@pytest.mark.parametrize("busy", [None, 40])
-def test_a_gpu_whose_processes_are_unknown_is_not_idle(host: Host, busy: int | None) -> None:
-    (device, _) = devices(host)
-    silent = replace(device, gpu=replace(device.gpu, processes=None, utilization_percent=busy))
-    line = line_of(host, silent, [])
-    assert line is not None
-    assert _use_percent_of_jobs(host, line, {}) == busy
+    assert [use(device) for device in devices(host)] == [0.0, 70.0]
+    # One whose processes are unknown is not idle.
+    for busy in (None, 40):
+        assert use(devices(host)[0], processes=None, utilization_percent=busy) == busy
 
 
 def test_a_job_would_not_start_while_the_ledger_cannot_be_read(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

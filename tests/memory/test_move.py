@@ -12,6 +12,8 @@ from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.memory import move, swap
 from gpushare.memory.swapped import OUT, RETURNING, SWAPS, Image, Swap
 
+JOB = Swap(pid=7, started=1, name=None, uid=0, gpu_uuid="GPU-b", state=RETURNING, since=0.0, images=(Image(7, 1, 5),))
+
 
 @pytest.mark.parametrize(("version", "moves"), [("579.99", False), ("580.1", True), ("", True), ("unknown", True)])
 def test_the_driver_moves_jobs_from_its_first_branch_on(version: str, moves: bool) -> None:
@@ -51,18 +53,7 @@ def test_a_job_that_moves_is_between_two_gpus_of_this_host(
 ) -> None:
     gpus = [SimpleNamespace(uuid="GPU-a"), SimpleNamespace(uuid="GPU-b")]
     host: Any = SimpleNamespace(nvml=SimpleNamespace(identities=lambda: gpus))
-    moving = Swap(
-        pid=7,
-        started=1,
-        name=None,
-        uid=0,
-        gpu_uuid="GPU-b",
-        state=RETURNING,
-        since=0.0,
-        images=(Image(7, 1, 5), Image(8, 1, 5)),
-        left_uuid=left,
-        arrived=arrived,
-    )
+    moving = replace(JOB, images=(Image(7, 1, 5), Image(8, 1, 5)), left_uuid=left, arrived=arrived)
     if refused:
         with pytest.raises(OperationFailed, match="one of them is not on this host"):
             swap._check_gpus(host, moving)
@@ -77,13 +68,10 @@ def test_root_notes_a_job_that_is_out_unless_its_user_has(
     monkeypatch: pytest.MonkeyPatch, pid: int, state: str, kept: bool
 ) -> None:
     """Only the user's own record lets the user bring the job in."""
-    job = Swap(
-        pid=7, started=1, name=None, uid=0, gpu_uuid="GPU-b", state=RETURNING, since=0.0, images=(Image(7, 1, 5),)
-    )
-    users = replace(job, pid=pid, state=state, images=(Image(pid, 1, 5),), keeper_uid=4242)
+    users = replace(JOB, pid=pid, state=state, images=(Image(pid, 1, 5),), keeper_uid=4242)
     done: list[str] = []
     monkeypatch.setattr(type(SWAPS), "all", lambda *_: [users])
     monkeypatch.setattr(swap, "forget", lambda _: done.append("forgotten"))
     monkeypatch.setattr(swap, "write_if_living", lambda _, record: done.append(record.state))
-    swap._take_out_rest(SimpleNamespace(), job, SimpleNamespace(), {})  # type: ignore[arg-type]
+    swap._take_out_rest(SimpleNamespace(), JOB, SimpleNamespace(), {})  # type: ignore[arg-type]
     assert done == ([OUT] if kept else ["forgotten"])

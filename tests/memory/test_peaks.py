@@ -22,11 +22,8 @@ def path_of(host: Host) -> Path:
     return path
 
 
-def test_nothing_is_known_of_a_command_that_has_not_run(host: Host, device: Device) -> None:
-    assert find_profile(host, device, COMMAND) is None
-
-
 def test_the_command_is_not_in_the_file_and_nobody_else_can_read_it(host: Host, device: Device) -> None:
+    assert find_profile(host, device, COMMAND) is None
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
     path = path_of(host)
     assert "secret" not in path.read_text() + path.name
@@ -69,28 +66,24 @@ def test_the_newest_use_is_kept_and_the_peak_with_it(host: Host, device: Device)
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "profile"),
     [
-        "{}x",
-        "[]",
-        '{"memory_bytes": 0}',
-        '{"memory_bytes": -5}',
-        '{"memory_bytes": "5"}',
-        '{"memory_bytes": 1152921504606846976}',
-        '{"use_percent": 101}',
-        '{"use_percent": NaN}',
+        ('{"schema": 1, "memory_bytes": 5, "short": true}', Profile(memory_bytes=5, short=True)),
+        ('{"schema": 1, "memory_bytes": 5}x', None),
+        ("[]", None),
+        *(
+            (f'{{"schema": 1, {fact}}}', None)
+            for fact in (
+                *(f'"memory_bytes": {size}' for size in ("0", "-5", '"5"', "1152921504606846976")),
+                *(f'"use_percent": {share}' for share in ("101", "NaN")),
+            )
+        ),
     ],
 )
-def test_a_broken_file_is_not_believed(host: Host, device: Device, text: str) -> None:
+def test_a_broken_file_is_not_believed(host: Host, device: Device, text: str, profile: Profile | None) -> None:
     keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
     path_of(host).write_text(text)
-    assert find_profile(host, device, COMMAND) is None
-
-
-def test_a_file_with_what_is_known_is_read(host: Host, device: Device) -> None:
-    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
-    path_of(host).write_text('{"schema": 1, "memory_bytes": 5, "short": true}')
-    assert find_profile(host, device, COMMAND) == Profile(memory_bytes=5, short=True)
+    assert find_profile(host, device, COMMAND) == profile
 
 
 @pytest.mark.parametrize(

@@ -85,23 +85,6 @@ def test_a_claim_of_ones_own_keeps_others_out_and_is_never_killed_for(world: Wor
     assert world.state.gpus[0].mig == []
 
 
-def test_thousands_of_planted_claims_cost_no_minutes(world: World, mallory: Stranger) -> None:
-    world.mig("1g.10gb")
-    claims, _ = open_to_all(world)
-
-    def flood() -> None:
-        for number in range(3000):
-            (claims / f"gpushare-claim-{number:016x}").write_text("x" * 2000)
-            if not number % 3:
-                os.symlink("/etc/shadow", claims / f"gpushare-claim-f{number:015x}")
-        os.mkfifo(claims / f"gpushare-claim-{'e' * 16}")
-
-    mallory.does(flood)
-    assert gpushare("mig", "status", host=A100, seconds=20).code == 0
-    assert gpushare("run", "--mig", "1g.10gb", "--", "true", host=A100, seconds=30).code == 0
-    assert gpushare("mig", "destroy", "all", "-y", host=A100, seconds=30).code == 0
-
-
 def lock_what_opens(directory: Path) -> list[Path]:
     """Take an exclusive lock on each file that can be opened; return those, and keep them open."""
     found = []
@@ -149,14 +132,3 @@ def test_an_interrupted_change_is_not_hidden(world: World, mallory: Stranger) ->
         answer = gpushare("mig", "status", host=A100)
         assert "interrupted" in answer.out + answer.err
         assert gpushare("mig", "recover", "-y", host=A100, seconds=30).code == 0
-
-
-def test_locks_of_an_earlier_version_are_closed(world: World, mallory: Stranger) -> None:
-    """They were 0644: whoever can open one for reading can hold it."""
-    lock = world.directory / "run" / "mig" / "lock"
-    lock.parent.mkdir(parents=True)
-    lock.touch(0o644)
-    lock.chmod(0o644)
-    assert gpushare("mig", "apply", "-g", "0", "2g.20gb", "-y", host=A100).code == 0
-    with mallory.keeps(lambda: lock_what_opens(lock.parent)):
-        assert gpushare("mig", "destroy", "all", "-y", host=A100, seconds=30).code == 0
