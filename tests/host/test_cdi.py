@@ -66,9 +66,7 @@ def test_no_file_of_this_machine_is_read_for_a_simulated_host(host: Host) -> Non
 
 def test_a_specification_as_json(host: Host) -> None:
     cdi.local_path(host, NAME).unlink()
-    file = cdi.local_path(host, "/etc/cdi/nvidia.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(written(["0"]))
+    put(host, "/etc/cdi/nvidia.json", written(["0"]))
     (spec,) = cdi.find_specs(host)
     assert (spec.path, list(spec.names)) == ("/etc/cdi/nvidia.json", ["0"])
 
@@ -138,15 +136,6 @@ def test_files_that_are_no_specification_of_the_toolkit(host: Host, text: str) -
     put(host, "/etc/cdi/other.yaml", text)
     put(host, "/etc/cdi/nvidia.yaml.bak", written(["0"]))
     assert cdi.find_specs(host) == ()
-
-
-def test_refresh_writes_what_exists(host: Host) -> None:
-    admin.set_mig(SPEC, "0", ["1g.10gb:6"])
-    (spec,) = cdi.find_specs(host)
-    host.nvml.restart()
-    cdi.refresh(host, spec)
-    assert cdi.stale_specs(host, gpus(host)) == ()
-    assert uuids(host)[0] in set(cdi.find_specs(host)[0].names)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import find_model
 from gpushare.mig.board import compute_change, destroyed_for_room, new_compute
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
+from gpushare.mig.profile import ComputeInstance, Placement, standard_compute_profiles
 from tests.mig.boards import SOMEBODY, instance
 
 PROFILES = {profile.name: profile for profile in find_model("h100").profiles}
@@ -103,57 +103,54 @@ def test_one_busy_weighs_more_than_two_idle() -> None:
 FOUR = PROFILES["4g.40gb"]
 
 
-def gone(one: GpuInstance, *wanted: int, destroy: bool = True, evict: bool = False, **more: bool) -> list[int] | None:
-    found = destroyed_for_room(one, wanted, may_destroy=destroy, may_evict=evict, **more)
-    return None if found is None else [part.id for part in found]
+BESIDE, EVICTED, ALONE, KEPT = {"with_busy": True}, {"may_evict": True}, {"with_others": False}, {"may_destroy": False}
 
 
-def test_what_fits_beside_the_others_takes_nobody_away() -> None:
-    assert gone(instance(FOUR, 0, compute=(1, 1)), 2) == []
-    assert gone(instance(FOUR, 0, compute=()), 4) == []
-
-
-def test_only_as_many_go_as_have_to() -> None:
-    one = instance(FOUR, 0, compute=(1, 1, 1, 1))
-    assert gone(one, 1) == [0]
-    assert gone(one, 2) == [0, 1]
-    assert gone(one, 1, destroy=False) is None
-    assert gone(instance(FOUR, 0, compute=(1, 1)), 4) == [0, 1]
-    assert gone(one, 3) is None, "a 4g has no compute instance of three slices"
-
-
-def test_nobody_busy_goes_unless_he_may_be_evicted() -> None:
-    one = instance(FOUR, 0, compute=(2, 2), busy_parts=(0, 1))
-    assert gone(one, 2, with_busy=True) is None
-    assert gone(one, 2, with_busy=True, evict=True) == [0]
-    assert gone(one, 4, evict=True) == [0, 1]
-    assert gone(one, 4) is None
-    # Two idle ones rather than one busy one.
-    one = instance(FOUR, 0, compute=(2, 1, 1), busy_parts=(0,))
-    assert gone(one, 2, with_busy=True, evict=True) == [1, 2]
-
-
-def test_nothing_comes_beside_somebody_unless_it_may() -> None:
-    one = instance(FOUR, 0, compute=(1, 1), busy_parts=(0,))
-    assert gone(one, 1) is None
-    assert gone(one, 1, with_busy=True) == []
-    assert gone(one, 1, evict=True) == [0]
-
-
-def test_nothing_stays_where_it_is_to_be_alone() -> None:
-    one = instance(FOUR, 0, compute=(1, 1))
-    assert gone(one, 1, with_others=False) == [0, 1]
-    assert gone(one, 1, with_others=False, destroy=False) is None
-    assert gone(instance(FOUR, 0, compute=()), 1, with_others=False) == []
-
-
-@pytest.mark.parametrize("holders", [None, SOMEBODY])
-def test_inside_an_instance_that_is_held_as_a_whole_nothing_goes(holders: tuple[GpuProcess, ...] | None) -> None:
-    one = replace(instance(FOUR, 0, compute=(1, 1)), holders=holders)
-    assert gone(one, 1) is None
-    assert gone(one, 1, evict=True) is None
-    assert gone(one, 1, with_busy=True) == []
-    assert gone(one, 4, with_busy=True, evict=True) is None
+@pytest.mark.parametrize(
+    ("there", "busy", "wanted", "rules", "gone"),
+    [
+        # What fits beside the others takes nobody away.
+        ((1, 1), (), 2, {}, []),
+        ((), (), 4, {}, []),
+        # Only as many go as have to.
+        ((1, 1, 1, 1), (), 1, {}, [0]),
+        ((1, 1, 1, 1), (), 2, {}, [0, 1]),
+        ((1, 1, 1, 1), (), 1, KEPT, None),
+        ((1, 1), (), 4, {}, [0, 1]),
+        # A 4g has no compute instance of three slices.
+        ((1, 1, 1, 1), (), 3, {}, None),
+        # Nobody busy goes unless he may be evicted.
+        ((2, 2), (0, 1), 2, BESIDE, None),
+        ((2, 2), (0, 1), 2, BESIDE | EVICTED, [0]),
+        ((2, 2), (0, 1), 4, EVICTED, [0, 1]),
+        ((2, 2), (0, 1), 4, {}, None),
+        # Two idle ones rather than one busy one.
+        ((2, 1, 1), (0,), 2, BESIDE | EVICTED, [1, 2]),
+        # Nothing comes beside somebody unless it may.
+        ((1, 1), (0,), 1, {}, None),
+        ((1, 1), (0,), 1, BESIDE, []),
+        ((1, 1), (0,), 1, EVICTED, [0]),
+        # Nothing stays where it is to be alone.
+        ((1, 1), (), 1, ALONE, [0, 1]),
+        ((1, 1), (), 1, ALONE | KEPT, None),
+        ((), (), 1, ALONE, []),
+        # Inside an instance that is held as a whole, or of which that is unknown, nothing goes.
+        *(
+            ((1, 1), held, wanted, rules, gone)
+            for held in (None, SOMEBODY)
+            for wanted, rules, gone in ((1, {}, None), (1, EVICTED, None), (1, BESIDE, []), (4, BESIDE | EVICTED, None))
+        ),
+    ],
+)
+def test_what_goes_for_room(
+    there: tuple[int, ...], busy: Any, wanted: int, rules: dict[str, bool], gone: list[int] | None
+) -> None:
+    parts = busy if busy not in (None, SOMEBODY) else ()
+    one = instance(FOUR, 0, compute=there, busy_parts=parts)
+    if parts is not busy:
+        one = replace(one, holders=busy)
+    found = destroyed_for_room(one, (wanted,), **{"may_destroy": True, "may_evict": False, **rules})
+    assert (None if found is None else [part.id for part in found]) == gone
 
 
 def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:

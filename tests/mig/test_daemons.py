@@ -124,22 +124,6 @@ def test_an_idle_daemon_and_its_server_do_not_count_as_users(world: World) -> No
     assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == idle
 
 
-def test_a_daemon_that_a_run_uses_or_that_does_not_answer_is_not_idle(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = started(world, uuids(world)[0])
-    lease = home.take_lease()
-    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
-    lease.release()
-    assert len(daemons.idle_daemon_pids(world.host, gpu_of(world))) == 1
-    monkeypatch.setattr(MpsControl, "overview", _silent)
-    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
-
-
-def _silent(*_: Any) -> Any:
-    raise OperationFailed("it does not answer", "wait", code="timeout")
-
-
 def test_another_users_daemon_is_not_idle_but_refused(
     world: World, first: str, home: DaemonHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,8 +187,10 @@ def test_clients_are_named(world: World, first: str) -> None:
 
 def test_a_run_is_named(world: World, first: str, home: DaemonHome) -> None:
     lease = home.take_lease()
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
     error = refused(world, [first])
     lease.release()
+    assert len(daemons.idle_daemon_pids(world.host, gpu_of(world))) == 1
     assert (error.code, str(os.getpid()) in error.message) == ("daemon_clients", True)
     # A drain waits for clients only.
     assert "--drain" not in error.hint
@@ -219,7 +205,11 @@ def test_leases_that_cannot_be_read_may_be_those_of_a_run(
 
 
 def test_a_daemon_that_does_not_answer(world: World, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MpsControl, "overview", _silent)
+    def silent(*_: Any) -> Any:
+        raise OperationFailed("it does not answer", "wait", code="timeout")
+
+    monkeypatch.setattr(MpsControl, "overview", silent)
+    assert daemons.idle_daemon_pids(world.host, gpu_of(world)) == frozenset()
     error = refused(world, [first])
     assert (type(error), error.code) == (InUse, "daemon_silent")
     assert "--force" in error.hint
@@ -437,19 +427,9 @@ def test_a_stale_specification_is_said_with_the_command(world: World, toolkit: C
     assert toolkit()
 
 
-def test_refresh_is_read_back_and_taken_back(world: World, toolkit: Callable[[], bytes]) -> None:
-    before = toolkit()
-    admin.set_mig(world.spec, "0", LAYOUT[:2])
-    (step,) = refresh_steps(world.host)
-    assert step.command == step.undo == "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
-    step.do()
-    assert cdi_notes(world.host, [gpu_of(world)]) == ()
-    assert toolkit() != before
-    assert roll_back([step]) == []
-    assert toolkit() == before
-
-
-def test_a_refreshed_file_keeps_its_mode_and_owner(world: World, toolkit: Callable[[], bytes]) -> None:
+def test_a_refreshed_file_keeps_its_mode_and_owner_and_is_taken_back(
+    world: World, toolkit: Callable[[], bytes]
+) -> None:
     before = toolkit()
     file = cdi.local_path(world.host, cdi.DEFAULT_PATH)
     file.chmod(0o640)
@@ -457,13 +437,14 @@ def test_a_refreshed_file_keeps_its_mode_and_owner(world: World, toolkit: Callab
         os.chown(file, 1, 8)
     admin.set_mig(world.spec, "0", LAYOUT[:2])
     (step,) = refresh_steps(world.host)
-    rights = [rights_of(file)]
+    assert step.command == step.undo == "nvidia-ctk cdi generate --output=/var/run/cdi/nvidia.yaml"
+    rights = rights_of(file)
     step.do()
+    assert cdi_notes(world.host, [gpu_of(world)]) == ()
     assert toolkit() != before
-    rights.append(rights_of(file))
+    assert rights_of(file) == rights
     assert roll_back([step]) == []
-    assert toolkit() == before
-    assert [*rights, rights_of(file)] == [rights[0]] * 3
+    assert (toolkit(), rights_of(file)) == (before, rights)
 
 
 def rights_of(file: Path) -> tuple[int, int, int]:

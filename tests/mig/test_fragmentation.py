@@ -107,20 +107,6 @@ def test_free_column_of_used_gpus(instances: tuple[str, ...], expected: list[int
     assert [free.count for free in free_profiles(layout("h200", *instances))] == expected
 
 
-def test_media_extensions_exclude_each_other() -> None:
-    def counts(*instances: str) -> dict[str, int]:
-        return {
-            free.profile.name: free.count for free in free_profiles(layout("rtx-pro-6000-blackwell-96gb", *instances))
-        }
-
-    beside_all = counts("1g.24gb+me.all:0")
-    assert {name for name, count in beside_all.items() if count} == {"1g.24gb-me", "2g.48gb-me"}
-    assert counts("1g.24gb+me:0")["1g.24gb+me"] == 0
-    assert counts("1g.24gb+me:0")["1g.24gb+me.all"] == 0
-    assert counts("1g.24gb+gfx:0")["1g.24gb+gfx"] == 3
-    assert counts("1g.24gb-me:0")["1g.24gb+me.all"] == 1
-
-
 def test_every_model_with_published_placements_is_a_board() -> None:
     assert len(MODELS) > 12
     for model in MODELS:

@@ -212,21 +212,6 @@ def test_of_another_user_it_is_not_taken_for_none(
         ledger.interrupted_change()
 
 
-def test_a_disk_that_is_full_leaves_the_old_word_and_no_rubbish(
-    monkeypatch: pytest.MonkeyPatch, ledger: MigLedger, path: Path
-) -> None:
-    before = path.read_bytes()
-
-    def full(_number: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(mig_ledger.os, "fsync", full)
-    with ledger.locked(), fails(OperationFailed, "journal_unwritable", match="No space"):
-        ledger.note("third")
-    assert path.read_bytes() == before
-    assert sorted(one.name for one in path.parent.iterdir()) == ["journal.json", "lock"]
-
-
 def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     host = World.new(H200)
     before, written = host.look(), 0

@@ -91,30 +91,6 @@ def test_cost_is_the_least_from_any_layout(key: str) -> None:
         check_case(key, *random_case(rng, key, state))
 
 
-@pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_cost_is_the_least_for_any_seed(key: str, seed: int) -> None:
-    rng = random.Random(seed)  # noqa: S311 - not for secrets
-    check_case(key, *random_case(rng, key))
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_one_more_instance_fits_wherever_the_driver_allows_it(key: str) -> None:
-    """Over the whole state space: adding one of each profile succeeds exactly where a free placement is allowed."""
-    brute, model = brute_of(key), BY_KEY[key]
-    wishes = {name: wish_for([name]) for name in brute.profiles}
-    # Every state once, with one profile each in turn: all pairs would take a minute.
-    names = sorted(wishes)
-    for number, state in enumerate(brute.states):
-        name = names[number % len(names)]
-        plan = plan_add([layout_of(model, dict.fromkeys(state, "busy"))], wishes[name])
-        if brute.free(name, state):
-            assert not plan.gpus[0].destroyed
-        else:
-            assert plan.would_go
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_several_gpus_share_a_wish_at_the_least_total(seed: int) -> None:
@@ -164,15 +140,6 @@ def test_equal_counts_are_equal_configurations(key: str) -> None:
         names = [name for name, _ in state]
         plan = plan_exact([layout_of(model, dict.fromkeys(state, "busy"))], {0: wish_for(names)})
         assert not plan.changes
-
-
-def test_the_profiles_of_a_board_are_told_apart_by_its_own_placements() -> None:
-    """A board with a 1g behind slice 6 never gets more compute slices than it has."""
-    model = BY_KEY["h100-pcie-80gb"]
-    four = {("4g.40gb", 0): "busy"}
-    plan = plan_add([layout_of(model, four)], wish_for(["1g.10gb"] * 4))
-    assert isinstance(plan, NoPlan)
-    assert isinstance(plan_add([layout_of(model, four)], wish_for(["1g.10gb"] * 3)), MigPlan)
 
 
 def test_state_spaces_are_as_large_as_published() -> None:

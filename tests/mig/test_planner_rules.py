@@ -37,11 +37,6 @@ def with_instance(gpu: Layout, number: int, **changes: object) -> Layout:
     return replace(gpu, instances=tuple(instances))
 
 
-def test_small_instances_lie_where_they_leave_most_room() -> None:
-    assert made(plan_add([layout("h100")], parse_wish("1g.10gb"))) == ["0/1g.10gb:6"]
-    assert made(plan_add([layout("h100")], parse_wish("3g.40gb"))) == ["0/3g.40gb:4"]
-
-
 def test_a_wish_goes_to_the_gpu_that_loses_least_inside_before_empty() -> None:
     gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:4!", "2g.20gb:0!", gpu=1)]
     assert made(plan_add(gpus, parse_wish("2g"))) == ["1/2g.20gb:2"]
@@ -84,13 +79,6 @@ def test_unknown_holders_count_as_busy(place: str) -> None:
     gpu = with_instance(gpu, 0, **({"holders": None} if place == "gpu instance" else {"compute": compute}))
     assert isinstance(plan_add([gpu], parse_wish("1g"), may_destroy=True), NoPlan)
     assert isinstance(plan_destroy([gpu], [Target(0, one.id)]), NoPlan)
-
-
-def test_nameless_goes_before_named_and_small_before_large() -> None:
-    gpu = layout("h100", "3g.40gb:0=train", "3g.40gb:4")
-    assert gone(plan_add([gpu], parse_wish("1g"), may_destroy=True)) == ["0/3g.40gb:4"]
-    gpus = [layout("h100", "7g.80gb:0", gpu=0), layout("h100", "4g.40gb:0!", "3g.40gb:4", gpu=1)]
-    assert gone(plan_add(gpus, parse_wish("1g"), may_destroy=True)) == ["1/3g.40gb:4"]
 
 
 def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
@@ -164,17 +152,6 @@ def test_media_once_per_gpu() -> None:
     never = plan_add(gpus, parse_wish("1g+me*3"))
     assert never.why is Why.NEVER
     assert never.message == "1g+me*3 does not fit on these 2 GPUs, even empty"
-
-
-def test_all_media_beside_nothing_but_those_without() -> None:
-    assert made(plan_add([layout(RTX, "1g.24gb+me.all:0!")], parse_wish("1g-me*3")))
-    assert isinstance(plan_add([layout(RTX, "1g.24gb:0!")], parse_wish("1g+me.all")), NoPlan)
-    assert gone(plan_add([layout(RTX, "1g.24gb:0", "1g.24gb-me:3")], parse_wish("1g+me.all"), may_destroy=True)) == [
-        "0/1g.24gb:0"
-    ]
-    assert gone(plan_add([layout(RTX, "1g.24gb+me.all:0")], parse_wish("1g+gfx"), may_destroy=True)) == [
-        "0/1g.24gb+me.all:0"
-    ]
 
 
 def test_the_drivers_count_is_a_limit() -> None:

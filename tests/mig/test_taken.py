@@ -309,25 +309,18 @@ def step_for(host: World, *pids: int) -> Any:
     return eviction, eviction.step()
 
 
-def test_who_got_the_pid_since_the_plan_gets_no_signal(host: World, signals: list[tuple[int, int]]) -> None:
-    (_, uuid), _ = host.devices()
+@pytest.mark.parametrize("other", ["another process with its PID", "it has left the instance"])
+def test_who_is_another_since_the_plan_gets_no_signal(host: World, signals: list[tuple[int, int]], other: str) -> None:
+    (_, uuid), (_, elsewhere) = host.devices()
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
+    place = next(instance for instance in host.state.gpus[0].mig if instance.uuid == elsewhere)
     with host.file.changed() as state:
-        next(process for process in state.processes if process.pid == pid).started += 6000
-    step.do()
-    eviction.claims.close()
-    assert (signals, pid in host.pids()) == ([], True)
-
-
-def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: World, signals: list[tuple[int, int]]) -> None:
-    (_, uuid), (_, other) = host.devices()
-    pid = host.add(uuid)
-    eviction, step = step_for(host, pid)
-    elsewhere = next(instance for instance in host.state.gpus[0].mig if instance.uuid == other)
-    with host.file.changed() as state:
-        moved = next(process for process in state.processes if process.pid == pid)
-        moved.gpu_instance_id, moved.compute_instance_id = elsewhere.gpu_instance_id, elsewhere.compute_instance_id
+        process = next(process for process in state.processes if process.pid == pid)
+        if other == "it has left the instance":
+            process.gpu_instance_id, process.compute_instance_id = place.gpu_instance_id, place.compute_instance_id
+        else:
+            process.started += 6000
     step.do()
     eviction.claims.close()
     assert (signals, pid in host.pids()) == ([], True)

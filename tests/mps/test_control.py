@@ -30,77 +30,43 @@ def test_commands_go_through_stdin_to_the_daemon_of_the_directory() -> None:
     assert daemon.env == {"CUDA_MPS_PIPE_DIRECTORY": "/run/p"}
 
 
-SETTERS: list[tuple[str, Callable[[MpsControl], None], str, str, str]] = [
-    (
-        "default threads",
-        lambda c: c.set_threads(25.0),
-        "set_default_active_thread_percentage 25.0",
-        "get_default_active_thread_percentage",
-        "25.0\n",
-    ),
-    (
-        "default memory",
-        lambda c: c.set_memory(512 * MIB),
-        "set_default_device_pinned_mem_limit 0 512M",
-        "get_default_device_pinned_mem_limit 0",
-        "512M\n",
-    ),
-    (
-        "no default memory",
-        lambda c: c.set_memory(None),
-        "set_default_device_pinned_mem_limit 0 0G",
-        "get_default_device_pinned_mem_limit 0",
-        "",
-    ),
-    (
-        "default priority",
-        lambda c: c.set_priority(Priority.LOW),
-        "set_default_client_priority 1",
-        "get_default_client_priority",
-        "1\n",
-    ),
-    (
-        "server threads",
-        lambda c: c.set_threads(25.0, 7),
-        "set_active_thread_percentage 7 25.0",
-        "get_active_thread_percentage 7",
-        "25.0\n",
-    ),
-    (
-        "server memory",
-        lambda c: c.set_memory(512 * MIB, 7),
-        "set_device_pinned_mem_limit 7 0 512M",
-        "get_device_pinned_mem_limit 7 0",
-        "512M\n",
-    ),
+SETTERS: list[tuple[Callable[[MpsControl], None], str, str]] = [
+    (lambda c: c.set_threads(25.0), "set_default_active_thread_percentage 25.0", "25.0\n"),
+    (lambda c: c.set_memory(512 * MIB), "set_default_device_pinned_mem_limit 0 512M", "512M\n"),
+    (lambda c: c.set_memory(None), "set_default_device_pinned_mem_limit 0 0G", ""),
+    (lambda c: c.set_priority(Priority.LOW), "set_default_client_priority 1", "1\n"),
+    (lambda c: c.set_threads(25.0, 7), "set_active_thread_percentage 7 25.0", "25.0\n"),
+    (lambda c: c.set_memory(512 * MIB, 7), "set_device_pinned_mem_limit 7 0 512M", "512M\n"),
 ]
-BY_NAME = pytest.mark.parametrize(
-    ("call", "sent", "asked", "good"), [setter[1:] for setter in SETTERS], ids=[setter[0] for setter in SETTERS]
-)
 
 
-@BY_NAME
-def test_a_setter_sends_and_reads_back(call: Callable[[MpsControl], None], sent: str, asked: str, good: str) -> None:
-    daemon = Daemon({asked: good})
+def asked_after(sent: str) -> str:
+    """Return the question that reads back what a command sets."""
+    return sent.replace("set_", "get_", 1).rpartition(" ")[0]
+
+
+@pytest.mark.parametrize(("call", "sent", "good"), SETTERS, ids=[sent for _, sent, _ in SETTERS])
+def test_a_setter_sends_and_reads_back(call: Callable[[MpsControl], None], sent: str, good: str) -> None:
+    daemon = Daemon({asked_after(sent): good})
     call(control(daemon))
-    assert daemon.asked == [sent, asked]
+    assert daemon.asked == [sent, asked_after(sent)]
 
 
 LIES = [
-    pytest.param(call, sent, asked, held, id=f"{name}-{held.strip()}")
-    for name, call, sent, asked, good in SETTERS
+    pytest.param(call, sent, held, id=f"{sent}-{held.strip()}")
+    for call, sent, good in SETTERS
     for held in ("100.0\n", "1M\n", "0\n", "Server 7 not found\n", "", "garbage\n")
     # A percentage is always answered: silence there is a dropped conversation.
-    if held != good and (held or "percentage" not in asked)
+    if held != good and (held or "percentage" not in sent)
 ]
 
 
-@pytest.mark.parametrize(("call", "sent", "asked", "held"), LIES)
+@pytest.mark.parametrize(("call", "sent", "held"), LIES)
 def test_a_setter_refuses_what_the_daemon_does_not_hold(
-    call: Callable[[MpsControl], None], sent: str, asked: str, held: str
+    call: Callable[[MpsControl], None], sent: str, held: str
 ) -> None:
     with fails(OperationFailed, "limit_not_held", match="did not accept the"):
-        call(control(Daemon({asked: held, sent: "25.0\n"})))
+        call(control(Daemon({asked_after(sent): held, sent: "25.0\n"})))
 
 
 @pytest.mark.parametrize("held", ["1G\n", "1500M\n"])
@@ -196,13 +162,17 @@ def test_a_daemon_that_answers_only_to_drop_is_busy_and_does_not_hang() -> None:
         control(CutShort(drops=10**6)).ask("get_server_list", timeout=5.0)
 
 
-def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive() -> None:
+def test_a_command_that_must_not_come_twice_is_sent_again_only_when_it_did_not_arrive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(mps_control, "_wait_to_retry", lambda: waits.append(1))
     silent = Daemon({"quit": ""}, drops=1)
     control(silent).quit()
-    assert silent.asked == []
-    refused = Daemon({"quit": ""}, drops=2, stderr="Cannot send command to ...\n")
+    assert (silent.asked, waits) == ([], [])
+    refused = Daemon({"quit": ""}, drops=3, stderr="Cannot send command to ...\n")
     control(refused).quit()
-    assert refused.asked == ["quit"]
+    assert (refused.asked, waits) == (["quit"], [1, 1, 1])
 
 
 def test_whether_a_daemon_answers() -> None:
@@ -388,14 +358,6 @@ def test_two_who_met_wait_a_little_and_not_equally_long(monkeypatch: pytest.Monk
         mps_control._wait_to_retry()
     assert len(set(waited)) == 18
     assert (min(waited), max(waited)) == (pytest.approx(0.002), pytest.approx(0.019))
-
-
-def test_a_command_that_must_not_come_twice_waits_before_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    aside: list[int] = []
-    monkeypatch.setattr(mps_control, "_wait_to_retry", lambda: aside.append(1))
-    daemon = Daemon({"quit": ""}, stderr="Cannot send command to MPS control daemon\n", drops=3)
-    control(daemon).quit()
-    assert aside == [1, 1, 1]
 
 
 def test_what_fails_without_a_word_is_told_by_its_exit_code() -> None:

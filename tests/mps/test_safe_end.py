@@ -49,56 +49,33 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def drained(
-    clock: Clock, before: float | None, *readings: float | None, bound: float = 5.0, source: str = "gpm"
-) -> kill.Drain:
-    meter = FakeMeter(clock, readings, source)
+@pytest.mark.parametrize(
+    ("before", "readings", "source", "by", "seconds"),
+    [
+        (90.0, (0.0,), "gpm", "idle", 0.3),
+        # Two readings have to agree, and three on a fall.
+        (90.0, (80.0, 80.0, 0.0, 80.0, 0.0, 0.0), "gpm", "idle", 0.6),
+        (95.0, (95.0, 95.0, 40.0, 41.0, 95.0, 40.0, 40.0, 40.0), "gpm", "fall", 0.8),
+        # A small fall is the neighbours' own.
+        *((before, (after,), "gpm", "bound", 5.0) for before, after in ((100.0, 81.0), (30.0, 21.0), (100.0, 100.0))),
+        # A meter that cannot tell waits the bound; utilization lags behind.
+        (None, (None,), "gpm", "bound", 5.0),
+        (90.0, (0.0,), "utilization", "idle", 1.2),
+        (None, (50.0, 0.0, 0.0), "gpm", "idle", 1.2),
+        (None, (50.0, 5.0), "gpm", "bound", 5.0),
+    ],
+)
+def test_when_the_queue_is_drained(
+    clock: Clock, before: float | None, readings: tuple[float | None, ...], source: str, by: str, seconds: float
+) -> None:
     first = None if before is None else Activity(before, source)
-    return wait_for_drain(meter, first, bound, clock=clock)
-
-
-def test_idle_is_seen_after_the_least_time(clock: Clock) -> None:
-    drain = drained(clock, 90.0, 0.0)
-    assert drain.by == "idle"
-    assert drain.seconds == pytest.approx(0.3)
-
-
-def test_idle_needs_two_readings_that_agree(clock: Clock) -> None:
-    drain = drained(clock, 90.0, 80.0, 80.0, 0.0, 80.0, 0.0, 0.0)
-    assert (drain.by, drain.seconds) == ("idle", pytest.approx(0.6))
-
-
-def test_a_fall_needs_three_readings(clock: Clock) -> None:
-    drain = drained(clock, 95.0, 95.0, 95.0, 40.0, 41.0, 95.0, 40.0, 40.0, 40.0)
-    assert (drain.by, drain.seconds) == ("fall", pytest.approx(0.8))
-
-
-@pytest.mark.parametrize(("before", "after"), [(100.0, 81.0), (30.0, 21.0), (100.0, 100.0)])
-def test_a_small_fall_is_the_neighbours_own(clock: Clock, before: float, after: float) -> None:
-    drain = drained(clock, before, after)
-    assert drain.by == "bound"
-    assert 5.0 <= drain.seconds <= 5.0 + READING + 0.001
-
-
-def test_a_meter_that_cannot_tell_waits_the_bound(clock: Clock) -> None:
-    drain = drained(clock, None, None)
-    assert drain.by == "bound"
-    assert drain.seconds >= 5.0
-
-
-def test_utilization_lags_behind(clock: Clock) -> None:
-    drain = drained(clock, 90.0, 0.0, source="utilization")
-    assert drain.by == "idle"
-    assert drain.seconds >= 1.2
-
-
-def test_nothing_known_of_before_still_sees_idle(clock: Clock) -> None:
-    assert drained(clock, None, 50.0, 0.0, 0.0).by == "idle"
-    assert drained(clock, None, 50.0, 5.0).by == "bound"
+    drain = wait_for_drain(FakeMeter(clock, readings, source), first, 5.0, clock=clock)
+    assert drain.by == by
+    assert seconds - 0.001 <= drain.seconds <= seconds + READING + 0.001
 
 
 def test_no_bound_at_all(clock: Clock) -> None:
-    assert drained(clock, 90.0, 0.0, bound=0.0).seconds == 0.0
+    assert wait_for_drain(FakeMeter(clock, [0.0]), Activity(90.0, "gpm"), 0.0, clock=clock).seconds == 0.0
 
 
 percents = st.one_of(st.none(), st.floats(0, 100))

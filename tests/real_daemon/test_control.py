@@ -12,7 +12,8 @@ from gpushare.base.errors import NotFound, OperationFailed, TimedOut
 from gpushare.base.model import Priority
 from gpushare.base.units import MIB, mps_memory_readback
 from gpushare.host.program import Programs
-from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, probe_version
+from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, PROGRAM, MpsControl, Overview, probe_version
+from gpushare.mps.limits import Limits
 from tests.cli.drive import until
 from tests.errors import fails
 from tests.real_daemon.conftest import daemons_below, start_by_hand
@@ -26,59 +27,6 @@ def test_without_a_daemon_it_is_not_found(sim_dir: Path) -> None:
     assert control.answers() is False
 
 
-def test_a_fresh_daemon_has_no_limits(control: MpsControl) -> None:
-    overview = control.overview()
-    assert overview.limits.threads_percent == 100.0
-    assert overview.limits.memory_limit_bytes is None
-    assert overview.limits.priority is Priority.NORMAL
-    assert overview.servers == ()
-    assert overview.clients == ()
-    assert control.clients() == []
-
-
-@pytest.mark.parametrize("percent", [0.1, 1.0, 12.5, 25.0, 33.3, 50.0, 99.9, 100.0])
-def test_thread_percentages_are_read_back(control: MpsControl, percent: float) -> None:
-    control.set_threads(percent)
-    assert control.threads() == percent
-    assert control.overview().limits.threads_percent == percent
-
-
-@pytest.mark.parametrize("percent", [400.0, 100.1, 0.0])
-def test_a_percentage_out_of_range_is_reported(control: MpsControl, percent: float) -> None:
-    """The real program exits 0 and prints the value that it keeps."""
-    control.set_threads(40.0)
-    with fails(OperationFailed, "limit_not_held"):
-        control.set_threads(percent)
-    assert control.threads() == 40.0
-
-
-@pytest.mark.parametrize(
-    ("mebibytes", "printed"),
-    [
-        (1, "1M"),
-        (512, "512M"),
-        (1023, "1023M"),
-        (1024, "1G"),
-        (1500, "1G"),
-        (2047, "1G"),
-        (4096, "4G"),
-        (143_771, "140G"),
-    ],
-)
-def test_memory_limits_are_read_back_floored_to_whole_gibibytes(
-    control: MpsControl, mebibytes: int, printed: str
-) -> None:
-    control.set_memory(mebibytes * MIB)
-    assert control.memory() == printed == mps_memory_readback(mebibytes * MIB)
-
-
-def test_a_memory_limit_can_be_cleared(control: MpsControl) -> None:
-    control.set_memory(2048 * MIB)
-    control.set_memory(None)
-    assert control.memory() is None
-    assert control.overview().limits.memory_limit_bytes is None
-
-
 @pytest.mark.parametrize(("sent", "stored"), [("1.5G", "1M"), ("1024K", "1G"), ("0G", "")])
 def test_why_sizes_are_sent_as_whole_mebibytes_only(control: MpsControl, sent: str, stored: str) -> None:
     """The program misreads other forms, without a word: if this ever changes, units.py may be simpler."""
@@ -86,34 +34,20 @@ def test_why_sizes_are_sent_as_whole_mebibytes_only(control: MpsControl, sent: s
     assert control.ask("get_default_device_pinned_mem_limit 0").strip() == stored
 
 
-@pytest.mark.parametrize("priority", list(Priority))
-def test_priorities_are_read_back(control: MpsControl, priority: Priority) -> None:
-    control.set_priority(priority)
-    assert control.priority() is priority
-
-
 def test_all_defaults_stand_in_one_overview(control: MpsControl) -> None:
+    """That single answers are as on a simulated host is shown in test_same_as_simulated.py."""
+    fresh = Limits(threads_percent=100.0, priority=Priority.NORMAL)
+    assert (control.overview(), control.clients()) == (Overview(fresh, (), ()), [])
     control.set_threads(25.0)
     control.set_memory(1500 * MIB)
     control.set_priority(Priority.LOW)
-    overview = control.overview()
-    assert (overview.limits.threads_percent, overview.limits.priority, overview.limits.memory_limit_bytes) == (
-        25.0,
-        Priority.LOW,
-        1024 * MIB,
-    )
-
-
-def test_a_server_that_is_not_there_has_no_status(control: MpsControl) -> None:
-    assert control.servers() == []
-    assert control.server_status(999_999) is None
-
-
-def test_a_second_daemon_in_the_same_directory_is_refused(sim_dir: Path, control: MpsControl) -> None:
-    second = start_by_hand(Path(control.pipe_directory), sim_dir / "hand" / "log")
-    assert second.exit_code != 0
-    assert "already running" in second.text
-    assert len(daemons_below(sim_dir)) == 1
+    limits = Limits(threads_percent=25.0, memory_limit_bytes=1024 * MIB, priority=Priority.LOW)
+    assert control.overview().limits == limits
+    with fails(OperationFailed, "limit_not_held"):
+        control.set_threads(400.0)
+    assert (control.threads(), control.memory()) == (25.0, mps_memory_readback(1500 * MIB))
+    control.set_memory(None)
+    assert control.overview().limits.memory_limit_bytes is None
 
 
 def test_a_stopped_daemon_is_a_time_out_with_its_own_code(sim_dir: Path, control: MpsControl) -> None:

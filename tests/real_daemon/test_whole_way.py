@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from gpushare.base.errors import BadUsage, InUse, NotFound, OperationFailed, TimedOut
-from gpushare.base.model import Priority, Way, way_in_force
-from gpushare.base.selection import Device, select_one
+from gpushare.base.errors import NotFound, OperationFailed, TimedOut
+from gpushare.base.model import Priority
+from gpushare.base.selection import Device
 from gpushare.base.units import GIB, MIB
-from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons
@@ -23,7 +22,6 @@ from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
-from gpushare.snapshot import Observer
 from tests.cli.drive import until
 from tests.errors import fails
 from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand
@@ -53,11 +51,12 @@ def test_start_sets_limits_that_the_daemon_holds(host: Host, device: Device, sim
     assert daemon.memory_limit_bytes == 1500 * MIB
     control = MpsControl(host.programs, str(daemon.pipe_directory))
     assert (control.threads(), control.memory(), control.priority()) == (25.0, "1G", Priority.LOW)
-
-
-def test_start_without_limits_leaves_the_defaults(host: Host, device: Device) -> None:
-    daemon = start(host, device, Limits()).daemon
-    assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (100.0, None, Priority.NORMAL)
+    # The program itself would make them writable for everybody.
+    for directory in (daemon.pipe_directory, daemon.log_directory):
+        assert Path(directory or "").stat().st_mode & 0o022 == 0
+    carry_out(plan_limits(host, device, Limits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
+    daemon = only_daemon(host, device).daemon
+    assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (70.0, 3 * GIB, Priority.LOW)
 
 
 def test_the_daemon_sees_one_gpu_and_no_limits_of_the_caller(
@@ -72,48 +71,6 @@ def test_the_daemon_sees_one_gpu_and_no_limits_of_the_caller(
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in environment
 
 
-def test_its_directories_are_closed_to_others(host: Host, device: Device) -> None:
-    """The program itself would make them writable for everybody."""
-    daemon = start(host, device).daemon
-    for directory in (daemon.pipe_directory, daemon.log_directory):
-        assert Path(directory or "").stat().st_mode & 0o022 == 0
-
-
-def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
-    start(host, device)
-    snapshot = Observer(host).read()
-    (daemon,) = snapshot.daemons
-    assert (daemon.gpu_index, daemon.threads_percent) == (0, 25.0)
-    assert way_in_force(snapshot.gpus[0], snapshot.daemons) is Way.MPS
-
-
-def test_limits_of_a_running_daemon_can_be_changed(host: Host, device: Device) -> None:
-    start(host, device)
-    carry_out(plan_limits(host, device, Limits(threads_percent=70.0, memory_limit_bytes=3 * GIB)))
-    daemon = only_daemon(host, device).daemon
-    assert (daemon.threads_percent, daemon.memory_limit_bytes, daemon.priority) == (70.0, 3 * GIB, Priority.LOW)
-
-
-def test_a_second_start_is_refused_and_changes_nothing(host: Host, device: Device, sim_dir: Path) -> None:
-    before = start(host, device)
-    with fails(InUse, "daemon_exists", hint="gpushare mps"):
-        plan_start(host, device, Limits(threads_percent=90.0))
-    after = only_daemon(host, device)
-    assert (after.daemon.pid, after.daemon.threads_percent) == (before.daemon.pid, 25.0)
-    assert len(daemons_below(sim_dir)) == 1
-
-
-def test_each_gpu_has_a_daemon_of_its_own(real_control: str, sim_dir: Path) -> None:
-    assert real_control
-    host = connect("sim:2xh200")
-    gpus = host.nvml.sweep()
-    for index, percent in (("0", 30.0), ("1", 60.0)):
-        carry_out(plan_start(host, select_one(index, gpus), Limits(threads_percent=percent)))
-    held = {found.daemon.gpu_index: found.daemon.threads_percent for found in find_daemons(host, gpus)}
-    assert held == {0: 30.0, 1: 60.0}
-    assert len(daemons_below(sim_dir)) == 2
-
-
 def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
     stop = Stop(host, found, device, drain_seconds=0.0, force=False)
@@ -124,24 +81,25 @@ def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_di
     assert find_daemons(host, [device.gpu]) == []
 
 
-def test_start_works_again_after_stop(host: Host, device: Device, sim_dir: Path) -> None:
-    first = start(host, device)
-    Stop(host, first, device, drain_seconds=0.0, force=False).run()
-    assert daemons_below(sim_dir) == []
-    second = start(host, device, Limits(threads_percent=80.0))
-    assert daemons_below(sim_dir) == [second.daemon.pid]
-    assert (second.daemon.threads_percent, second.daemon.memory_limit_bytes) == (80.0, None)
+def kill(host: Host, device: Device, sim_dir: Path) -> None:
+    """Start a daemon and kill it."""
+    pid = start(host, device).daemon.pid
+    os.kill(pid or 0, signal.SIGKILL)
+    until(lambda: pid not in daemons_below(sim_dir), "the daemon has ended")
 
 
-def test_a_killed_daemon_is_shown_as_gone(host: Host, device: Device, sim_dir: Path) -> None:
-    found = start(host, device)
-    os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
-    dead = only_daemon(host, device).daemon
-    assert dead.pid is None
-    assert "gpushare mps stop" in dead.error
+def test_a_killed_daemon_is_shown_as_gone_and_cleared_away(host: Host, device: Device, sim_dir: Path) -> None:
+    kill(host, device, sim_dir)
+    dead = only_daemon(host, device)
+    assert dead.daemon.pid is None
+    assert "gpushare mps stop" in dead.daemon.error
     with fails(NotFound, "dead_daemon"):
         plan_limits(host, device, Limits(threads_percent=10.0))
+    stop = Stop(host, dead, device, drain_seconds=0.0, force=False)
+    stop.run()
+    assert not stop.forced
+    assert find_daemons(host, [device.gpu]) == []
+    assert home_of(host.run_directory, device.uuid).files_of_dead_daemon() == []
 
 
 def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path) -> None:
@@ -152,17 +110,6 @@ def test_start_works_again_after_kill(host: Host, device: Device, sim_dir: Path)
     assert again.daemon.pid not in {None, found.daemon.pid}
     assert (again.daemon.error, again.daemon.threads_percent) == (None, 50.0)
     assert daemons_below(sim_dir) == [again.daemon.pid]
-
-
-def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: Path) -> None:
-    found = start(host, device)
-    os.kill(found.daemon.pid or 0, signal.SIGKILL)
-    until(lambda: found.daemon.pid not in daemons_below(sim_dir), "the daemon has ended")
-    stop = Stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False)
-    stop.run()
-    assert not stop.forced
-    assert find_daemons(host, [device.gpu]) == []
-    assert home_of(host.run_directory, device.uuid).files_of_dead_daemon() == []
 
 
 def suspend(pid: int) -> None:
@@ -228,40 +175,6 @@ def test_a_foreign_daemon_is_shown_as_not_ours(host: Host, device: Device, sim_d
     assert (found.daemon.pipe_directory, found.daemon.gpu_index) == (pipe, 0)
     assert found.daemon.threads_percent == 100.0
     assert (found.home, found.record) == (None, None)
-
-
-@pytest.mark.parametrize("visible", ["uuid", "0"])
-def test_a_foreign_daemon_of_the_gpu_refuses_ours(host: Host, device: Device, sim_dir: Path, visible: str) -> None:
-    pipe = _foreign(sim_dir, device.uuid if visible == "uuid" else visible)
-    (theirs,) = daemons_below(sim_dir)
-    with fails(InUse, "foreign_daemon", hint=pipe):
-        plan_start(host, device, LIMITS)
-    assert daemons_below(sim_dir) == [theirs]
-
-
-def test_a_foreign_daemon_of_another_gpu_is_no_obstacle(real_control: str, sim_dir: Path) -> None:
-    assert real_control
-    host = connect("sim:2xh200")
-    gpus = host.nvml.sweep()
-    _foreign(sim_dir, gpus[1].uuid or "")
-    carry_out(plan_start(host, select_one("0", gpus), LIMITS))
-    assert sorted((found.daemon.ours, found.daemon.gpu_index) for found in find_daemons(host, gpus)) == [
-        (False, 1),
-        (True, 0),
-    ]
-
-
-def test_a_long_path_is_refused_before_anything_is_started(
-    sim_dir: Path, real_control: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert real_control
-    monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("d" * 60)))
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
-    with fails(BadUsage, "path_too_long"):
-        carry_out(plan_start(host, device, LIMITS))
-    assert daemons_below(sim_dir) == []
-    assert not home_of(host.run_directory, device.uuid).directory.exists()
 
 
 @pytest.mark.parametrize(

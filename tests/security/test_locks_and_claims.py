@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import secrets
 import struct
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpushare.connect import connect
+from gpushare.host.identity import identity_of
+from gpushare.mig.ledger import MigLedger
 from gpushare.sim import admin
 from tests.cli.drive import World, alive
 from tests.security.conftest import Stranger, gpushare
@@ -132,3 +135,22 @@ def test_an_interrupted_change_is_not_hidden(world: World, mallory: Stranger) ->
         answer = gpushare("mig", "status", host=A100)
         assert "interrupted" in answer.out + answer.err
         assert gpushare("mig", "recover", "-y", host=A100, seconds=30).code == 0
+
+
+def test_who_cannot_open_the_lock_sees_whether_a_change_goes_on(world: World, mallory: Stranger) -> None:
+    admin.set_fault(A100, "crash-step", None, "3")
+    assert gpushare("mig", "apply", "-g", "0", "2g.20gb", "1g.10gb", "-y", host=A100).code == 137
+    ledger = MigLedger(connect(A100))
+    # All that is imported late is imported while that is possible.
+    assert ledger.interrupted_change() is not None
+
+    def seen() -> tuple[bool, bool]:
+        return mallory.does(lambda: (ledger.is_running(), ledger.interrupted_change() is not None))
+
+    assert seen() == (False, True)
+    entry, me = json.loads(world.journal.read_text()), identity_of(os.getpid())
+    world.journal.write_text(json.dumps({**entry, "pid": me.pid, "started": me.started}))
+    assert seen() == (True, False)
+    # Somebody else has its PID now.
+    world.journal.write_text(json.dumps({**entry, "pid": me.pid, "started": me.started + 1}))
+    assert seen() == (False, True)
