@@ -30,6 +30,7 @@ from gpushare.pause.record import (
     PAUSING,
     RESUMING,
     PausedJob,
+    paused_job,
     paused_jobs,
     processes_paused_by_root,
     write,
@@ -43,7 +44,41 @@ HELD: Final = "held"
 _ROUNDS: Final = 3
 
 
-class JobPause:
+class ChannelsOff:
+    """The channels of a job that are off the GPU, or may be: ``off``, by PID; and the control that makes the driver's calls."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        # Its process starts with the first call.
+        self.control = host.open_channels()
+        self.off: dict[int, Channels] = {}
+        # Seconds spent in the driver.
+        self.seconds = 0.0
+
+    def take_off(self, channels: Channels) -> None:
+        """Take the channels of a process off the GPU. Raises NotFound: it has ended, or has other channels now; GpushareError."""
+        # Noted first, for the way back: a driver that does not answer may have taken them off.
+        self.off[channels.pid] = channels
+        try:
+            # Ctrl-C waits: an abandoned call could take channels off after the way back.
+            with ending_signals_held():
+                self.seconds += self.control.disable(channels)
+        except GpushareError as error:
+            may_be_off = isinstance(error, TimedOut) or error.code == "half_done"
+            if not may_be_off:
+                del self.off[channels.pid]
+            raise
+
+    def put_back(self, pid: int) -> None:
+        """Put the channels of a process back on the GPU. Raises GpushareError: they may still be off."""
+        enable(self.control, self.off[pid])
+        del self.off[pid]
+
+    def close(self) -> None:
+        self.control.close()
+
+
+class JobPause(ChannelsOff):
     """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
 
     ``read_processes`` returns its processes on GPUs as they are now; ``losses`` returns what other users would lose if these
@@ -58,34 +93,20 @@ class JobPause:
         seconds: float | None,
         losses: Callable[[Iterable[int]], Sequence[Loss]] = lambda _: (),
     ) -> None:
-        self._host, self._pid, self._seconds = host, job.pid, seconds
+        super().__init__(host)
+        self._pid, self._seconds = job.pid, seconds
         self._read_processes, self._losses = read_processes, losses
-        self.job = PausedJob(
-            pid=job.pid,
-            started=job.started,
-            name=job.name,
-            uid=job.uid,
-            state=PAUSING,
-            since=uptime(),
-            until=None if seconds is None else uptime() + seconds,
-            path=PAUSES.path(host, job.pid),
-        )
-        self._control: ChannelControl | None = None
+        self.job = paused_job(host, job, PAUSING, until=None if seconds is None else uptime() + seconds)
         self._guard: Guard | None = None
-        # The channels that are off, or may be.
-        self._off: list[Channels] = []
         # The record of an earlier pause that ours replaces.
         self._earlier: PausedJob | None = None
-        # Seconds spent in the driver, and whether the job was paused already.
-        self.seconds = 0.0
         self.was_paused = False
 
     def __enter__(self) -> JobPause:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._control is not None:
-            self._control.close()
+        self.close()
         if self._guard is not None:
             self._guard.leave()
 
@@ -177,13 +198,6 @@ class JobPause:
         self.job = replace(self.job, channels=(*self.job.channels, *new))
         return new
 
-    @property
-    def control(self) -> ChannelControl:
-        """Return the control of channels, opened at the first use."""
-        if self._control is None:
-            self._control = self._host.open_channels()
-        return self._control
-
     def _start_guard(self) -> Guard:
         """Start the guard that ends the pause."""
         return Guard(self._host.spec, "ends the pause", "gpushare.pause.keep:keep", str(self.job.path), early=True)
@@ -212,7 +226,7 @@ class JobPause:
         """
         if self._guard is not None:
             self._guard.leave()
-        if self._off:
+        if self.off:
             return
         if self._earlier is not None:
             write(self._earlier)
@@ -233,18 +247,9 @@ class JobPause:
 
     def _disable(self, channels: Channels) -> None:
         """Take the channels of a process off the GPU; scan it again if they have changed since the scan."""
-        # Noted first, for the roll-back: a driver that does not answer may have taken them off.
-        self._off.append(channels)
         try:
-            # Ctrl-C waits: an abandoned call could take channels off after the roll-back.
-            with ending_signals_held():
-                self.seconds += self.control.disable(channels)
-        except GpushareError as error:
-            may_be_off = isinstance(error, TimedOut) or error.code == "half_done"
-            if not may_be_off:
-                self._off.remove(channels)
-            if not isinstance(error, NotFound):
-                raise
+            self.take_off(channels)
+        except NotFound as error:
             if error.code == "stale_channels":
                 self._disable(self._scan_again(channels))
             # Otherwise the process has ended, and only the others are left to pause.
@@ -259,16 +264,16 @@ class JobPause:
 
     def _enable(self, channels: Channels) -> None:
         """Put the channels of a process back on the GPU. Raises GpushareError: it is still paused."""
-        for process in [process for process in self._off if process.pid == channels.pid]:
-            try:
-                enable(self.control, process)
-            except GpushareError as error:
-                raise error.restated(
-                    message=f"process {process.pid} is still paused: {error.message}",
-                    hint=f"gpushare resume {self.job.selector}",
-                    kind=type(error),
-                ) from error
-            self._off.remove(process)
+        if channels.pid not in self.off:
+            return
+        try:
+            self.put_back(channels.pid)
+        except GpushareError as error:
+            raise error.restated(
+                message=f"process {channels.pid} is still paused: {error.message}",
+                hint=f"gpushare resume {self.job.selector}",
+                kind=type(error),
+            ) from error
 
     def _pause_rest(self) -> None:
         """Pause what the job has started meanwhile, and hand the pause over to the guard."""
@@ -454,16 +459,8 @@ def _job_with_unread_record(host: Host, pid: int | None) -> PausedJob | None:
             with contextlib.suppress(NotFound):
                 channels.append(control.find(member, probe=False))
     info = host.processes.describe(process.pid)
-    return PausedJob(
-        **process._asdict(),
-        name=None,
-        uid=None if info is None else info.uid,
-        state=PAUSED,
-        since=uptime(),
-        until=None,
-        channels=tuple(channels),
-        path=path,
-    )
+    job = Job(**process._asdict(), uid=None if info is None else info.uid, user=None)
+    return paused_job(host, job, PAUSED, channels=channels)
 
 
 def paused_by_root_error(job: PausedJob) -> NoPermission:

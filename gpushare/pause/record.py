@@ -6,16 +6,17 @@ and is removed after the last one is enabled.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from gpushare.base.errors import NotSupported
 from gpushare.base.typed import Count, JobName, Most, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity
-from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, with_living_pid
+from gpushare.host.identity import Identity, uptime
+from gpushare.host.store import Ahead, Job, Kept, Named, Past, RecordStore, with_living_pid
 
 # A record of so many can be read again.
 _MOST_GROUPS: Final = 8192
@@ -78,6 +79,24 @@ class PausedJob(Kept, Named):
 
 
 PAUSES: Final = RecordStore(PausedJob, "pause", "the record of a pause", durable=True)
+
+
+def paused_job(
+    host: Host, job: Job, state: str, *, until: float | None = None, channels: Iterable[Channels] = (), **more: Any
+) -> PausedJob:
+    """Return the record of a job that enters this state now; nothing is written. ``more``: further fields."""
+    return PausedJob(
+        pid=job.pid,
+        started=job.started,
+        name=job.name,
+        uid=job.uid,
+        state=state,
+        since=uptime(),
+        until=until,
+        channels=tuple(channels),
+        path=PAUSES.path(host, job.pid),
+        **more,
+    )
 
 
 def write(job: PausedJob) -> None:

@@ -17,12 +17,12 @@ from typing import Final
 from gpushare.base.errors import GpushareError, NotFound, NotSupported
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import start_of, uptime
+from gpushare.host.identity import start_of
 from gpushare.host.process import signal_all, starts_of
 from gpushare.host.slice_lock import probed_channels
-from gpushare.pause.change import channel_names, enable
-from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, processes_paused_by_root, write
-from gpushare.run.jobs import job_names
+from gpushare.pause.change import ChannelsOff, channel_names
+from gpushare.pause.record import PAUSED, PAUSES, RUNNING, paused_job, processes_paused_by_root, write
+from gpushare.run.jobs import find_job
 
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
@@ -170,7 +170,7 @@ class Pauser:
         return sorted(pids)
 
 
-class ChannelPauser:
+class ChannelPauser(ChannelsOff):
     """Takes the channels of a program off the GPU and back, with a record from which `gpushare resume` can free it.
 
     The record is written before the first pause, and again when channels change. If this gpushare dies, its guard ends
@@ -178,13 +178,11 @@ class ChannelPauser:
     """
 
     def __init__(self, host: Host, pid: int) -> None:
-        self._host, self._pid = host, pid
-        self._control = host.open_channels()
+        super().__init__(host)
+        self._pid = pid
         self._has_record = False
-        self._name: str | None = None
-        # By PID: what was found, and what is off, or may be.
+        # What was found, by PID.
         self.known: dict[int, Channels] = {}
-        self.off: dict[int, Channels] = {}
 
     def find(self, pids: Sequence[int]) -> None:
         """Find the channels of these processes, which are the known ones from then on, and write them into the record.
@@ -200,11 +198,11 @@ class ChannelPauser:
             # NotFound: its context has ended, or is another process's, inherited.
             with contextlib.suppress(NotFound):
                 if earlier is None:
-                    channels_of[pid] = probed_channels(self._host, self._control, pid)
+                    channels_of[pid] = probed_channels(self._host, self.control, pid)
                 elif pid not in self.off:
                     channels_of[pid] = earlier
                 else:
-                    present = self._control.find_again(earlier)
+                    present = self.control.find_again(earlier)
                     # `disable` leaves out the objects that are in `off`: so a new object only if channels have changed.
                     channels_of[pid] = earlier if channel_names(present) == channel_names(earlier) else present
             if pid in channels_of and channels_of[pid].under_mps:
@@ -224,14 +222,11 @@ class ChannelPauser:
         for pid, channels in list(self.known.items()):
             if self.off.get(pid) is channels:
                 continue
-            # Noted first: a driver that does not answer may have done it.
-            self.off[pid] = channels
             changed = True
             try:
-                self._control.disable(channels)
+                self.take_off(channels)
             except NotFound:
-                # The process has ended, or has other channels now.
-                del self.off[pid], self.known[pid]
+                del self.known[pid]
         if changed and self.off:
             self._note_state(PAUSED)
 
@@ -246,8 +241,7 @@ class ChannelPauser:
             if (pid, channels.started) in kept_by_root:
                 continue
             try:
-                enable(self._control, channels)
-                del self.off[pid]
+                self.put_back(pid)
             except GpushareError as error:
                 refused[pid] = f"process {pid} is still off the GPU: {error.message.removeprefix(f'process {pid}: ')}"
         if not self.off:
@@ -258,7 +252,7 @@ class ChannelPauser:
         """Forget the record, unless channels are still off the GPU: from it `gpushare resume` puts them back."""
         if self._has_record and not self.off:
             PAUSES.drop(self._host, self._pid)
-        self._control.close()
+        super().close()
 
     def _note_state(self, state: str) -> None:
         """Write whether the program is paused now, for others to see; on a full disk it is paused and resumed all the same."""
@@ -267,29 +261,15 @@ class ChannelPauser:
 
     def _write_record(self, state: str, new: Iterable[Channels] = ()) -> None:
         """Write the record of the pause, from which another gpushare can put back the known channels and ``new`` ones."""
-        program = self._host.processes.identity(self._pid)
-        gpushare = self._host.processes.identity(os.getpid())
-        info = self._host.processes.describe(self._pid)
-        if program is None or gpushare is None:
+        try:
+            job = find_job(self._host, str(self._pid))
+        except NotFound:
+            # The program has ended.
             return
-        if self._name is None:
-            self._name = job_names(self._host, [self._pid]).get(self._pid)
         # By PID, so that new channels replace what is known. What is off stays in the record until it is on.
         by_pid = {each.pid: each for each in (*self.known.values(), *self.off.values(), *new)}
-        write(
-            PausedJob(
-                **program._asdict(),
-                name=self._name,
-                uid=None if info is None else info.uid,
-                state=state,
-                since=uptime(),
-                until=None,
-                keeper=gpushare,
-                by_run=True,
-                channels=tuple(by_pid.values()),
-                path=PAUSES.path(self._host, self._pid),
-            )
-        )
+        gpushare = self._host.processes.identity(os.getpid())
+        write(paused_job(self._host, job, state, channels=by_pid.values(), keeper=gpushare, by_run=True))
         self._has_record = True
 
 

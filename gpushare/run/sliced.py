@@ -38,10 +38,13 @@ class KeptSlices:
     fixed: bool = False
     # The slice that a process (PID and start time) was given and that was read back, also while its contexts are gone.
     proved: dict[tuple[int, int], int] = field(default_factory=dict)
-    _control: ChannelControl | None = None
+    _control: ChannelControl = field(init=False)
     _known: dict[int, Channels] = field(default_factory=dict)
     # When to look for new contexts of a process.
     _contexts_due: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._control = self.host.open_channels()
 
     def apply(self, pids: Collection[int], microseconds: int) -> list[int]:
         """Give processes a slice; return those that did not have it. The contexts of other processes are forgotten.
@@ -62,9 +65,7 @@ class KeptSlices:
 
     def _apply_one(self, pid: int, microseconds: int) -> bool:
         """Give a process a slice; return whether it did not have it."""
-        if self._control is None:
-            self._control = self.host.open_channels().__enter__()
-        if pid in self._known and self._has_slice(self._control, self._known[pid], microseconds):
+        if pid in self._known and self._has_slice(self._known[pid], microseconds):
             return False
         if pid not in self._known:
             # No probe (a trial change): two at once would take each other's trial for the slice of before. It is read back.
@@ -87,18 +88,18 @@ class KeptSlices:
         record = slice_record(self.host, channels.pid, channels.started)
         return None if record is None else record.slice_us
 
-    def _has_slice(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
+    def _has_slice(self, channels: Channels, microseconds: int) -> bool:
         """Return whether a known process has the slice, in all contexts that it has now; which are looked up again every 5 s."""
         pid, process = channels.pid, (channels.pid, channels.started)
         try:
             if self.fixed or self.proved.get(process) != microseconds:
-                if set(control.read_slices(channels)) != {microseconds}:
+                if set(self._control.read_slices(channels)) != {microseconds}:
                     return False
                 self.proved[process] = microseconds
             if time.monotonic() < self._contexts_due.get(pid, 0.0):
                 return True
             self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
-            present = control.find_again(channels)
+            present = self._control.find_again(channels)
         except NotFound:
             self._forget_contexts(pid)
             return False
@@ -108,15 +109,12 @@ class KeptSlices:
 
     def restore(self) -> None:
         """Give the processes that still run the slices that they had before `apply`. Raises as `restore_slice`."""
-        if self._control is not None:
-            for channels in self._known.values():
-                restore_slice(self.host, self._control, channels)
+        for channels in self._known.values():
+            restore_slice(self.host, self._control, channels)
 
     def close(self) -> None:
         """End the child process that makes the calls; the next `apply` starts another one."""
-        if self._control is not None:
-            self._control.close()
-        self._control = None
+        self._control.close()
 
 
 @dataclass
