@@ -31,9 +31,16 @@ from gpushare.host.host import Host
 from gpushare.job_command import JobCommand
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
-from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult
+from gpushare.measure.tune import (
+    TuneOptions,
+    TuneReporter,
+    TuneResult,
+    commands,
+    find_tried,
+    keep_tried,
+    tuned_record,
+)
 from gpushare.measure.tune import tune as measured
-from gpushare.measure.tuned import commands, find_tried, keep_tried, tune_answer, tuned_record
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import keep_tuned
@@ -199,8 +206,8 @@ def keep_result(
     ``picture``: also draw the settings to this file. A setting or picture that cannot be written is an error of the result.
     """
     # None: no setting surely meets the goal.
-    tuned = tuned_record(host, device, options, result, name)
-    data = tune_answer(host, device, options, result, None if tuned is None else name)
+    tuned = tuned_record(options, result, name)
+    data = result.answer if tuned is None else replace(result.answer, name=name)
     errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
     # The next tune of these commands goes on from there.
     keep_tried(host, device, options, result.outcome.curve)
@@ -213,8 +220,8 @@ def keep_result(
     if picture is not None:
         errors += write_picture(picture, data, frontier_picture)
     notes = _doubt_notes(options, result)
-    if result.warning is not None:
-        notes.insert(0, result.warning)
+    if data.warning is not None:
+        notes.insert(0, data.warning)
     if result.strangers:
         notes.append(others_note(result.strangers))
     if tuned is None:
@@ -260,11 +267,11 @@ def _doubt_notes(options: TuneOptions, result: TuneResult) -> list[str]:
     best = result.outcome.best
     spread = result.production.spread
     notes = []
-    if result.over:
+    if result.answer.ended == "budget":
         notes.append(f"the budget of {options.most_seconds:g} s is spent; the same tune again goes on from there")
     if best is not None and not best.meets_safely(goal):
         notes.append("the goal is met by less than the scatter of the figures; the same tune again measures longer")
-    if result.waits:
+    if result.answer.production_waits:
         notes.append("production waits for requests: its rate is the demand, and its latency decides")
     elif spread is not None and spread > _MUCH_SPREAD:
         notes.append(f"production alone varied by {100 * spread:.0f} % between windows")

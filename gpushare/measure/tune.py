@@ -12,25 +12,31 @@ decide, and the best one until they are certain.
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
+from gpushare.base import values
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed, TimedOut
-from gpushare.base.model import Priority, Way
+from gpushare.base.model import Priority, TunedWay, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.host.host import Host
+from gpushare.host.store import Kept, RecordStore, digest_of_words
+from gpushare.job_command import JobCommand
 from gpushare.measure.experiment import Experiment, Grounds, Running
 from gpushare.measure.metric import Window, dispersion, latencies_of, p99, p99_factor_interval
 from gpushare.measure.search import DEFAULT_US as DEFAULT_SERVER_US
 from gpushare.measure.search import (
     FIRST_SECONDS,
     Figures,
+    Goal,
     Outcome,
     Search,
     Setting,
@@ -54,8 +60,10 @@ from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
 from gpushare.run.group import DEFAULT_US as FIRST_SERVER_US
 from gpushare.run.group import check_slice_free
+from gpushare.run.results import Tuned
 from gpushare.run.several import memory_now
 from gpushare.run.share import check_program
+from gpushare.show.tune import Row, TuneAnswer, WayAnswer
 
 # How long a search takes at most, unless the user says: of both ways, and of slices alone, which need no starts.
 BUDGET_SECONDS: Final = 150.0
@@ -145,15 +153,6 @@ class TuneOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WayResult:
-    """What was found in one way; ``left_out`` says why it was not searched."""
-
-    way: Way
-    outcome: Outcome | None = None
-    left_out: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Alone:
     """A job alone: its rate per second (of several, the sum), its memory in bytes, and what it uses of the GPU in percent.
 
@@ -188,22 +187,15 @@ class _Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneResult:
-    """What was found; ``outcome`` is that of all ways together, which are in the order in which they were searched.
+    """What was found: the answer that is printed, and what it is made of.
 
-    ``seconds`` count from when all jobs had printed, ``measuring_seconds`` are the windows among them. ``waits``: production
-    waits for requests. ``stopped``: what ended the search early; the end of the budget is ``over``.
+    ``outcome`` is that of all ways together. ``stopped`` is what interrupted the search.
     """
 
+    answer: TuneAnswer
     outcome: Outcome
-    ways: tuple[WayResult, ...]
     production: Alone
     others: Alone
-    warning: str | None
-    seconds: float
-    measuring_seconds: float
-    starting_seconds: float
-    waits: bool
-    over: bool
     stopped: KeyboardInterrupt | GpushareError | None
     # Other processes on the GPU: PID and name.
     strangers: Mapping[int, str]
@@ -293,7 +285,8 @@ class Tuner:
         self.reporter = reporter
         self._known = {figures.setting: figures for figures in earlier}
         self._search = options.search
-        self._ways: dict[Way, WayResult] = {}
+        # Of each way, in the order of the search, what was found, or why it was not searched.
+        self._ways: dict[Way, Outcome | str] = {}
         # When all jobs had printed, and the budget began.
         self._began: float | None = None
         self._measuring_seconds = 0.0
@@ -345,7 +338,7 @@ class Tuner:
             reason = f"{without.error.message}; {without.error.hint}"
             self.reporter.doing(f"{way.value} are left out: {without.error.message}")
         if reason is not None:
-            self._ways[way] = WayResult(way=way, left_out=reason)
+            self._ways[way] = reason
 
     def _fresh_figures(self) -> dict[Setting, Figures]:
         """Return the figures that this search measured itself, without those of an earlier one."""
@@ -365,8 +358,7 @@ class Tuner:
         finally:
             if stage.settings:
                 of_way = [figures for figures in self._known.values() if figures.setting.way == way]
-                result = outcome(self._search.goal, of_way, stable=stage.finished)
-                self._ways[way] = WayResult(way=way, outcome=result)
+                self._ways[way] = outcome(self._search.goal, of_way, stable=stage.finished)
         stage.end()
 
     def _begin_stage(self, stage: Stage) -> None:
@@ -476,27 +468,57 @@ class Tuner:
     ) -> TuneResult:
         """Return the answer of the whole search from what is known now; all times in seconds."""
         goal = self._search.goal
-        measured = list(self._known.values())
-        searched = [way.outcome for way in self._ways.values() if way.outcome is not None]
+        searched = [found for found in self._ways.values() if not isinstance(found, str)]
         stable = stopped is None and not over and all(each.stable for each in searched)
         production = next(stage for stage in self._stages if stage.settings).production_alone()
         others = self._figures_of_others()
         strangers = {pid: name for stage in self._stages for pid, name in stage.usage.usage().other_names.items()}
-        whole = outcome(goal, measured, stable=stable)
+        whole = outcome(goal, list(self._known.values()), stable=stable)
         best_is_slice = whole.best is not None and whole.best.setting.way is Way.SLICES
-        return TuneResult(
-            outcome=whole,
-            ways=tuple(self._ways.values()),
-            production=production,
-            others=others,
+
+        def row(figures: Figures | None) -> Row | None:
+            return None if figures is None else _setting_row(figures, goal, whole)
+
+        ended = "budget" if over else "answer"
+        answer = TuneAnswer(
+            gpu_name=self.device.gpu.name,
+            driver=self.host.nvml.driver_version(),
+            date=time.strftime("%Y-%m-%d %H:%M"),
+            name=None,
+            keep=goal.keep,
+            p99_factor=goal.p99_factor,
+            best=row(whole.best),
+            nearest=row(whole.nearest),
+            ways=tuple(
+                WayAnswer(
+                    way=cast("TunedWay", way),
+                    best=None if isinstance(found, str) else row(found.best),
+                    nearest=None if isinstance(found, str) else row(found.nearest),
+                    left_out=found if isinstance(found, str) else None,
+                )
+                for way, found in self._ways.items()
+            ),
+            stable=whole.stable,
+            ended=ended if stopped is None else "interrupted",
+            low_priority_helps=whole.low_priority_helps,
+            production_alone=production.rate,
+            production_spread=_rounded(production.spread),
+            production_p99=production.p99,
+            production_busy_percent=production.busy,
+            production_waits=any(figures.waits for figures in self._fresh_figures().values()),
+            production_memory_bytes=production.memory,
+            opportunistic_alone=others.rate,
+            opportunistic_spread=_rounded(others.spread),
+            opportunistic_memory_bytes=others.memory,
+            copies=self.options.copies,
+            seconds=round(seconds, 1),
+            measuring_seconds=round(self._measuring_seconds, 1),
+            starting_seconds=round(starting, 1),
             warning=None if best_is_slice else memory_warning(others.dram, production.dram),
-            seconds=seconds,
-            measuring_seconds=self._measuring_seconds,
-            starting_seconds=starting,
-            waits=any(figures.waits for figures in self._fresh_figures().values()),
-            over=over,
-            stopped=stopped,
-            strangers=strangers,
+            curve=tuple(_setting_row(figures, goal, whole) for figures in whole.curve),
+        )
+        return TuneResult(
+            answer=answer, outcome=whole, production=production, others=others, stopped=stopped, strangers=strangers
         )
 
     def _others_rates(self) -> list[float]:
@@ -518,6 +540,37 @@ class Tuner:
             peak=max(map(max, sizes_by_stage), default=None),
             **_mean_use([use for stage in self._stages for use in stage.others_use]),
         )
+
+
+def _setting_row(figures: Figures, goal: Goal, whole: Outcome) -> Row:
+    """Return a setting as it is printed; ``whole`` is the outcome of all ways together."""
+    setting = figures.setting
+    return Row(
+        setting=setting.title,
+        way=cast("TunedWay", setting.way),
+        production_slice_us=setting.production_slice_us,
+        other_slice_us=setting.other_slice_us,
+        threads_percent=setting.threads,
+        low_priority=setting.low,
+        kept=round(figures.kept, 4),
+        kept_error=round(figures.error, 4),
+        p99=_rounded(figures.p99),
+        p99_low=_rounded(figures.p99_low),
+        p99_high=_rounded(figures.p99_high),
+        opportunistic_share=_rounded(figures.share),
+        opportunistic_share_error=_rounded(figures.share_error),
+        windows=figures.windows,
+        seconds=round(figures.seconds, 1),
+        meets=figures.meets(goal),
+        safe=figures.meets_safely(goal),
+        frontier=setting in whole.frontier,
+        chosen=whole.best is not None and setting == whole.best.setting,
+        earlier=figures.earlier,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
 
 
 def _mean_use(uses: Sequence[_Use]) -> dict[str, float | None]:
@@ -1107,3 +1160,82 @@ def _mps_limits(setting: Setting) -> Limits:
         threads_percent=None if setting.threads >= 100 else setting.threads,
         priority=Priority.LOW if setting.low else Priority.NORMAL,
     )
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def tuned_record(options: TuneOptions, result: TuneResult, name: str) -> Tuned | None:
+    """Return what `run` reads of the best setting; None: there is none that may be kept.
+
+    Of a search that was interrupted, only a setting that surely meets the goal is.
+    """
+    best = result.outcome.best
+    if best is None or (result.stopped is not None and not best.meets_safely(options.search.goal)):
+        return None
+    return Tuned(
+        name=name,
+        gpu_name=result.answer.gpu_name,
+        driver=result.answer.driver,
+        threads_percent=best.setting.threads,
+        low_priority=best.setting.low,
+        way=best.setting.way,
+        production_slice_us=best.setting.production_slice_us,
+        other_slice_us=best.setting.other_slice_us,
+        production_memory_bytes=result.production.memory,
+    )
+
+
+def commands(tuned: Tuned, device: Device, options: TuneOptions) -> list[str]:
+    """Return the commands that start all jobs with the tuned setting, which ``gpushare run`` reads from its record.
+
+    In the background, so that they can be typed one after the other.
+    """
+    production = JobCommand(gpu=device.selector, production=tuned.name, detach=True, program=options.production)
+    others = [
+        JobCommand(gpu=device.selector, opportunistic=True, target=tuned.name, detach=True, program=command)
+        for command in options.opportunistic
+        for _ in range(options.copies)
+    ]
+    return [str(command) for command in (production, *others)]
+
+
+@values.dataclass(frozen=True, kw_only=True)
+class _Tried(Kept):
+    """All that was measured of some jobs on a kind of GPU."""
+
+    driver: str | None
+    at: float
+    figures: tuple[Figures, ...] = field(default=())
+
+
+# Figures of another month say little about the programs of today.
+_MOST_DAYS: Final = 30
+# Command lines may hold a secret: the file is named by their digest.
+_TRIED: Final = RecordStore(_Tried, "tried", "the figures of an earlier tune", survives_reboot=True, mode=0o600)
+
+
+def find_tried(host: Host, device: Device, options: TuneOptions) -> tuple[Figures, ...]:
+    """Return the figures of an earlier search of the same jobs, with its date; none of another driver, or too old ones."""
+    record = _TRIED.read(_TRIED.path(host, _record_key(device, options)))
+    now = time.time()
+    if record is None or record.driver != host.nvml.driver_version() or not 0 <= now - record.at < _MOST_DAYS * 86400:
+        return ()
+    date = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.at))
+    return tuple(replace(figures, earlier=date) for figures in record.figures)
+
+
+def keep_tried(host: Host, device: Device, options: TuneOptions, measured: Sequence[Figures]) -> None:
+    """Keep what was measured, for a later search; a failure to do so changes nothing."""
+    with contextlib.suppress(GpushareError):
+        figures = tuple(replace(each, earlier=None) for each in measured)
+        path = _TRIED.path(host, _record_key(device, options))
+        _TRIED.write(_Tried(driver=host.nvml.driver_version(), at=time.time(), figures=figures, path=path))
+
+
+def _record_key(device: Device, options: TuneOptions) -> str:
+    """Return the name of the record of a search: by GPU model, commands and metrics."""
+    metrics = (options.metric.pattern, options.metric.latency, options.opportunistic_metric.pattern)
+    parts = (device.gpu.name, options.production, *options.opportunistic, options.copies, *metrics)
+    words = [" ".join(map(repr, part)) if isinstance(part, (list, tuple)) else repr(part) for part in parts]
+    return digest_of_words(words)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,8 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
 from gpushare.measure.metric import p99
-from gpushare.measure.search import FIRST_SECONDS, Goal, Search, Setting, slice_setting
-from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
+from gpushare.measure.search import FIRST_SECONDS, Figures, Goal, Search, Setting, slice_setting
+from gpushare.measure.tune import Stage, TuneOptions, Tuner, TuneReporter, TuneResult, _Over, tune
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import DEFAULT_SLICE_US, StateFile
@@ -100,8 +102,8 @@ def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) ->
     assert best.setting == slice_setting(2048, 100)
     assert (best.p99, best.kept) == (pytest.approx(1.35, abs=0.02), pytest.approx(1.0, abs=0.005))
     assert best.meets_safely(Goal(keep=0.97, p99_factor=1.5))
-    assert result.seconds < 60
-    assert result.measuring_seconds > 0.6 * result.seconds
+    assert result.answer.seconds < 60
+    assert result.answer.measuring_seconds > 0.6 * result.answer.seconds
 
 
 def test_what_needed_a_start_is_watched_longer_than_what_did_not(tuned: Tuned) -> None:
@@ -123,17 +125,17 @@ def test_slices_alone_have_a_shorter_budget(ways: tuple[str, ...], seconds: floa
 def test_both_ways_are_searched_within_the_budget(tuned: Tuned) -> None:
     result = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"))
     assert result.outcome.best.setting.way == "slices"
-    assert [way.way for way in result.ways] == ["slices", "caps"]
-    assert not result.over
-    assert result.seconds < 150
+    assert [way.way for way in result.answer.ways] == ["slices", "caps"]
+    assert result.answer.ended == "answer"
+    assert result.answer.seconds < 150
 
 
 def test_what_leaves_the_others_all_makes_caps_needless(tuned: Tuned) -> None:
     result = tuned(
         job("95", "--busy", "1", "--latency", "1"), goal=Goal(keep=0.97, p99_factor=1.6), ways=("slices", "caps")
     )
-    (caps,) = (way for way in result.ways if way.way == "caps")
-    assert caps.outcome is None
+    (caps,) = (way for way in result.answer.ways if way.way == "caps")
+    assert (caps.best, caps.nearest) == (None, None)
     assert (caps.left_out or "").startswith("slices leave the other 0.9")
     assert {figures.setting.way for figures in result.outcome.curve} == {"slices"}
 
@@ -168,6 +170,102 @@ def test_jobs_that_print_seldom_have_an_answer_within_the_budget(tuned: Tuned) -
     assert result.outcome.best.setting == Setting(threads=60.0)
 
 
+class CountsPauses(ToldExperiment):
+    """Both print once a second, and the first number after a pause counts the pause too."""
+
+    printed = 0.0
+
+    def resume(self, program: ToldJob) -> None:
+        super().resume(program)
+        program.lines = -1
+
+    def _print(self) -> None:
+        if ToldExperiment.clock - CountsPauses.printed >= 1.0:
+            CountsPauses.printed = ToldExperiment.clock
+            super()._print()
+
+    def scatter(self, job: ToldJob) -> float:
+        return 0.3 if job.lines == 0 else super().scatter(job)
+
+
+def test_the_first_number_after_a_pause_does_not_count(tuned: Tuned) -> None:
+    CountsPauses.printed = 0.0
+    result = tuned(job(30), kind=CountsPauses)
+    assert result.others.rate == pytest.approx(100, rel=0.01)
+    assert result.outcome.best.share == pytest.approx(60 / 95, rel=0.02)
+
+
+def opportunistic_caps(start: int) -> list[list[float]]:
+    """Return the caps of the opportunistic jobs that were started from the n-th job on, after each production job."""
+    caps: list[list[float]] = []
+    for each in ToldExperiment.started[start:]:
+        if each.title == "production":
+            caps.append([])
+        else:
+            caps[-1].append(each.cap)
+    return caps
+
+
+def test_the_others_start_with_the_first_cap_once_their_rate_alone_is_known(tuned: Tuned) -> None:
+    start = len(ToldExperiment.started)
+    tuned(job(30))
+    ((first, *_),) = opportunistic_caps(start)
+    # With a cap, they would not show their rate alone.
+    assert first == 100
+    start = len(ToldExperiment.started)
+    tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"))
+    assert [first for first, *_ in opportunistic_caps(start)] == [100, 60]
+
+
+class ToldStage:
+    """Stands in for `Stage`: each setting takes 30 s, and its figures never become certain."""
+
+    finished = False
+
+    def __init__(self, tuner: Tuner) -> None:
+        self.seconds: dict[Setting, float] = {}
+        self.order: list[tuple[Setting, float]] = []
+        self.now = 0.0
+        tuner._experiment = SimpleNamespace(now=lambda: self.now)  # type: ignore[assignment]
+        tuner.begin_budget()
+
+    @property
+    def settings(self) -> list[Setting]:
+        return list(self.seconds)
+
+    def least_seconds(self, _: Setting) -> float:
+        return 1.0
+
+    def measure(self, setting: Setting, **_: Any) -> None:
+        self.order.append((setting, self.now))
+        self.now += 30.0
+        self.seconds[setting] = self.seconds.get(setting, 0.0) + 1.0
+
+    def figures(self, setting: Setting) -> Figures:
+        # The others get more with a longer slice, and production keeps enough only of the shorter ones.
+        given = setting.given_others
+        kept = 0.98 if given <= 200 else 0.8
+        share = 0.3 + given / 10_000
+        return Figures(setting=setting, kept=kept, error=0.02, share=share, seconds=self.seconds[setting], windows=1)
+
+
+@pytest.mark.parametrize("ways", [("slices",), ("slices", "caps")])
+def test_slices_are_not_made_certain_in_the_part_of_the_budget_for_caps(
+    ways: tuple[Way, ...], host: Host, device: Device
+) -> None:
+    tuner = Tuner(host, device, options(job(30), ways=tuple(map(Way, ways)), budget_seconds=200.0), TuneReporter())
+    stage = ToldStage(tuner)
+    with contextlib.suppress(_Over):
+        tuner._search_way(stage, Way.SLICES)  # type: ignore[arg-type]
+    seen: set[Setting] = set()
+    again = [at for setting, at in stage.order if setting in seen or seen.add(setting)]  # type: ignore[func-returns-value]
+    late = [setting for setting, at in stage.order if at > 0.4 * 200]
+    # A setting that was not measured yet is, also after that part.
+    assert late
+    assert bool(again) is (len(ways) == 1)
+    assert not stage.finished
+
+
 class Uneven(ToldExperiment):
     """Production's rate drifts by 3 percent from second to second, as on a busy host."""
 
@@ -191,7 +289,7 @@ def test_an_uneven_host_does_not_decide(seed: int, tuned: Tuned) -> None:
         best = result.outcome.best
         assert best.setting.threads == cap
         assert best.kept == pytest.approx(kept, abs=0.03)
-        assert result.seconds <= 150
+        assert result.answer.seconds <= 150
 
 
 class Queue(ToldExperiment):
@@ -231,7 +329,7 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
     goal = Goal(keep=0.97, p99_factor=1.35)
     result = tuned(server, kind=Queue, goal=goal, ways=("slices",), metric=Metric())
     best = result.outcome.best
-    assert result.waits
+    assert result.answer.production_waits
     assert best.waits
     assert result.production.rate == pytest.approx(112.5, rel=0.08)
     # Watched for long, without a stop.
@@ -252,7 +350,7 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
     alone, together = (p99([window]) or 0.0 for window in spans)
     assert best.p99_high is not None
     assert best.p99_low <= together / alone <= best.p99_high
-    assert result.seconds < 100
+    assert result.answer.seconds < 100
 
 
 def test_copies_and_jobs_of_two_kinds_run_together(tuned: Tuned) -> None:
@@ -300,10 +398,10 @@ def test_what_was_measured_until_then_is_the_answer(tuned: Tuned, error: Any) ->
 
 def test_the_end_of_the_budget_is_an_answer(tuned: Tuned) -> None:
     result = tuned(job(*LONG), goal=Goal(keep=0.9, p99_factor=1.2), ways=("slices", "caps"), budget_seconds=12.0)
-    assert result.over
+    assert result.answer.ended == "budget"
     assert result.stopped is None
     # What has begun is finished.
-    assert result.seconds <= 13.0
+    assert result.answer.seconds <= 13.0
     assert result.outcome.best is not None
     with pytest.raises(TimedOut, match="nothing was measured in 1 s"):
         tuned(job(30), budget_seconds=1.0)
@@ -337,7 +435,7 @@ def test_where_slices_cannot_be_set_caps_are_searched(tuned: Tuned, monkeypatch:
     monkeypatch.setattr(ToldExperiment, "refusal", REFUSAL)
     result = tuned(job(30), ways=("slices", "caps"))
     assert {figures.setting.way for figures in result.outcome.curve} == {"caps"}
-    (slices,) = (way for way in result.ways if way.left_out)
+    (slices,) = (way for way in result.answer.ways if way.left_out)
     assert slices.left_out == "process 7: a sandbox forbids pidfd_getfd; run it on the host"
     with pytest.raises(NotSupported, match="pidfd_getfd"):
         tuned(job(30), ways=("slices",))
@@ -516,8 +614,8 @@ def test_the_slice_of_real_processes_is_that_of_their_server(
 def test_jobs_that_compete_for_the_memory_are_told_to_pause(host: Host, device: Device) -> None:
     production, other = job(60, "--bandwidth", "90"), job(20, "--bandwidth", "60")
     result = tune(host, device, options(production, other, caps=(60.0,), **EASY))
-    assert "draws 90 % of the memory bandwidth" in (result.warning or "")
-    assert "run --opportunistic --yield pause" in (result.warning or "")
+    assert "draws 90 % of the memory bandwidth" in (result.answer.warning or "")
+    assert "run --opportunistic --yield pause" in (result.answer.warning or "")
 
 
 def test_slices_that_cannot_be_read_are_refused_and_the_jobs_ended(host: Host, device: Device) -> None:
