@@ -87,7 +87,7 @@ def farm(
     limits = Limits.parse(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
-    budget = None if memory is None else parse_budget(memory, over)
+    budget = parse_budget(memory, over)
     stall_seconds = None if stall is None else positive_time("--stall", stall, "60s")
     caps = None if like is None else _read_caps(like)
     host = settings.connect()

@@ -130,7 +130,7 @@ def run(
         slice_us=slice_us,
         keep=None if keep is None else _share_to_keep(keep),
     )
-    budget = None if memory is None else parse_budget(memory, over)
+    budget = parse_budget(memory, over)
     leaves_for_production = yields == "swap"
     queue = QueueOptions(
         # Taking turns, and leaving for production, are ways of waiting.

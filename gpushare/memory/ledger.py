@@ -52,6 +52,7 @@ TIME_MARGIN_SECONDS: Final = 15.0
 # Further waiting jobs of one user are not in the line yet.
 MOST_WAITING_OF_ONE_USER: Final = 64
 _MOST_BYTES: Final = 1 << 50
+_NO_LIMITS: Final = UserLimits()
 # What happens to a job above its limit.
 ABOVE: Final = ("end", "warn", "pause")
 
@@ -128,9 +129,10 @@ class Line:
     others_bytes: int
     # The processes there of no job that do work.
     others: tuple[GpuProcess, ...] = ()
-    # What the jobs there have reserved, as far as it counts; and by user.
+    # What the jobs there have reserved, as far as it counts; by user, and what those of each user may.
     reserved_bytes: int = 0
     granted: Mapping[int, int] = field(default_factory=dict)
+    limits: UserLimits = _NO_LIMITS
     # Reservations beyond the limit of their user.
     beyond: frozenset[str] = frozenset()
 
@@ -150,8 +152,9 @@ class Line:
         # Not strict: other programs come after the jobs.
         return [(job, running.memory_bytes) for job, running in zip(self.holders, self.running, strict=False)]
 
-    def exceeds_limit(self, uid: int, memory_bytes: int | None, limit: int | None) -> bool:
-        """Return whether the jobs of a user here and a new one of this size would together reserve more than ``limit``."""
+    def exceeds_limit(self, uid: int, memory_bytes: int | None) -> bool:
+        """Return whether the jobs of a user here and a new one of this size would together reserve more than they may."""
+        limit = self.limits.get(uid)
         return limit is not None and self.granted.get(uid, 0) + self.room.bytes_of(memory_bytes) > limit
 
     @property
@@ -321,7 +324,7 @@ def line_of(
     jobs: Sequence[Reservation],
     *,
     clients: int | None = None,
-    limits: UserLimits | None = None,
+    limits: UserLimits = _NO_LIMITS,
 ) -> Line | None:
     """Return what is on one device and reserved there as of now, to decide who has room; None: its memory is unknown.
 
@@ -357,7 +360,7 @@ def line_of(
             # Its reservation has expired: it had nothing on the device for too long.
             continue
         size = room.bytes_of(job.memory_bytes)
-        limit = None if limits is None else limits.get(job.claim.uid)
+        limit = limits.get(job.claim.uid)
         if limit is not None and granted[job.claim.uid] + size > limit:
             size = 0
             beyond.add(job.id)
@@ -387,6 +390,7 @@ def line_of(
         others=others,
         reserved_bytes=sum(granted.values()),
         granted=dict(granted),
+        limits=limits,
         beyond=frozenset(beyond),
     )
 
@@ -397,7 +401,7 @@ def lines_of(
     jobs: Sequence[Reservation],
     *,
     clients: Mapping[str, int | None] | None = None,
-    limits: UserLimits | None = None,
+    limits: UserLimits = _NO_LIMITS,
 ) -> dict[str, Line]:
     """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
     clients = clients or {}
@@ -430,15 +434,12 @@ def _does_work(process: GpuProcess, info: ProcessInfo | None) -> bool:
     return info is None or not is_server(info.name)
 
 
-def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: UserLimits) -> Waiting:
+def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line]) -> Waiting:
     """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it.
 
     So a job that waits because of its user's limit delays no other job.
     """
-    limit = limits.get(uid)
-    keys = tuple(
-        key for key in job.keys if key not in lines or not lines[key].exceeds_limit(uid, job.memory_bytes, limit)
-    )
+    keys = tuple(key for key in job.keys if key not in lines or not lines[key].exceeds_limit(uid, job.memory_bytes))
     return Waiting(
         name=name,
         memory_bytes=job.memory_bytes,
@@ -456,14 +457,12 @@ def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str
     return admitted(rooms, {key: line.running for key, line in lines.items()}, waiting)
 
 
-def would_take(
-    jobs: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: UserLimits
-) -> tuple[str, ...]:
+def would_take(jobs: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    jobs_ahead = [_as_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
+    jobs_ahead = [_as_waiting(job.id, job.claim.uid, job, by_key) for job in waiting_before(jobs, request, uid)]
     # It has no claim yet, whose name could be its own.
-    newcomer = _as_waiting("", uid, request, by_key, limits)
+    newcomer = _as_waiting("", uid, request, by_key)
     return _admitted(by_key, [*jobs_ahead, newcomer]).get(newcomer.name, ())
 
 
@@ -588,7 +587,7 @@ class Place:
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
         read_lines = partial(lines_of, self._host, devices, clients=clients, limits=limits)
-        keys = self._devices_free_to_take(read_lines, limits, best)
+        keys = self._devices_free_to_take(read_lines, best)
         if not keys:
             return False
         self.claim.add_fact(f"hold {','.join(keys)}")
@@ -605,10 +604,7 @@ class Place:
         return False
 
     def _devices_free_to_take(
-        self,
-        read_lines: ReadLines,
-        limits: UserLimits,
-        best: Callable[[Sequence[str]], Sequence[str]] | None,
+        self, read_lines: ReadLines, best: Callable[[Sequence[str]], Sequence[str]] | None
     ) -> tuple[str, ...]:
         """Return the devices that this job may take now, by the line and free memory, best first; none: it waits.
 
@@ -626,7 +622,7 @@ class Place:
             )
         lines = read_lines(jobs)
         waiting = [
-            _as_waiting(job.id, job.claim.uid, job, lines, limits)
+            _as_waiting(job.id, job.claim.uid, job, lines)
             for job in jobs
             if job.id == self.id
             or (
@@ -757,6 +753,5 @@ def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
 
 def never_fits(lines: Iterable[Line], request: Request) -> bool:
     """Return whether a request fits on too few of its devices, even if nothing else is there."""
-    by_key = {line.device.uuid: line for line in lines}
-    job = _as_waiting("", os.geteuid(), request, by_key, UserLimits())
-    return not could_ever_fit({key: line.room for key, line in by_key.items()}, job)
+    job = _as_waiting("", os.geteuid(), request, {})
+    return not could_ever_fit({line.device.uuid: line.room for line in lines}, job)

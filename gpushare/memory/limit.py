@@ -42,7 +42,7 @@ MARK: Final = "GPUSHARE_JOB"
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryBudget:
-    """The memory of a job on each of its devices, and what happens above it.
+    """The memory of a job on each of its devices, and what happens above it; by default none is given.
 
     It counts all processes of the job, contexts included: in bytes, or in percent of all memory of the device.
     """
@@ -51,31 +51,37 @@ class MemoryBudget:
     percent: float | None = None
     action: MemoryAction = "end"
 
-    def on(self, devices: Sequence[Device]) -> int:
-        """Return the limit in bytes on each of some devices.
+    @property
+    def is_given(self) -> bool:
+        return self.bytes is not None or self.percent is not None
+
+    def on(self, devices: Sequence[Device]) -> int | None:
+        """Return the limit in bytes on each of some devices; None: none is given.
 
         Raises BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
         """
-        if self.bytes is not None:
+        if self.percent is None:
             return self.bytes
         totals = {device.memory_total_bytes for device in devices}
         total = next(iter(totals))
         if len(totals) == 1 and total is not None:
-            return int(total * (self.percent or 0) / 100) // MIB * MIB
+            return int(total * self.percent / 100) // MIB * MIB
         message = f"--memory {self.percent:g}% differs between {', '.join(device.title for device in devices)}"
         if None in totals:
             message = f"the driver does not report the memory size of {devices[0].title}"
         raise BadUsage(message, "give a size: --memory 20G; or name one GPU: -g 0", code="bad_size")
 
 
-def parse_budget(memory: str, over: str | None) -> MemoryBudget:
-    """Return the values of ``--memory`` (``20G``, ``80%``) and ``--over``.
+def parse_budget(memory: str | None, over: str | None) -> MemoryBudget:
+    """Return the values of ``--memory`` (``20G``, ``80%``) and ``--over``; None: an option is not given.
 
     Raises BadUsage: one is wrong (codes ``bad_size``, ``bad_over``).
     """
     if over is not None and over not in get_args(MemoryAction):
         raise BadUsage(f"{quoted(over)} is not an action", "give --over end, warn or pause", code="bad_over")
     action = cast("MemoryAction", over or "end")
+    if memory is None:
+        return MemoryBudget()
     if not memory.strip().endswith("%"):
         return MemoryBudget(bytes=parse_memory_limit(memory), action=action)
     try:

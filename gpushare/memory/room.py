@@ -85,7 +85,7 @@ def best_first(
     host: Host,
     devices: Sequence[Device],
     productions: Callable[[Device], Sequence[str]],
-    limits: UserLimits | None = None,
+    limits: UserLimits,
     command: Sequence[str] = (),
     own_place: Place | None = None,
     count: int = 1,
@@ -98,7 +98,6 @@ def best_first(
     each other down least (`harm_percent`), then those with the most room. For a job of ``count`` devices those come first
     that are `best_together`. ``own_place`` is the place of the job itself, ``command`` its command line.
     """
-    limits = UserLimits() if limits is None else limits
     lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
     profiles = KnownCommands(host)
     # By device; the harm alone counts if several are chosen together.
@@ -114,7 +113,7 @@ def best_first(
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
-        is_over_limit = line.exceeds_limit(os.geteuid(), memory_bytes, limits.get(os.geteuid()))
+        is_over_limit = line.exceeds_limit(os.geteuid(), memory_bytes)
         is_full = is_over_limit or line.free_bytes < line.room.bytes_of(memory_bytes)
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         harm_steps = int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT)
@@ -194,7 +193,6 @@ def wait_for_room(
         NoPermission: it is more than this user may reserve (code ``over_user_limit``).
         InUse: the time is over (code ``no_room``).
     """
-    limit = limits.get(os.geteuid())
     began = next_look = clock()
     text = ""
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
@@ -217,14 +215,14 @@ def wait_for_room(
             if is_due:
                 lines = read_lines(host, usable, limits)
                 # Other devices, which cannot be used now, may be larger.
-                check_fits(lines, place.request, limit, when_empty=len(lines) == len(devices))
+                check_fits(lines, place.request, when_empty=len(lines) == len(devices))
             if seconds is not None and clock() - began >= seconds:
                 jobs_ahead = len(jobs_before(reservations(host) or [], place))
                 lines = read_lines(host, usable, limits)
-                raise _no_room_error(lines, place.request, seconds, reasons, jobs_ahead, limit)
+                raise _no_room_error(lines, place.request, seconds, reasons, jobs_ahead)
             if is_due:
                 next_look = clock() + _LOOK_SECONDS
-                text = why_it_waits(host, lines, place, limit, reasons)
+                text = why_it_waits(host, lines, place, reasons)
             draw(text, clock() - began, seconds)
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
@@ -347,10 +345,10 @@ class RoomOnDevice:
 
     gpu: int
     device_uuid: str
-    free_bytes: int | None
+    free_bytes: int
     # What jobs of gpushare have reserved.
-    reserved_bytes: int | None = None
-    why: str | None = None
+    reserved_bytes: int
+    why: str | None
     held_by: tuple[RoomJob, ...]
 
 
@@ -395,7 +393,7 @@ def outlook(
     jobs = without_enclosing_jobs(host, reservations(host) or [])
     clients = {device.uuid: client_limit(host, device) for device in usable} if request.client else {}
     lines = [*lines_of(host, usable, jobs, clients=clients, limits=limits).values()]
-    keys = () if unreadable else would_take(jobs, lines, request, uid, limits)[: request.count]
+    keys = () if unreadable else would_take(jobs, lines, request, uid)[: request.count]
     jobs_ahead = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
     lines_taken = [line for key in keys for line in lines if line.device.uuid == key]
     if lines_taken:
@@ -411,7 +409,7 @@ def outlook(
             )
         text = f"now it would start at once, on {where}"
     else:
-        text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), limits.get(uid), unusable)}"
+        text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), unusable)}"
         if unreadable:
             text += f"; {unreadable}"
     return RoomAnswer(
@@ -514,15 +512,15 @@ def size_text(request: Request) -> str:
     return format_bytes(size) + ("" if count == 1 else f" on each of {count} GPUs")
 
 
-def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | None, reasons: Sequence[str]) -> str:
-    """Return in a sentence what a job waits for. ``limit``: what its user may reserve; ``reasons``: of `usable_now`."""
+def why_it_waits(host: Host, lines: Sequence[Line], place: Place, reasons: Sequence[str]) -> str:
+    """Return in a sentence what a job waits for; ``reasons`` are those of `usable_now`."""
     if not lines:
         # A driver that was loaded again, or a GPU that was reset, answers after that.
         host.nvml.restart()
     elif (reason := why_unreadable(host, PREFIX)) is not None:
         return reason
     jobs_ahead = len(jobs_before(reservations(host) or [], place)) if lines else 0
-    return f"waiting for {_room_text(lines, place.request, jobs_ahead, limit, reasons)}"
+    return f"waiting for {_room_text(lines, place.request, jobs_ahead, reasons)}"
 
 
 def _free_text(line: Line, request: Request) -> str:
@@ -548,9 +546,7 @@ def _held_by_text(line: Line, request: Request, most: int) -> str:
     return f"; the rest is held by {texts}" if texts else ""
 
 
-def _room_text(
-    lines: Sequence[Line], request: Request, jobs_ahead: int, limit: int | None, reasons: Sequence[str]
-) -> str:
+def _room_text(lines: Sequence[Line], request: Request, jobs_ahead: int, reasons: Sequence[str]) -> str:
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free to reserve``."""
     if not lines:
         return f"{size_text(request)}: {first_few(reasons, _MOST_NAMED, '; ')}"
@@ -563,10 +559,10 @@ def _room_text(
         text += f"; {staying[0]} was to leave the GPU for it, and cannot: see its output"
     if reasons:
         text += f"; {first_few(reasons, _MOST_NAMED, '; ')}"
-    return text + _limit_text(lines, request, limit)
+    return text + _limit_text(lines, request)
 
 
-def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
+def check_fits(lines: Sequence[Line], request: Request, *, when_empty: bool = True) -> None:
     """Raise if a job can never start on these devices.
 
     Without ``when_empty`` only the limit of its user is checked: the job has further devices, on which it may fit.
@@ -577,6 +573,7 @@ def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     """
     if when_empty and lines and never_fits(lines, request):
         raise _never_fits_error(lines, request)
+    limit = _own_limit(lines)
     within_limit = [line for line in lines if limit is None or line.room.bytes_of(request.memory_bytes) <= limit]
     if limit is None or len(within_limit) >= min(request.count, len(lines)):
         return
@@ -587,21 +584,26 @@ def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     )
 
 
-def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) -> None:
+def check_limit_now(lines: Sequence[Line], request: Request) -> None:
     """Raise InUse if a job that starts now on one of these devices would exceed the limit of its user (``no_room``)."""
-    over = [line for line in lines if line.exceeds_limit(os.geteuid(), request.memory_bytes, limit)]
+    over = [line for line in lines if line.exceeds_limit(os.geteuid(), request.memory_bytes)]
     if over:
         raise InUse(
-            f"no room for {size_text(request)} now{_limit_text(over, request, limit)}",
+            f"no room for {size_text(request)} now{_limit_text(over, request)}",
             "wait for it: --wait; or end one of your jobs: gpushare stop NAME; see: gpushare status",
             code="no_room",
         )
 
 
-def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> str:
+def _own_limit(lines: Sequence[Line]) -> int | None:
+    """Return how many bytes this user may reserve on each of these devices; None: no limit."""
+    return lines[0].limits.get(os.geteuid()) if lines else None
+
+
+def _limit_text(lines: Sequence[Line], request: Request) -> str:
     """Return a text on the limit of this user if it holds the job back on each of these devices; else an empty one."""
-    uid = os.geteuid()
-    if limit is None or not lines or not all(line.exceeds_limit(uid, request.memory_bytes, limit) for line in lines):
+    uid, limit = os.geteuid(), _own_limit(lines)
+    if limit is None or not all(line.exceeds_limit(uid, request.memory_bytes) for line in lines):
         return ""
     reserved = min(line.granted.get(uid, 0) for line in lines)
     return f"; your jobs have reserved {format_bytes(reserved)} of the {format_bytes(limit)} that you may have on a GPU"
@@ -621,7 +623,7 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
 
 
 def _no_room_error(
-    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int, limit: int | None
+    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int
 ) -> InUse:
     """Return the error about a job that found no room within ``seconds`` (0: it was not to wait), with what is free."""
     freest = max(lines, key=lambda line: line.free_bytes, default=None)
@@ -633,7 +635,7 @@ def _no_room_error(
         free = f"at most {format_bytes(freest.free_bytes)} are free to reserve"
     if jobs_ahead:
         free += f"; {counted(jobs_ahead, 'job')} waited before it"
-    limit_text = _limit_text(lines, request, limit)
+    limit_text = _limit_text(lines, request)
     stop = "; or end one of your jobs: gpushare stop NAME" if limit_text else ""
     needs_whole_gpu = request.memory_bytes is None and request.count == 1
     job = "a job that needs a whole GPU" if needs_whole_gpu else size_text(request)

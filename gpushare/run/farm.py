@@ -32,7 +32,7 @@ from gpushare.host.store import digest_of_words
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
-from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
+from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import best_together_first, check_fits, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
@@ -62,7 +62,7 @@ class FarmOptions:
     """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
 
     ``parallel`` is how many copies may run at the same time on all GPUs together (None: as many as fit). ``budget`` is
-    the memory of a copy on each of its GPUs (None: not given). ``cap`` returns the thread percentage of each of N copies
+    the memory of a copy on each of its GPUs. ``cap`` returns the thread percentage of each of N copies
     on one GPU (None: no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy
     may print nothing (None: no limit). ``user_limits`` are what users may reserve on a GPU, by uid. ``gpus`` is how many
     GPUs each copy has; a copy on several GPUs runs outside MPS.
@@ -72,7 +72,7 @@ class FarmOptions:
     lines: tuple[str, ...] | None = None
     parallel: int | None = None
     limits: Limits = field(default_factory=Limits)
-    budget: MemoryBudget | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     cap: Callable[[int], float | None] = share_of_threads
     restarts: int = 0
     fail_fast: bool = False
@@ -477,9 +477,8 @@ class Farm:
         self._gpus: dict[tuple[str, ...], _CopiesOnGpu] = {}
         self._clients = {device.uuid: client_limit(host, device) for device in devices} if options.gpus == 1 else {}
         # The memory limit of a copy in bytes (None: none was given), and what happens to a copy above it.
-        budget = options.budget
-        self._copy_limit = None if budget is None else budget.on(devices)
-        self._action: MemoryAction = "end" if budget is None else budget.action
+        self._copy_limit = options.budget.on(devices)
+        self._action = options.budget.action
         self._user_limits = options.user_limits
         # The place of the next copy in the line. After each start the farm goes to the end of the line.
         self._place: Place | None = None
@@ -532,7 +531,7 @@ class Farm:
         if self._size is not None:
             lines = self._lines()
             is_complete = len(lines) == len(self._devices)
-            check_fits(lines, self._request(self._size), self._own_limit_bytes, when_empty=is_complete)
+            check_fits(lines, self._request(self._size), when_empty=is_complete)
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten; with --resume, skip those copies.
@@ -942,7 +941,7 @@ class Farm:
             return
         usable, reasons = self._usable()
         lines = read_lines(self._host, usable, self._user_limits)
-        text = why_it_waits(self._host, lines, place, self._own_limit_bytes, reasons)
+        text = why_it_waits(self._host, lines, place, reasons)
         self._said_at = now
         # The number of free bytes changes all the time, and is no news.
         text_without_bytes = re.sub(r"[\d.]+ \w+ free", "", text)

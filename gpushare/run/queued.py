@@ -23,7 +23,7 @@ from gpushare.host.host import Host
 from gpushare.host.records import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Place, Request
-from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
+from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
@@ -141,7 +141,7 @@ class Queued:
     command: Sequence[str]
     options: RunOptions
     queue: QueueOptions
-    budget: MemoryBudget | None
+    budget: MemoryBudget
     request: Request
     start: Callable[[Sequence[Device], RunOptions], Any]
     say: Callable[[str], None]
@@ -152,17 +152,7 @@ class Queued:
     @property
     def job_bytes(self) -> int | None:
         """Return the memory of the job on each device; None: no limit was given. Raises BadUsage, as `MemoryBudget.on`."""
-        return None if self.budget is None else self.budget.on(self.devices)
-
-    @property
-    def action(self) -> MemoryAction:
-        """Return what happens to the job above its memory: end, warn or pause (``--over``)."""
-        return "end" if self.budget is None else self.budget.action
-
-    @property
-    def _own_limit_bytes(self) -> int | None:
-        """Return how many bytes this user may reserve on a GPU; None: no limit."""
-        return self.limits.get(os.geteuid())
+        return self.budget.on(self.devices)
 
     def run(self) -> int | None:
         """Run the program; if it ran out of memory, with ``--requeue`` again with more. Return its exit code.
@@ -192,7 +182,7 @@ class Queued:
 
         A job that is only to be warned of, or paused, gets none: CUDA refuses a client memory above it.
         """
-        if limit_bytes is None or not self.request.client or self.action != "end":
+        if limit_bytes is None or not self.request.client or self.budget.action != "end":
             return self.options.limits
         return replace(self.options.limits, memory_limit_bytes=client_memory(limit_bytes))
 
@@ -208,7 +198,7 @@ class Queued:
         lines = read_lines(self.host, self.devices, self.limits)
         # More would never start, for as long as what is there without a job is there.
         largest = max((line.room.whole_bytes for line in lines), default=None)
-        bounds = [bound for bound in (largest, self._own_limit_bytes) if bound is not None]
+        bounds = [bound for bound in (largest, self.limits.get(os.geteuid())) if bound is not None]
         return min(bounds) // MIB * MIB if bounds else None
 
     def plan(self) -> tuple[Any, RoomAnswer | None]:
@@ -222,7 +212,7 @@ class Queued:
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, candidates)
         lines = read_lines(self.host, candidates, self.limits)
-        check_fits(lines, request, self._own_limit_bytes)
+        check_fits(lines, request)
         room = None
         if self.queue.wait:
             reasons = {device.uuid: text for device, text in ranked}
@@ -233,7 +223,7 @@ class Queued:
         devices = [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.request.count]
         if room is None:
             planned = [line for line in lines if line.device in devices]
-            check_limit_now(planned, request, self._own_limit_bytes)
+            check_limit_now(planned, request)
             self._say_short_of_room(planned, size)
         options = replace(
             self.options,
@@ -270,7 +260,7 @@ class Queued:
         job_bytes = self.job_bytes
         queue = self.queue
         if job_bytes is not None:
-            action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]
+            action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.budget.action]
             limit = format_bytes(job_bytes)
             where = "" if self.request.count == 1 else " on one of its GPUs"
             yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
@@ -318,9 +308,11 @@ class Queued:
         devices, place = self._take_devices(size)
         # Started again with a larger size, its limit grows with that.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
-        memory = JobMemory(self.host, devices[0], limit_bytes=limit, action=self.action, place=place, say=self.say)
+        memory = JobMemory(
+            self.host, devices[0], limit_bytes=limit, action=self.budget.action, place=place, say=self.say
+        )
         others = [
-            JobMemory(self.host, other, limit_bytes=limit, action=self.action, say=self.say, mark=memory.mark)
+            JobMemory(self.host, other, limit_bytes=limit, action=self.budget.action, say=self.say, mark=memory.mark)
             for other in devices[1:]
         ]
         swapping = self._swapping_part(devices[0], memory, place)
@@ -432,8 +424,8 @@ class Queued:
         place.take(*(device.uuid for device in devices))
         try:
             lines = read_lines(self.host, devices, self.limits, place)
-            check_fits(lines, place.request, self._own_limit_bytes, when_empty=self.request.count > 1)
-            check_limit_now(lines, place.request, self._own_limit_bytes)
+            check_fits(lines, place.request, when_empty=self.request.count > 1)
+            check_limit_now(lines, place.request)
         except BaseException:
             place.leave()
             raise

@@ -110,13 +110,13 @@ class RunPlanAnswer(PlanAnswer):
 
 @dataclass(frozen=True, kw_only=True)
 class JobStart:
-    """One job that is about to start. ``say`` prints a note; ``budget`` None: no limit of its memory was given."""
+    """One job that is about to start. ``say`` prints a note."""
 
     host: Host
     gpus: Sequence[Gpu]
     command: Sequence[str]
     role: Role
-    budget: MemoryBudget | None
+    budget: MemoryBudget
     queue: QueueOptions
     dry_run: bool
     quiet: bool
@@ -145,7 +145,7 @@ class JobStart:
             )
         has_choice = gpu is not None and (is_any(gpu) or len(select_for_change(gpu, self.gpus)) != 1)
         # Only the ledger of memory holds a job to a budget, makes it wait, or chooses among devices.
-        if self.budget is not None or self.queue.takes_place or self.count > 1 or has_choice:
+        if self.budget.is_given or self.queue.takes_place or self.count > 1 or has_choice:
             return self._run_queued(gpu, options)
         return self._run_on([*candidates(gpu, self.gpus, None, self.say)], options)
 
@@ -189,7 +189,7 @@ class JobStart:
             role=options.role,
             mps=mps,
             threads_percent=limits.threads_percent,
-            memory_bytes=self._bytes_on(share.device),
+            memory_bytes=self.budget.on([share.device]),
             slice_us=slice_us,
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             rate=options.rate,
@@ -366,7 +366,7 @@ class JobStart:
 
     def _devices_with_memory(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory that the job asks for. Raises BadUsage: none has (``limit_above_gpu``)."""
-        size = self._bytes_on(*devices) or 0
+        size = self.budget.on(devices) or 0
         # Where it is unknown what a job can have, the device is not refused.
         capacity = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
         check_memory(max(devices, key=lambda device: capacity[device.uuid]), size, job=True)
@@ -378,10 +378,6 @@ class JobStart:
             return True
         return self.role.slice_us is not None and not self.role.opportunistic
 
-    def _bytes_on(self, *devices: Device) -> int | None:
-        """Return the memory that was given for the job on each of these devices; None: none was."""
-        return None if self.budget is None else self.budget.on(devices)
-
     def _run_in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
         """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
         if not self.creates:
@@ -390,7 +386,7 @@ class JobStart:
         from gpushare.run.mig import InstanceWish
 
         with Creator(self.host, text, gpu, self.say) as creator:
-            check_memory(creator.device, self._bytes_on(creator.device), job=True)
+            check_memory(creator.device, self.budget.on([creator.device]), job=True)
             wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
             if self.dry_run and not wish.free():
                 return creator.dry_run_result(self.command)
@@ -412,7 +408,7 @@ class JobStart:
         def check(device: Device) -> None:
             """Raise unless the program can run in this instance."""
             self._without_leased([device])
-            check_memory(device, self._bytes_on(device), job=True)
+            check_memory(device, self.budget.on([device]), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
@@ -440,7 +436,7 @@ class JobStart:
 
     def _run_in_share(self, share: MpsShare | PlainShare, options: RunOptions) -> Any:
         """Run a program in the instance of a share; with a memory limit it takes a place in the ledger, without a wait."""
-        if self.budget is None:
+        if not self.budget.is_given:
             return self._carry_out(share, options)
 
         def start(_: Sequence[Device], options_in_ledger: RunOptions) -> Any:
@@ -450,7 +446,7 @@ class JobStart:
             return self._carry_out(share, options_in_ledger)
 
         # The first instance of the profile was checked before; the one that was taken may be smaller.
-        check_memory(share.device, self._bytes_on(share.device), job=True)
+        check_memory(share.device, self.budget.on([share.device]), job=True)
         request = Request(
             memory_bytes=None,
             keys=(),

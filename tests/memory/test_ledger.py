@@ -398,7 +398,9 @@ def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
     hold(host, 20 * GIB, full)
 
     def order(size: int | None) -> list[int]:
-        ranked = best_first(host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], memory_bytes=size)
+        ranked = best_first(
+            host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], UserLimits(), memory_bytes=size
+        )
         assert "production job 'web' runs there" in dict(ranked)[free]
         return [device.gpu.index for device, _ in ranked]
 
@@ -442,7 +444,7 @@ def test_only_own_processes_are_known_by_their_command(host: Host, user: str | N
     for command, use in ((("python", "web.py"), 30.0), (("python", "mine.py"), 50.0)):
         keep_profile(host, first, command, Profile(use_percent=use))
     add_process(SPEC, user=user, name=name, command_line=("python", "web.py"), sm_percent=40)
-    ordered = best_first(host, devices(host), lambda _: [], command=("python", "mine.py"))
+    ordered = best_first(host, devices(host), lambda _: [], UserLimits(), command=("python", "mine.py"))
     (full,) = [reason for device, reason in ordered if device.gpu.index == first.gpu.index]
     assert f"; {shown}" in full
     (empty,) = [reason for device, reason in ordered if device.gpu.index == second.gpu.index]
@@ -453,11 +455,11 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
     first, second = devices(host)
     place = hold(host, GIB, first)
     add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
-    ordered = best_first(host, devices(host), lambda _: [])
+    ordered = best_first(host, devices(host), lambda _: [], UserLimits())
     assert [device.gpu.index for device, _ in ordered] == [second.gpu.index, first.gpu.index]
     assert "its load is unknown" in ordered[1][1]
     # It is not its own neighbour.
-    assert "it is idle" in best_first(host, [first], lambda _: [], own_place=place)[0][1]
+    assert "it is idle" in best_first(host, [first], lambda _: [], UserLimits(), own_place=place)[0][1]
 
 
 def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> None:
@@ -981,6 +983,13 @@ def line_with(
     )
 
 
+def under_limit(lines: Sequence[Line], limit: int | None) -> list[Line]:
+    """Return these devices, on each of which this user may reserve so many bytes; None: any number."""
+    return [
+        replace(line, limits=UserLimits() if limit is None else UserLimits({os.geteuid(): limit})) for line in lines
+    ]
+
+
 def asking(size: int | None, **facts: Any) -> Request:
     """Return a request for this many GiB."""
     return Request(**{"memory_bytes": size and size * GIB, "keys": ("GPU-0", "GPU-1"), "client": False, **facts})
@@ -1039,7 +1048,7 @@ STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.hol
 def test_what_a_job_waits_for(
     lines: list[Line], request_: Request, ahead: int, limit: int | None, reasons: list[str], text: str
 ) -> None:
-    assert _room_text(lines, request_, ahead, limit, reasons) == text
+    assert _room_text(under_limit(lines, limit), request_, ahead, reasons) == text
 
 
 @pytest.mark.parametrize(
@@ -1059,15 +1068,16 @@ def test_what_a_job_waits_for(
 def test_a_job_that_can_never_come_is_refused(
     lines: list[Line], request_: Request, limit: int | None, error: str | None
 ) -> None:
+    lines = under_limit(lines, limit)
     if error is None:
-        check_fits(lines, request_, limit)
+        check_fits(lines, request_)
         return
     with pytest.raises((BadUsage, NoPermission)) as raised:
-        check_fits(lines, request_, limit)
+        check_fits(lines, request_)
     assert raised.value.message == error
     if "may reserve" not in error:
         # It may fit on a device that is not among these.
-        check_fits(lines, request_, limit, when_empty=False)
+        check_fits(lines, request_, when_empty=False)
 
 
 @pytest.mark.parametrize(
@@ -1084,15 +1094,14 @@ def test_a_job_that_can_never_come_is_refused(
 def test_a_job_that_found_no_room(
     lines: list[Line], request_: Request, seconds: float, message: str, hint: str
 ) -> None:
-    error = _no_room_error(
-        lines, request_, seconds, ["GPU 3 is gone"], 1, 20 * GIB if lines and lines[0].granted[os.geteuid()] else None
-    )
+    lines = under_limit(lines, 20 * GIB if lines and lines[0].granted[os.geteuid()] else None)
+    error = _no_room_error(lines, request_, seconds, ["GPU 3 is gone"], 1)
     assert message in error.message
     assert hint in (error.hint or "")
 
 
 def test_the_limit_of_a_user_counts_the_users_other_jobs() -> None:
-    check_limit_now([line_with(0, granted=12)], asking(8), 20 * GIB)
-    check_limit_now([line_with(0, granted=13)], asking(8), None)
+    check_limit_now(under_limit([line_with(0, granted=12)], 20 * GIB), asking(8))
+    check_limit_now([line_with(0, granted=13)], asking(8))
     with pytest.raises(InUse, match=r"no room for 9\.0 GiB now; your jobs have reserved 12\.0 GiB of the 20\.0 GiB"):
-        check_limit_now([line_with(0, granted=13), line_with(1, granted=12)], asking(9), 20 * GIB)
+        check_limit_now(under_limit([line_with(0, granted=13), line_with(1, granted=12)], 20 * GIB), asking(9))
