@@ -9,11 +9,10 @@ from __future__ import annotations
 import abc
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field
 from typing import Final
 
-from gpushare.base.model import GpuProcess, memory_held
 from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
@@ -42,9 +41,6 @@ class Watch(abc.ABC):
     news: list[str] = field(default_factory=list)
     # The same, of what is not as it was asked for.
     troubles: list[str] = field(default_factory=list)
-    # The most memory that its processes held together at a look (bytes), and how many looks saw some.
-    peak_bytes: int | None = None
-    peak_looks: int = 0
     # The slice that the job wants now (microseconds); None: the one of its record.
     slice_us: int | None = None
     # Called with a process and its start before it is stopped; without a guard nobody is told.
@@ -81,14 +77,7 @@ class Watch(abc.ABC):
 
     @abc.abstractmethod
     def find_processes(self) -> None:
-        """Note which processes of the program are inside its share and which outside, and their memory."""
-
-    def note_memory(self, processes: Iterable[GpuProcess]) -> None:
-        """Raise the peak of memory if the program's processes on its device hold more now; later runs reserve the peak."""
-        held = memory_held(processes)
-        if held is not None:
-            self.peak_bytes = max(self.peak_bytes or 0, held)
-            self.peak_looks += 1
+        """Note which processes of the program are inside its share and which outside."""
 
     def mps_fault(self) -> bool:
         """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""

@@ -33,6 +33,7 @@ from gpushare.host.identity import Identity, identity_of, uptime, wall_time
 from gpushare.host.records import try_lock
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.memory.ledger import Reservation, reservations
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.part import Part, Watch
 from gpushare.plan import Loss
 
@@ -396,6 +397,10 @@ def check_not_waiting(host: Host, name: str | None) -> None:
             )
 
 
+# A peak is kept after this number of looks that saw memory (most of a minute): a shorter run may not have reached it.
+_PEAK_LOOKS: Final = 45
+
+
 @dataclass
 class RecordedJob(Part):
     """The record of a job, written before its program runs. That of a production job stays after its end, for its peak memory.
@@ -412,6 +417,9 @@ class RecordedJob(Part):
     _ended: bool = False
     _watch: Watch | None = None
     _seen: set[int] = field(default_factory=set)
+    # The most memory that its processes held together in this run, and how many looks saw some.
+    _peak_bytes: int = 0
+    _peak_looks: int = 0
     due: float = 0.0
 
     def check(self) -> None:
@@ -461,9 +469,13 @@ class RecordedJob(Part):
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
             previous = self.record
-            listed = processes_on(self.host, self.device.gpu.index) or ()
+            # In another PID namespace, NVML's PIDs are those of other processes.
+            is_blind = self.host.processes.namespace_is_host() is False
+            listed = () if is_blind else processes_on(self.host, self.device.gpu.index) or ()
             held = memory_held(process for process in listed if process.pid in self._seen)
             if held is not None:
+                self._peak_bytes = max(held, self._peak_bytes)
+                self._peak_looks += 1
                 self.record = replace(self.record, memory_peak_bytes=max(held, previous.memory_peak_bytes or 0))
             waits = bool(watch.pending) and not watch.attached
             self.record = replace(self.record, waits=waits, slice_us=watch.slice_us or self.record.slice_us)
@@ -472,6 +484,12 @@ class RecordedJob(Part):
             if is_news or (previous.role == PRODUCTION and self.record != previous):
                 write_record(self.host, self.record)
         return False
+
+    def keep_peak(self, command: Sequence[str]) -> None:
+        """Keep the peak of a run of this command that was not too short: a later `run --wait` of it reserves that."""
+        if self._peak_looks >= _PEAK_LOOKS:
+            with contextlib.suppress(GpushareError):
+                keep_profile(self.host, self.device, command, Profile(memory_bytes=self._peak_bytes))
 
     def moved(self, device: Device) -> None:
         """Name the device to which the job was moved in its record; a full disk must not end the job."""

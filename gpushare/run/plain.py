@@ -158,11 +158,10 @@ class PlainWatch(Watch):
             return
 
     def _note_processes(self, tree: set[int]) -> None:
-        """Note which processes of the program are on its devices, and which are elsewhere; and their memory on the first one."""
+        """Note which processes of the program are on its devices, and which are elsewhere."""
         mig = self.device.mig
         index = self.device.gpu.index
         elsewhere: set[int] = set()
-        on_first_device = []
         if mig is not None:
             self.attached |= tree & {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
         of_all_gpus = (
@@ -173,14 +172,10 @@ class PlainWatch(Watch):
                 continue
             # Without the ids of its instance, a process on the same GPU may be in ours.
             is_in_other_instance = None not in (process.gpu_instance_id, process.compute_instance_id)
-            if gpu == index and self.device.has(process):
-                self.attached.add(process.pid)
-                on_first_device.append(process)
-            elif gpu in self.more:
+            if gpu in self.more or (gpu == index and self.device.has(process)):
                 self.attached.add(process.pid)
             elif gpu != index or is_in_other_instance:
                 elsewhere.add(process.pid)
-        self.note_memory(on_first_device)
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= elsewhere & self._suspects
         self._suspects = elsewhere

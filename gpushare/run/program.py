@@ -13,7 +13,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import NoPermission, OperationFailed
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.guard import Guard
@@ -21,7 +21,6 @@ from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, starts_of
 from gpushare.host.written_file import open_to_append
-from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.plan import Step
@@ -124,8 +123,6 @@ def _give_terminal(descriptor: int, group: int) -> bool:
         return True
 
 
-# A peak is kept after this number of looks that saw memory (most of a minute): a shorter run may not have reached it.
-_PEAK_LOOKS: Final = 10
 # A part that has nothing to do waits without end, which no call takes.
 _LONGEST_SECONDS: Final = 60.0
 # The exit codes of programs that a user ended, as servers and notebooks always do.
@@ -306,8 +303,6 @@ class Run:
     share: Share
     parts: Sequence[Part]
     command: Sequence[str]
-    # The command as the user gave it.
-    typed: Sequence[str]
     options: RunOptions
     reporter: RunReport
     # What runs it.
@@ -360,10 +355,6 @@ class Run:
             session.close()
         for part in self.parts:
             part.raise_end()
-        if session.peak_bytes is not None and not self.options.parts and exit_code in {0, *ENDED_BY_USER}:
-            # What a later `run --wait` of this command reserves. A job of the ledger (it has parts) keeps its own peak.
-            with contextlib.suppress(GpushareError):
-                keep_profile(self.host, self.share.device, self.typed, Profile(memory_bytes=session.peak_bytes))
         return exit_code
 
 
@@ -388,7 +379,6 @@ class Session:
         self._told_gone = False
         self._ended_by: int | None = None
         self._relay: Relay | None = None
-        self.peak_bytes: int | None = None
         self.mps_fault = False
 
     def close(self) -> bool:
@@ -435,7 +425,6 @@ class Session:
         watch = self._watch
         watch.settle()
         self.mps_fault = bool(status) and self._ended_by is None and watch.mps_fault()
-        self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
         self._report_news()
         if not watch.attached and not watch.outside:
             self._say(self._reporter.share_not_proved)

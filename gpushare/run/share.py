@@ -83,9 +83,7 @@ class Attachment(Watch):
         self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
         running = processes_on(self.host, self.device.gpu.index)
         if running is not None:
-            ours = [process for process in running if process.pid in tree]
-            self.note_memory(ours)
-            self._note_outside(ours, clients.keys())
+            self._note_outside([process for process in running if process.pid in tree], clients.keys())
         if not self.attached:
             self._note_pending(tree)
 

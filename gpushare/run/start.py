@@ -55,7 +55,7 @@ from gpushare.run.jobs import (
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
-from gpushare.run.program import QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
+from gpushare.run.program import ENDED_BY_USER, QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
 from gpushare.run.queued import Queued
 from gpushare.run.results import find_tuned
 from gpushare.run.roles import (
@@ -174,7 +174,7 @@ class JobStart:
             report.title = titles(share.devices)
         if isinstance(share, MpsShare):
             share.check_no_fault()
-        run = Run(self.host, share, all_parts, command, self.command, options, report, container=container)
+        run = Run(self.host, share, all_parts, command, options, report, container=container)
         if self.dry_run:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
@@ -212,6 +212,9 @@ class JobStart:
             code = int(error.exit_code) if error.code in {"memory_limit", "time_limit"} else None
             raise
         else:
+            # A job of the ledger (it has parts) keeps its own peak.
+            if not run.options.parts and code in {0, *ENDED_BY_USER}:
+                job.keep_peak(self.command)
             return code
         finally:
             if job.record.name:

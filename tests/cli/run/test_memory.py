@@ -169,7 +169,7 @@ def test_the_peak_of_a_command_is_reserved_the_next_time(cli: Cli) -> None:
 
 @pytest.mark.parametrize("more", [(), ("--slice", "2ms"), ("--name", "train"), ("--production", "web")])
 def test_a_plain_run_keeps_its_peak(cli: Cli, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
-    monkeypatch.setattr("gpushare.run.program._PEAK_LOOKS", 1)
+    monkeypatch.setattr("gpushare.run.jobs._PEAK_LOOKS", 1)
     monkeypatch.setattr("gpushare.run.share.Watch.poll_interval", lambda _: 0.1)
     job = ("--", *JOB, "--footprint", "9G", "--seconds", "1")
     assert cli("run", *more, *job).code == 0
@@ -207,7 +207,7 @@ def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
 def test_a_short_or_failed_run_keeps_no_peak(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, looks: int, script: str
 ) -> None:
-    monkeypatch.setattr("gpushare.run.program._PEAK_LOOKS", looks)
+    monkeypatch.setattr("gpushare.run.jobs._PEAK_LOOKS", looks)
     cli("run", "--", "sh", "-c", f"{' '.join(JOB)} --footprint 9G --seconds 1; {script}")
     assert not (world.host.state_directory / "peaks").exists()
 
