@@ -6,13 +6,12 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpushare.advice.ways import way_of
 from gpushare.base.model import Way
-from tests.cli.advise.test_advise import commands, on_a_terminal
+from tests.cli.advise.asking import advised, commands, on_a_terminal, told
 from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_memory import JOB
 
@@ -22,11 +21,6 @@ TWO = ("--processes", "2", "--users", "same", "--saturating")
 
 def job(size: str, seconds: float) -> str:
     return shlex.join((*JOB, "--footprint", size, "--seconds", str(seconds)))
-
-
-def asked(cli: Cli, *words: str, host: str = A30) -> dict[str, Any]:
-    found: dict[str, Any] = cli("advise", "-y", *words, host=host, output="json").ok().data
-    return found
 
 
 def words_of(command: str, old: str = "", new: str = "") -> list[str]:
@@ -64,23 +58,22 @@ def pair(tmp_path: Path, *, users: tuple[str, str] | None = None, seconds: float
 
 
 def test_the_cost_is_a_number_with_its_source(cli: Cli) -> None:
-    assert asked(cli, *TWO, "--memory", "60G", "--needs", "progress", host="sim:h200")["cost"] is None
-    data = asked(cli, *TWO, "--memory", "80G", "--needs", "progress", host="sim:h200")
-    assert data["winner"] == "turns"
+    assert advised(cli, "h200", TWO, "--memory", "60G", "--needs", "progress")["cost"] is None
+    data = advised(cli, "h200", TWO, "--memory", "80G", "--needs", "progress")
+    assert (data["winner"], data["memory"]["fits"]) == ("turns", False)
     cost = data["cost"]
     assert cost["kept_share"] == pytest.approx(0.9)
     assert cost["switch_seconds"] == pytest.approx(cost["out_seconds"] + cost["in_seconds"], abs=0.11)
     assert cost["turn_seconds"] == pytest.approx(9 * cost["switch_seconds"], rel=0.01)
     assert cost["host_bytes"] > 2 * 80 << 30
     assert "H200" in cost["source"]
-    assert data["memory"]["fits"] is False
-    assert any("run at 90 % of the speed that they have one after another" in line for line in [cost["sentence"]])
+    assert "run at 90 % of the speed that they have one after another" in cost["sentence"]
 
 
 def test_a_latency_target_is_productions_which_never_leaves(cli: Cli) -> None:
     words = ("--production", "1", "--opportunistic", "1", "--memory", "16G", "--users", "same", "--latency", "20ms")
-    assert asked(cli, *words)["winner"] == "swap"
-    assert asked(cli, *TWO, "--memory", "16G", "--needs", "progress", "--latency", "20ms")["winner"] is None
+    assert advised(cli, A30, words)["winner"] == "swap"
+    assert advised(cli, A30, TWO, "--memory", "16G", "--needs", "progress", "--latency", "20ms")["winner"] is None
 
 
 def test_the_screen_says_the_cost_and_how_to_see_it(cli: Cli) -> None:
@@ -93,17 +86,11 @@ def test_the_screen_says_the_cost_and_how_to_see_it(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("way", ["turns", "swap"])
-def test_a_way_is_explained(cli: Cli, way: str) -> None:
+def test_a_way_is_explained_and_has_no_column_in_the_table(cli: Cli, refused: Refused, way: str) -> None:
     out = cli("advise", *TWO, "--memory", "2G", "--way", way, host=A30, output="table").ok().out
     assert "all of them fit at the same time" in " ".join(out.split())
     assert "host memory" in cli("explain", way, host=None).ok().out
-
-
-def test_the_table_of_ways_has_no_column_for_them(refused: Refused) -> None:
-    assert "give streams, mps" in refused("compare", "turns", code="bad_way", exit_code=2)
-
-
-def test_other_words_for_them() -> None:
+    assert "give streams, mps" in refused("compare", way, code="bad_way", exit_code=2)
     assert [way_of(text) for text in ("by-turns", "swapping", "idle")] == [Way.TURNS, Way.SWAP, Way.SWAP]
 
 
@@ -119,7 +106,7 @@ def test_other_words_for_them() -> None:
 def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str, ...], rule: str) -> None:
     if prepare:
         cli("sim", *prepare, host=A30).ok()
-    data = asked(cli, *TWO, "--memory", "16G", "--needs", "progress", *more)
+    data = advised(cli, A30, TWO, "--memory", "16G", "--needs", "progress", *more)
     assert data["winner"] not in {"turns", "swap"}
     verdict = next(verdict for verdict in data["verdicts"] if verdict["way"] == "turns")
     assert verdict["outcome"] == "refused"
@@ -130,7 +117,7 @@ def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str,
 
 def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> None:
     cli("sim", "add", "-g", "0", "--memory", "16G", "--user", "1001", host=A30).ok()
-    data = asked(cli, "--processes", "1", "--memory", "16G", "--command", "true")
+    data = advised(cli, A30, "--processes 1 --memory 16G --command true")
     assert commands(data) == ["gpushare run -g 0 --slice 2ms --wait --memory 16884M -- true"]
 
 
@@ -138,7 +125,7 @@ def test_the_first_job_that_does_not_fit_next_to_a_stranger_waits(cli: Cli) -> N
 
 
 def test_turns_as_printed(cli: Cli, real: Real) -> None:
-    data = asked(cli, *TWO, "--memory", "14G", "--needs", "progress", "--command", job("14G", 60))
+    data = advised(cli, A30, TWO, "--memory", "14G", "--needs", "progress", "--command", job("14G", 60))
     assert data["winner"] == "turns"
     first, *rest = words_of(commands(data)[0])
     assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
@@ -155,7 +142,7 @@ def test_turns_as_printed(cli: Cli, real: Real) -> None:
 
 def test_idle_as_printed(cli: Cli, real: Real) -> None:
     program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
-    data = asked(cli, *TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
+    data = advised(cli, A30, TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
     assert data["winner"] == "swap"
     (command,) = commands(data)
     world = World(A30)
@@ -172,7 +159,7 @@ def test_idle_as_printed(cli: Cli, real: Real) -> None:
 
 @pytest.mark.parametrize("users", [None, ("web", "ann")])
 def test_production_first_as_printed(cli: Cli, real: Real, tmp_path: Path, users: tuple[str, str] | None) -> None:
-    data = asked(cli, "-f", str(pair(tmp_path, users=users)))
+    data = advised(cli, A30, "-f", str(pair(tmp_path, users=users)))
     assert data["winner"] == "swap"
     serve, batch = commands(data)
     other = real(*(words_of(batch) if users is None else words_of(batch, "turns=60s", "turns=0.5s")), host=A30)
@@ -186,24 +173,28 @@ def test_production_first_as_printed(cli: Cli, real: Real, tmp_path: Path, users
 def test_an_mps_server_that_has_the_gpu_alone_is_stopped_first(cli: Cli) -> None:
     words = (*TWO, "--memory", "16G", "--needs", "progress")
     cli("mps", "start", "-g", "0", host=A30).ok()
-    assert commands(asked(cli, *words))[0].startswith("gpushare run")
+    assert commands(advised(cli, A30, words))[0].startswith("gpushare run")
     cli("mps", "stop", "-g", "0", host=A30).ok()
     cli("mps", "start", "-g", "0", "--exclusive", host=A30).ok()
-    data = asked(cli, *words)
+    data = advised(cli, A30, words)
     assert data["winner"] == "turns"
     assert commands(data)[0] == "gpushare mps stop -g 0"
 
 
-def test_production_that_runs_already_stays_as_it_is(cli: Cli, tmp_path: Path) -> None:
-    file = pair(tmp_path)
+@pytest.mark.parametrize("users", [None, ("web", "ann")])
+def test_next_to_production_that_runs_only_its_growth_tells(
+    cli: Cli, tmp_path: Path, users: tuple[str, str] | None
+) -> None:
+    file = pair(tmp_path, users=users)
     file.write_text(file.read_text().replace("role: production", "role: production, running: yes"))
-    data = asked(cli, "-f", str(file))
-    assert data["winner"] == "swap"
+    data = advised(cli, A30, "-f", str(file))
     (batch,) = commands(data)
     assert "--opportunistic --yield swap" in batch
-    assert any("steady growth" in command["what"] for command in data["commands"])
-    file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
-    assert asked(cli, "-f", str(file))["winner"] != "swap"
+    if users is None:
+        assert data["winner"] == "swap"
+        assert any("steady growth" in what for what in told(data))
+        file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
+        assert advised(cli, A30, "-f", str(file))["winner"] != "swap"
 
 
 def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,22 +206,11 @@ def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
-    words = ("--processes", "5", "--users", "same", "--saturating", "--memory", "16G", "--command", "true")
-    queue = asked(cli, *words, host="sim:2xa30")
-    assert queue["winner"] == "whole-gpu"
-    assert commands(queue) == ["gpushare run -g 0-1 --slice 2ms --wait -- true"]
-    turns = asked(cli, *words, "--needs", "progress", host="sim:2xa30")
-    assert commands(turns)[0] == "gpushare run -g 0-1 --swap turns --memory 16884M --name job-1 -- true"
+    words = "--processes 5 --users same --saturating --memory 16G --command true"
+    queue = advised(cli, "2xa30", words)
+    assert (queue["winner"], commands(queue)) == ("whole-gpu", ["gpushare run -g 0-1 --slice 2ms --wait -- true"])
+    turns = commands(advised(cli, "2xa30", f"{words} --needs progress"))
+    assert turns[0] == "gpushare run -g 0-1 --swap turns --memory 16884M --name job-1 -- true"
     # Two have a GPU each.
-    fits = asked(cli, *("2" if word == "5" else word for word in words), host="sim:2xa30")
-    assert (fits["answer"], fits["confidence"]) == ("a GPU for each", "high")
-    assert commands(fits) == commands(queue)
-
-
-@pytest.mark.parametrize("users", [None, ("web", "ann")])
-def test_next_to_production_that_runs_only_its_growth_tells(
-    cli: Cli, tmp_path: Path, users: tuple[str, str] | None
-) -> None:
-    file = pair(tmp_path, users=users)
-    file.write_text(file.read_text().replace("role: production", "role: production, running: yes"))
-    assert "--opportunistic --yield swap" in commands(asked(cli, "-f", str(file)))[0]
+    fits = advised(cli, "2xa30", words.replace("5", "2"))
+    assert (fits["answer"], fits["confidence"], commands(fits)) == ("a GPU for each", "high", commands(queue))

@@ -12,8 +12,8 @@ import pytest
 from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
 from gpushare.measure.bench import Bench
-from tests.cli.advise.test_advise import commands
-from tests.cli.drive import Cli, Real, Refused, World, same, until, until_one_run_is_over
+from tests.cli.advise.asking import commands
+from tests.cli.drive import Cli, Real, World, same, until, until_one_run_is_over
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
@@ -112,15 +112,13 @@ def test_two_processes_are_assumed_where_their_number_is_unknown(cli: Cli) -> No
     assert {cell["copies"] for cell in data["measurement"]["cells"]} == {2}
 
 
-def test_one_way_alone_is_not_measured(cli: Cli) -> None:
-    words = ("--processes", "2", "--memory", "100G")
-    answer = cli("-o", "json", "advise", "--measure", *words, "--", "gs-no-such-program").ok()
-    assert (answer.data["winner"], answer.data["measurement"]) == ("whole-gpu", None)
+def test_what_does_not_share_is_not_measured(cli: Cli) -> None:
+    answer = cli(
+        "-o", "json", "advise", "--measure", "--processes", "2", "--memory", "100G", "--", "gs-no-such-program"
+    )
+    assert (answer.ok().data["winner"], answer.data["measurement"]) == ("whole-gpu", None)
     assert "nothing to compare" in answer.data["measured"]["sentence"]
     assert "assuming 2 processes" not in answer.err, "their number was given"
-
-
-def test_one_process_is_not_measured(cli: Cli) -> None:
     data = measured(cli, "--processes", "1", "--", "gs-no-such-program")
     assert data["measured"]["effect"] == "open"
     assert "does not share" in data["measured"]["sentence"]
@@ -175,25 +173,6 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real,
     data = answer.json["data"]
     assert (data["winner"], data["measured"]["effect"]) == ("mps", "open")
     assert "nothing was measured" in answer.json["errors"][0]["message"]
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--measure",), "no_command", 2),
-        (("--measure", "--repeat", "0", "--", "true"), "usage", 2),
-        (("--measure", "--for", "1s", "--", "true"), "bad_combination", 2),
-        (("--measure", "--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
-        (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),
-        (("--measure", "--way", "mps", "--", "true"), "bad_combination", 2),
-        (("--repeat", "3"), "bad_combination", 2),
-        (("--processes", "2", "--", "true"), "bad_combination", 2),
-        (("--measure", "--production", "1", "--opportunistic", "1", "--", "true"), "pair_not_measured", 3),
-        (("--measure", "--", "gs-no-such-program"), "command_not_found", 127),
-    ],
-)
-def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
-    refused("advise", *words, code=code, exit_code=exit_code)
 
 
 def test_a_command_that_fails_already_alone(cli: Cli, world: World) -> None:

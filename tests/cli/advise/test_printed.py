@@ -6,11 +6,11 @@ import itertools
 import random
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.advise.test_advise import commands, pasted
+from tests.cli.advise.asking import advised, commands, outcome, shown
+from tests.cli.drive import Cli
 
 HOSTS = ("t4", "a100-80gb", "h200", "a30", "rtx-4090", "p100", "2xa30", "4xl4", "2xt4,a30", "8xh100")
 # Each property with its values, and how often it is given.
@@ -48,43 +48,36 @@ def question(seed: int) -> tuple[str, list[str]]:
     return f"sim:{chance.choice(HOSTS)}", [*chance.choice(COUNTS), *itertools.chain(*given)]
 
 
-def state(cli: Any, spec: str) -> list[Any]:
-    looks = (("mig", "status"), ("mps", "status"), ("timeslice", "show"))
-    return [cli(*words, host=spec, output="json").json["data"] for words in looks]
-
-
-def check(cli: Any, seed: int, program: str) -> None:
+def check(cli: Cli, seed: int, program: str) -> None:
     """Ask, run what is printed, undo it, and compare the host."""
     spec, words = question(seed)
-    before = state(cli, spec)
-    data = cli("advise", "-y", *words, "--command", program, host=spec, output="json").ok().data
+    before = shown(cli, spec)
+    data = advised(cli, spec, ("-y", *words), "--command", program)
     what = f"seed {seed}: {spec} {shlex.join(words)}: {data['winner']}"
     assert (data["winner"] is None) == (not data["commands"]), what
-    for lines in (commands(data), commands(data, "undo")):
-        for line in lines:
-            if "gpushare " in line:
-                done = pasted([line], spec)
-                if line.startswith("gpushare stop ") and "is running or waiting" in done.stderr:
-                    # The jobs have ended by themselves.
-                    continue
-                assert done.returncode == 0, f"{what}: {line}: {done.stderr}"
-    assert state(cli, spec) == before, what
+    for line in (*commands(data), *commands(data, "undo")):
+        if "gpushare " in line:
+            code, err = outcome([line], spec)
+            # The jobs may have ended by themselves.
+            ended = line.startswith("gpushare stop ") and "is running or waiting" in err
+            assert code == 0 or ended, f"{what}: {line}: {err}"
+    assert shown(cli, spec) == before, what
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("seed", range(100, 106))
-def test_printed_lines_work_and_are_undone(cli: Any, seed: int) -> None:
+def test_printed_lines_work_and_are_undone(cli: Cli, seed: int) -> None:
     check(cli, seed, "sleep 0.05")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tens", range(10))
 def test_a_hundred_answers_work_and_are_undone(
-    cli: Any, tens: int, sim_dir: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tens: int, sim_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for seed in range(10 * tens, 10 * tens + 10):
         # Hosts of its own: here all jobs are of one process, which lives on, so their names stay in use.

@@ -26,7 +26,7 @@ from gpushare.memory.peaks import Profile, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.result import jsonable
 from gpushare.sim import admin
-from tests.cli.advise.test_advise import Terminal
+from tests.cli.advise.asking import Terminal
 from tests.cli.drive import Cli, Real, Refused, World, alive, same, until, until_one_run_is_over
 from tests.measure.test_bench import answer, measured
 
