@@ -212,12 +212,7 @@ def test_mig_is_switched_on_where_the_driver_lists_profiles_only_then(cli: Cli) 
     [
         ("", FARM, "sim:t4", ["limit each client process to 50 % of the SM threads"]),
         ("", USERS, A100, ["switch MIG on for GPU 0"]),
-        (
-            "mig apply -g 0 3g.40gb",
-            (*FARM, "--destroy"),
-            A100,
-            ["switch MIG off", "serve GPU 0 with an MPS daemon"],
-        ),
+        ("mig apply -g 0 3g.40gb", (*FARM, "--destroy"), A100, ["switch MIG off", "serve GPU 0 with an MPS daemon"]),
         ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon"]),
         ("mps start -g 0", USERS, A100, ["stop the idle MPS daemon", "switch MIG on"]),
         ("mps start -g 0 --threads 30", FARM, "sim:t4", []),

@@ -28,7 +28,7 @@ from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import LIMIT_FILE, pipe_directory, pipe_users, set_pipe_users
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused, World, Write, same
+from tests.cli.drive import Answer, Cli, Refused, World, Write, same
 
 EIGHT = "sim:8xh100-80gb"
 TWO = "sim:2xh100"
@@ -64,6 +64,55 @@ def captured(cli: Cli, host: str) -> str:
     done = cli("capture", host=host).ok()
     assert [line for line in done.err.splitlines() if "to restore it at every boot" not in line] == []
     return done.out
+
+
+class Host:
+    """A host to which files are applied; ``text`` is a file, or what is said of GPU 0."""
+
+    def __init__(self, cli: Cli, refused: Refused, write: Write, spec: str = TWO) -> None:
+        self.cli, self.is_refused, self.write, self.world = cli, refused, write, World(spec)
+
+    def file(self, text: str) -> str:
+        return self.write(text if text.startswith("version") else one(text))
+
+    def __call__(self, verb: str, text: str, *more: str, output: str | None = None) -> Answer:
+        return self.cli(verb, "-f", self.file(text), *more, host=self.world.spec, output=output)
+
+    def apply(self, text: str, *more: str) -> Answer:
+        return self("apply", text, *more).ok()
+
+    def plan(self, text: str, *more: str) -> list[Any]:
+        """Return the steps of a plan, or those that were taken."""
+        return list(self("apply", text, *more, output="json").ok().data["steps"])
+
+    def differs(self, text: str) -> str:
+        """Return what differs from a file; nothing does: an empty text."""
+        answer = self("diff", text)
+        assert answer.code in {0, 7}
+        return answer.out if answer.code else ""
+
+    def refused(self, text: str, *more: str, code: str, exit_code: int) -> str:
+        return self.is_refused(
+            "apply", "-f", self.file(text), *more, code=code, exit_code=exit_code, host=self.world.spec
+        )
+
+    def capture(self) -> str:
+        return self.cli("capture", host=self.world.spec).ok().out
+
+    @property
+    def kept(self) -> Path:
+        return self.world.directory / "var" / "applied.yaml"
+
+    def undo(self, answer: Answer) -> Answer:
+        """Do what takes a change back."""
+        words = answer.data["undo"].split()
+        assert words[:3] == ["gpushare", "apply", "-f"]
+        return self.cli(*words[1:], host=self.world.spec, output="json").ok()
+
+
+@pytest.fixture
+def two(cli: Cli, refused: Refused, write: Write) -> Host:
+    return Host(cli, refused, write)
 
 
 def states(answer: Any) -> dict[int, str]:
@@ -122,19 +171,17 @@ def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
     }
 
 
-def test_a_daemon_that_goes_leaves_its_directory_to_everybody(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("mps: {users: [nobody]}")), host=TWO).ok()
-    pipe = Path(World(TWO).state.daemons[0].pipe_directory)
+def test_a_daemon_that_goes_leaves_its_directory_to_everybody(two: Host) -> None:
+    two.apply("mps: {users: [nobody]}")
+    pipe = Path(two.world.state.daemons[0].pipe_directory)
     assert pipe_users(pipe) == ("nobody",)
-    cli("apply", "-f", write(one("timeslice: default")), host=TWO).ok()
+    two.apply("timeslice: default")
     assert pipe_users(pipe) == ()
 
 
-def test_a_daemon_that_is_as_the_file_says_has_no_step(cli: Cli, write: Write) -> None:
-    served = "mig: [{wish: 3g.40gb, mps: {threads: 50}}"
-    cli("apply", "-f", write(one(f"{served}]")), host=TWO).ok()
-    answer = cli("apply", "-f", write(one(f"{served}, 1g.10gb]")), host=TWO, output="json").ok()
-    done = [step["what"] for step in answer.data["steps"]]
+def test_a_daemon_that_is_as_the_file_says_has_no_step(two: Host) -> None:
+    two.apply("mig: [{wish: 3g.40gb, mps: {threads: 50}}]")
+    done = [step["what"] for step in two.plan("mig: [{wish: 3g.40gb, mps: {threads: 50}}, 1g.10gb]")]
     assert done
     assert not [what for what in done if "MPS" in what]
 
@@ -146,8 +193,7 @@ def test_any_way_of_sharing_follows_any_other(cli: Cli, write: Write, seed: int)
     for _ in range(6):
         document = {"version": 1, "gpus": [{"match": {"index": n}, **_any_way(chosen, n)} for n in range(2)]}
         path = write(json.dumps(document))
-        answer = cli("apply", "-f", path, host=TWO)
-        assert answer.code == 0, (document, answer)
+        assert cli("apply", "-f", path, host=TWO).code == 0, document
         assert cli("diff", "-f", path, host=TWO).code == 0
         assert cli("apply", "-f", path, host=TWO, output="json").ok().data["steps"] == []
         assert cli("diff", "-f", write(captured(cli, TWO)), host=TWO).code == 0
@@ -174,17 +220,17 @@ def _any_way(chosen: random.Random, gpu: int) -> dict[str, Any]:
     return chosen.choice(ways)
 
 
-def test_a_name_moves_to_another_gpu(cli: Cli, write: Write) -> None:
+def test_a_name_moves_to_another_gpu(two: Host) -> None:
     text = "version: 1\ngpus:\n- {match: {index: 0}, mig: [%s]}\n- {match: {index: 1}, mig: [%s]}\n"
     named = "{wish: 1g.10gb, name: train, users: [nobody]}"
-    cli("apply", "-f", write(text % (named, "1g.10gb")), host=TWO).ok()
-    cli("apply", "-f", write(text % ("1g.10gb", named)), host=TWO).ok()
-    world = World(TWO)
-    assert names_of(world.host)["train"].gpu_uuid == world.uuid(1)
+    two.apply(text % (named, "1g.10gb"))
+    two.apply(text % ("1g.10gb", named))
+    host = two.world.host
+    assert names_of(host)["train"].gpu_uuid == two.world.uuid(1)
     # The instance that lost its name is everybody's again.
-    capabilities, minor = world.host.capabilities, world.host.nvml.minor_number(0)
+    minor = host.nvml.minor_number(0)
     assert minor is not None
-    accesses = [capabilities.access(capability) for capability in capabilities.of_gpu(minor).values()]
+    accesses = [host.capabilities.access(capability) for capability in host.capabilities.of_gpu(minor).values()]
     assert {access.owner for access in accesses if access is not None} == {0}
 
 
@@ -215,34 +261,24 @@ def test_diff_says_each_thing_and_changes_nothing(cli: Cli, write: Write) -> Non
     assert answer.data["gpus"][1]["differences"] == [{"what": "time-slice", "found": "long", "wanted": "short"}]
 
 
-def test_each_new_device_beside_one_like_it_gets_its_daemon(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("mig: [1c.3g.40gb]")), host=TWO).ok()
-    cli("apply", "-f", write(one("mig: [{wish: 1c.3g.40gb*3, mps: {}}]")), host=TWO).ok()
-    daemons = cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"]
-    assert len({daemon["device_uuid"] for daemon in daemons}) == 3
-
-
-def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None:
-    done = cli("diff", "-f", write(one("exclusive: true", index=7)), host=TWO)
-    assert done.code == 7
-    assert "this host has no GPU 7" in done.out
-    # An apply would not mend it.
-    assert "make it so" not in done.err
+def test_each_new_device_beside_one_like_it_gets_its_daemon(two: Host) -> None:
+    two.apply("mig: [1c.3g.40gb]")
+    two.apply("mig: [{wish: 1c.3g.40gb*3, mps: {}}]")
+    assert len({daemon.visible[0] for daemon in two.world.state.daemons}) == 3
 
 
 @pytest.mark.parametrize(
     ("way", "said"),
     [
+        (one("exclusive: true", index=7), "this host has no GPU 7"),
         ("mig: [3g.40gb*3]", "3g.40gb*3 does not fit on GPU 0, even empty"),
         ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
         ("mps: {memory: 900G}", "the memory limit 900.0 GiB is too large: GPU 0 has 79.6 GiB"),
     ],
 )
-def test_diff_says_what_can_never_be(cli: Cli, write: Write, way: str, said: str) -> None:
-    done = cli("diff", "-f", write(one(way)), host=TWO)
-    assert done.code == 7
-    assert said in done.out
-    assert "make it so" not in done.err
+def test_diff_says_what_can_never_be(two: Host, way: str, said: str) -> None:
+    done = two("diff", way)
+    assert (done.code, said in done.out, "make it so" in done.err) == (7, True, False)
 
 
 def test_what_apply_would_refuse_is_not_named(cli: Cli, write: Write) -> None:
@@ -284,18 +320,16 @@ def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Refused, write:
         assert "two files are given" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
 
 
-def test_an_apply_is_taken_back_by_its_undo(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("mig: [{wish: 3g.40gb, name: train}, 1g.10gb]", index=0)), host=TWO).ok()
-    before = cli("capture", host=TWO).ok().out
-    planned = cli("apply", "-f", write(one("mps: {threads: 25}", index=0)), "-n", host=TWO, output="json").ok()
-    answer = cli("apply", "-f", write(one("mps: {threads: 25}", index=0)), "-y", host=TWO, output="json").ok()
-    undo = answer.data["undo"].split()
+def test_an_apply_is_taken_back_by_its_undo(two: Host) -> None:
+    two.apply("mig: [{wish: 3g.40gb, name: train}, 1g.10gb]")
+    before = two.capture()
+    planned = two("apply", "mps: {threads: 25}", "-n", output="json").ok()
+    answer = two("apply", "mps: {threads: 25}", "-y", output="json").ok()
     assert planned.data["undo"] == answer.data["undo"]
-    assert undo[:3] == ["gpushare", "apply", "-f"]
-    again = cli(*undo[1:], host=TWO, output="json").ok()
-    assert cli("capture", host=TWO).ok().out == before
+    again = two.undo(answer)
+    assert two.capture() == before
     # The first undo is still right, and the undo of the undo is another file.
-    assert again.data["undo"].split()[3] != undo[3]
+    assert again.data["undo"].split()[3] != answer.data["undo"].split()[3]
     # It would take what was made since, so it asks.
     assert "-y" not in again.data["undo"].split()
 
@@ -358,30 +392,23 @@ def test_capture_guesses_nothing_of_a_daemon_that_hangs(
     assert "GPU 0 is left out: its MPS daemon does not answer" in done.err
 
 
-def test_what_hides_the_time_slice_is_named(cli: Cli, write: Write) -> None:
-    World(TWO).fault("missing", "nvidia-smi")
-    answer = cli("apply", "-f", write(one("timeslice: long")), host=TWO)
-    assert answer.code != 0
-    assert "nvidia-smi is not" in answer.err
+def test_what_hides_the_time_slice_is_named(two: Host) -> None:
+    two.world.fault("missing", "nvidia-smi")
+    assert "nvidia-smi is not" in two("apply", "timeslice: long").lines("error")[0]
+    assert "its time-slice level is unknown" in two.cli("capture", host=TWO).err
 
 
-def test_a_gpu_without_compute_modes_is_in_the_default_one(cli: Cli, write: Write) -> None:
-    World(TWO).fault("not-supported", "compute-mode", gpu="0")
-    assert captured(cli, TWO).count("timeslice: default") == 1
-    (step,) = cli("apply", "-f", write(one("timeslice: default")), host=TWO, output="json").ok().data["steps"]
-    assert step["what"] == "keep the file for the next boot"
-    assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 3
+def test_a_gpu_without_compute_modes_is_in_the_default_one(two: Host) -> None:
+    two.world.fault("not-supported", "compute-mode", gpu="0")
+    assert two.capture().count("timeslice: default") == 1
+    assert [step["what"] for step in two.plan("timeslice: default")] == ["keep the file for the next boot"]
+    assert two("apply", "exclusive: true").code == 3
 
 
-def test_an_unknown_level_is_noted(cli: Cli) -> None:
-    World("sim:t4").fault("missing", "nvidia-smi")
-    assert "its time-slice level is unknown" in cli("capture", host="sim:t4").err
-
-
-def test_a_daemon_stays_stopped_where_another_size_takes_its_place(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("mig: [{wish: '1c.3g.40gb:0', mps: {threads: 10}}, '2c.3g.40gb:0']")), host=TWO).ok()
-    cli("mig", "apply", "3g.40gb:0", "-g", "0", host=TWO).ok()
-    assert cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"] == []
+def test_a_daemon_stays_stopped_where_another_size_takes_its_place(two: Host) -> None:
+    two.apply("mig: [{wish: '1c.3g.40gb:0', mps: {threads: 10}}, '2c.3g.40gb:0']")
+    two.cli("mig", "apply", "3g.40gb:0", "-g", "0", host=TWO).ok()
+    assert two.world.state.daemons == []
 
 
 # -- refused -----------------------------------------------------------------------------------------
@@ -394,8 +421,8 @@ SECOND = "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
 @pytest.mark.parametrize(
     ("text", "code", "exit_code", "said"),
     [
-        (one("mps: {threads: 300}"), "bad_file", 2, ":4:"),
-        (one("mig: [3g.40gb*3]"), "never_fits", 3, ":3:3: GPU 0: 3g.40gb*3 does not fit"),
+        ("mps: {threads: 300}", "bad_file", 2, ":4:"),
+        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: GPU 0: 3g.40gb*3 does not fit"),
         (one("timeslice: long") + SECOND, "never_fits", 3, ":5:3: GPU 1: 7g.80gb*2 does not fit"),
         (
             one("mig: [9g.80gb]", index=1),
@@ -403,24 +430,21 @@ SECOND = "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
             3,
             ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'",
         ),
-        (one("mps: {memory: 400G}"), "limit_above_gpu", 2, ":3:3"),
-        (one("mps: {memory: 400G}"), "limit_above_gpu", 2, "give at most memory: 81559M"),
-        (one("mps: {users: [no-such-user]}"), "no_user", 6, "no-such-user"),
+        ("mps: {memory: 400G}", "limit_above_gpu", 2, ":3:3"),
+        ("mps: {memory: 400G}", "limit_above_gpu", 2, "give at most memory: 81559M"),
+        ("mps: {users: [no-such-user]}", "no_user", 6, "no-such-user"),
         (one("exclusive: true", index=4), "unknown_gpu", 6, "this host has no GPU 4"),
         (LIMIT, "no_user", 6, "gpushare.yaml:3:10"),
     ],
 )
-def test_a_file_that_can_never_hold_changes_nothing(
-    refused: Refused, write: Write, text: str, code: str, exit_code: int, said: str
-) -> None:
-    World(TWO).host.nvml.sweep()
-    assert said in refused("apply", "-f", write(text), code=code, exit_code=exit_code, host=TWO)
+def test_a_file_that_can_never_hold_changes_nothing(two: Host, text: str, code: str, exit_code: int, said: str) -> None:
+    two.world.host.nvml.sweep()
+    assert said in two.refused(text, code=code, exit_code=exit_code)
 
 
-def test_a_plan_without_a_step_is_one_line(cli: Cli, write: Write) -> None:
-    same_file = write(one("timeslice: default"))
-    cli("apply", "-f", same_file, host=TWO).ok()
-    assert cli("apply", "-f", same_file, "-n", host=TWO).ok().out == "nothing to do: the host is as requested\n"
+def test_a_plan_without_a_step_is_one_line(two: Host) -> None:
+    two.apply("timeslice: default")
+    assert two.apply("timeslice: default", "-n").out == "nothing to do: the host is as requested\n"
 
 
 LONG_FIRST = "version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- match: {index: 1}\n  "
@@ -436,13 +460,10 @@ INSTANCE = "mig: [{wish: 3g.40gb, name: a, mps: {memory: SIZE}}, 1g.10gb]"
         ("mig: [1g.10gb]", INSTANCE.replace("SIZE", "50G")),
     ],
 )
-def test_a_limit_that_is_too_large_changes_no_gpu(
-    cli: Cli, refused: Refused, write: Write, before: str, wanted: str
-) -> None:
-    cli("apply", "-f", write(one(before, index=1)), host=TWO).ok()
-    path = write(LONG_FIRST + wanted + "\n")
+def test_a_limit_that_is_too_large_changes_no_gpu(two: Host, before: str, wanted: str) -> None:
+    two.apply(one(before, index=1))
     for more in ([], ["-n"]):
-        refused("apply", "-f", path, *more, code="limit_above_gpu", exit_code=2, host=TWO)
+        two.refused(f"{LONG_FIRST}{wanted}\n", *more, code="limit_above_gpu", exit_code=2)
 
 
 @pytest.mark.parametrize(
@@ -453,19 +474,15 @@ def test_a_limit_that_is_too_large_changes_no_gpu(
         ("missing", "nvidia-cuda-mps-control", "mps: {}", "program_missing"),
     ],
 )
-def test_a_daemon_that_can_never_be_changes_no_gpu(
-    refused: Refused, write: Write, kind: str, value: str, wanted: str, code: str
-) -> None:
-    World(TWO).fault(kind, value)
-    path = write(LONG_FIRST + wanted + "\n")
+def test_a_daemon_that_can_never_be_changes_no_gpu(two: Host, kind: str, value: str, wanted: str, code: str) -> None:
+    two.world.fault(kind, value)
     for more in ([], ["-n"]):
-        refused("apply", "-f", path, *more, code=code, exit_code=3, host=TWO)
+        two.refused(f"{LONG_FIRST}{wanted}\n", *more, code=code, exit_code=3)
 
 
-def test_the_plan_for_a_running_daemon_is_what_is_carried_out(cli: Cli, write: Write) -> None:
-    cli("mps", "start", "-g", "0", "--threads", "50", "--memory", "8G", host=TWO).ok()
-    planned = cli("apply", "-f", write(one("mps: {threads: 30, users: [nobody]}")), "-n", host=TWO, output="json").ok()
-    step = planned.data["steps"][0]
+def test_the_plan_for_a_running_daemon_is_what_is_carried_out(two: Host) -> None:
+    two.cli("mps", "start", "-g", "0", "--threads", "50", "--memory", "8G", host=TWO).ok()
+    step = two.plan("mps: {threads: 30, users: [nobody]}", "-n")[0]
     assert step["what"] == "change the MPS daemon of GPU 0: threads 30 %, priority normal, for nobody"
     limits, access = step["command"].splitlines()
     assert limits == "gpushare mps set -g 0 --threads 30 --memory none --priority normal"
@@ -473,29 +490,25 @@ def test_the_plan_for_a_running_daemon_is_what_is_carried_out(cli: Cli, write: W
     limits_back, access_back = step["undo"].splitlines()
     assert limits_back == "gpushare mps set -g 0 --threads 50 --memory 8G --priority normal"
     assert access_back.startswith("setfacl -b ")
-    cli(*limits.split()[1:], host=TWO).ok()
-    cli(*limits_back.split()[1:], host=TWO).ok()
+    for line in (limits, limits_back):
+        two.cli(*line.split()[1:], host=TWO).ok()
     # Only the users differ.
-    only = cli(
-        "apply", "-f", write(one("mps: {threads: 50, memory: 8G, users: [nobody]}")), "-n", host=TWO, output="json"
-    )
-    assert only.ok().data["steps"][0]["command"].startswith("chmod 700 ")
+    only = two.plan("mps: {threads: 50, memory: 8G, users: [nobody]}", "-n")
+    assert only[0]["command"].startswith("chmod 700 ")
 
 
-def test_a_daemon_of_another_user_is_refused_before_the_first_change(cli: Cli, refused: Refused, write: Write) -> None:
-    cli("mps", "start", "-g", "1", "--threads", "50", host=TWO).ok()
-    World(TWO).fault("user", "65534")
-    path = write("version: 1\ngpus:\n- {match: {index: 0}, mps: {}}\n- {match: {index: 1}, mps: {threads: 30}}\n")
-    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
-    assert [daemon.threads for daemon in World(TWO).state.daemons] == [50.0]
-    planned = cli("apply", "-f", path, "--dry-run", host=TWO, output="json").ok()
-    assert states(planned) == {0: "planned", 1: "planned"}
+def test_a_daemon_of_another_user_is_refused_before_the_first_change(two: Host) -> None:
+    two.cli("mps", "start", "-g", "1", "--threads", "50", host=TWO).ok()
+    two.world.fault("user", "65534")
+    text = "version: 1\ngpus:\n- {match: {index: 0}, mps: {}}\n- {match: {index: 1}, mps: {threads: 30}}\n"
+    two.refused(text, code="no_permission", exit_code=4)
+    assert [daemon.threads for daemon in two.world.state.daemons] == [50.0]
+    assert states(two("apply", text, "-n", output="json").ok()) == {0: "planned", 1: "planned"}
 
 
-def test_the_commands_of_a_plan_with_mig_work_in_their_order(cli: Cli, write: Write) -> None:
-    text = one("mig: [{wish: '3g.40gb:4', name: alice, users: [nobody]}]")
-    planned = cli("apply", "-f", write(text), "-n", host=TWO, output="json").ok()
-    commands = [line for step in planned.data["steps"] for line in (step["command"] or "").splitlines()]
+def test_the_commands_of_a_plan_with_mig_work_in_their_order(two: Host) -> None:
+    steps = two.plan("mig: [{wish: '3g.40gb:4', name: alice, users: [nobody]}]", "-n")
+    commands = [line for step in steps for line in (step["command"] or "").splitlines()]
     order = [
         next(number for number, command in enumerate(commands) if words in command)
         for words in ("-mig 1", "-cgi ", "mig name alice 3g.40gb:4 -g 0", "mig grant alice nobody")
@@ -511,46 +524,39 @@ def test_no_file(refused: Refused, command: str, tmp_path: Path) -> None:
     assert "empty" in refused(command, "-f", "", code="bad_file", exit_code=2)
 
 
-def test_a_daemon_that_gives_way_to_mig_is_said_to(cli: Cli, write: Write) -> None:
-    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
-    planned = cli("apply", "-f", write(one("mig: [3g.40gb]")), "-n", host=TWO).ok().out
-    assert "of GPU 0; it stays stopped" in planned
+def test_a_daemon_that_gives_way_to_mig_is_said_to(two: Host) -> None:
+    two.apply("mps: {threads: 25}")
+    assert "of GPU 0; it stays stopped" in two.apply("mig: [3g.40gb]", "-n").out
 
 
-def test_what_the_next_boot_would_not_bring_back_is_said(cli: Cli, write: Write) -> None:
-    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok().err
-    done = cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok()
+def test_what_the_next_boot_would_not_bring_back_is_said(two: Host) -> None:
+    assert "at boot" not in two.apply("timeslice: long").err
+    done = two.apply(one("timeslice: long", index=1))
     assert "only this file is applied at boot, and it has no entry for GPU 0" in done.err
     # It replaced the one before; once said is enough.
-    assert "at boot" not in cli("apply", "-f", write(one("timeslice: long", index=1)), host=TWO).ok().err
+    assert "at boot" not in two.apply(one("timeslice: long", index=1)).err
 
 
-def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, refused: Refused, write: Write) -> None:
-    cli("apply", "-f", write(one("mig: [{wish: 1g.10gb, name: test}]")), host=TWO).ok()
-    path = write(one("mig: [{wish: 1g.10gb, name: test}]", index=1))
-    text = refused("apply", "-f", path, code="name_taken", exit_code=2, host=TWO)
-    assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in text
+def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(two: Host) -> None:
+    two.apply("mig: [{wish: 1g.10gb, name: test}]")
+    text = one("mig: [{wish: 1g.10gb, name: test}]", index=1)
+    said = two.refused(text, code="name_taken", exit_code=2)
+    assert ":3:3: GPU 1: the name 'test' belongs to 1g.10gb:6 of GPU 0" in said
     # A GPU that does not answer keeps its names.
-    World(TWO).fault("lost", gpu="0")
-    refused("apply", "-f", path, code="name_taken", exit_code=2, host=TWO)
+    two.world.fault("lost", gpu="0")
+    two.refused(text, code="name_taken", exit_code=2)
 
 
-def test_only_root_may(cli: Cli, refused: Refused, write: Write) -> None:
-    World(TWO).fault("user", "nobody")
-    path = write(one("timeslice: long"))
-    refused("apply", "-f", path, code="no_permission", exit_code=4, host=TWO)
-    planned = cli("apply", "-f", path, "--dry-run", host=TWO, output="json").ok()
-    assert states(planned) == {0: "planned"}
-    assert World(TWO).state.gpus[0].time_slice == 0
-
-
-def test_a_user_may_have_daemons_of_his_own(cli: Cli, refused: Refused, write: Write) -> None:
-    world = World(TWO)
-    world.fault("user", "nobody")
-    cli("apply", "-f", write(one("mps: {threads: 25}")), host=TWO).ok()
-    assert [daemon.threads for daemon in world.state.daemons] == [25.0]
-    refused("apply", "-f", write(one("mps: {exclusive: true}")), code="no_permission", exit_code=4, host=TWO)
-    assert cli("diff", "-f", write(one("mps: {threads: 25}")), host=TWO).code == 0
+def test_only_root_may_but_a_user_may_have_daemons(two: Host) -> None:
+    two.world.fault("user", "nobody")
+    for way in ("timeslice: long", "mps: {exclusive: true}"):
+        two.refused(way, code="no_permission", exit_code=4)
+    assert states(two("apply", "timeslice: long", "-n", output="json").ok()) == {0: "planned"}
+    assert two.world.state.gpus[0].time_slice == 0
+    two.apply("mps: {threads: 25}")
+    assert [daemon.threads for daemon in two.world.state.daemons] == [25.0]
+    two.refused("mps: {exclusive: true}", code="no_permission", exit_code=4)
+    assert two.differs("mps: {threads: 25}") == ""
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, write: Write) -> None:
@@ -578,30 +584,24 @@ BUSY = [
 
 
 @pytest.mark.parametrize(("there", "who", "wanted"), BUSY)
-def test_a_gpu_in_use_is_refused_and_the_others_are_done(
-    cli: Cli, write: Write, there: str, who: dict[str, Any], wanted: str
-) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(one(there)), host=TWO).ok()
+def test_a_gpu_in_use_is_refused_and_the_others_are_done(two: Host, there: str, who: Any, wanted: str) -> None:
+    world = two.world
+    two.apply(there)
     pid = _somebody(world, who)
-    before = captured_of_gpu(cli, 0)
-    path = write(one(wanted) + "- {match: {index: 1}, timeslice: long}\n")
-    answer = cli("apply", "-f", path, host=TWO, output="json")
-    assert answer.code == 19, answer
-    assert answer.json["status"] == "partial"
-    (error,) = answer.json["errors"]
-    assert error["gpu"] == "0"
+    before = captured_of_gpu(two.cli, 0)
+    answer = two("apply", one(wanted) + "- {match: {index: 1}, timeslice: long}\n", output="json")
+    assert (answer.code, answer.json["status"], answer.error["gpu"]) == (19, "partial", "0")
     assert states(answer) == {0: "failed", 1: "done"}
-    assert captured_of_gpu(cli, 0) == before
+    assert captured_of_gpu(two.cli, 0) == before
     assert pid in world.pids()
     assert world.state.gpus[1].time_slice == 3
     # It did not hold as a whole: what is applied at boot stays what it was.
-    assert there in (world.directory / "var" / "applied.yaml").read_text()
+    assert there in two.kept.read_text()
     # Alone it is an error as any other.
-    alone = cli("apply", "-f", write(one(wanted)), "--wait", "0.1s", host=TWO, output="json")
-    assert (alone.code, alone.json["status"], alone.json["errors"][0]["code"]) == (19, "error", error["code"])
+    alone = two("apply", wanted, "--wait", "0.1s", output="json")
+    assert (alone.code, alone.json["status"], alone.error["code"]) == (19, "error", answer.error["code"])
     world.send(pid, 9)
-    cli("apply", "-f", write(one(wanted)), host=TWO).ok()
+    two.apply(wanted)
 
 
 def _somebody(world: World, who: dict[str, Any]) -> int:
@@ -615,47 +615,42 @@ def captured_of_gpu(cli: Cli, gpu: int) -> Any:
     return cli("capture", "-g", str(gpu), host=TWO, output="json").ok().data["gpus"]
 
 
-def test_what_is_refused_is_not_called_done(cli: Cli, write: Write) -> None:
-    path = write("version: 1\ngpus:\n- match: all\n  exclusive: true\n")
+def test_what_is_refused_is_not_called_done(two: Host) -> None:
+    text = "version: 1\ngpus:\n- match: all\n  exclusive: true\n"
     for _ in range(2):
-        cli("sim", "add", "-g", "0", host=TWO).ok()
-    cli("apply", "-f", path, "-y", host=TWO)
+        admin.add_process(TWO, "0")
+    two("apply", text, "-y")
     for option in ("-y", "-n"):
-        answer = cli("apply", "-f", path, option, host=TWO)
+        answer = two("apply", text, option)
         assert answer.code == 19
         assert "as requested" not in answer.out
         assert "nothing is changed" in answer.out
 
 
-def test_wait_goes_on_when_the_program_has_ended(cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(TWO)
+def test_wait_goes_on_when_the_program_has_ended(two: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = admin.add_process(TWO, "0")
     monkeypatch.setattr(
-        "gpushare.cli.apply.time.sleep", lambda _seconds: world.send(pid, 9) if pid in world.pids() else None
+        "gpushare.cli.apply.time.sleep", lambda _: two.world.send(pid, 9) if pid in two.world.pids() else None
     )
-    done = cli("apply", "-f", write(one("mig: [3g.40gb]")), "--wait", "1h", host=TWO).ok()
-    assert "waiting up to 3600 s: GPU 0" in done.err
-    assert [instance.profile for instance in world.state.gpus[0].mig] == ["3g.40gb"]
+    assert "waiting up to 3600 s: GPU 0" in two.apply("mig: [3g.40gb]", "--wait", "1h").err
+    assert [instance.profile for instance in two.world.state.gpus[0].mig] == ["3g.40gb"]
 
 
-def test_what_may_change_under_programs_does(cli: Cli, write: Write) -> None:
-    world = World(TWO)
+def test_what_may_change_under_programs_does(two: Host) -> None:
     admin.add_process(TWO, "0")
-    cli("apply", "-f", write(one("timeslice: long")), host=TWO).ok()
-    cli("apply", "-f", write(one("mps: {threads: 25}", index=1)), host=TWO).ok()
-    world.client(index=1)
-    cli("apply", "-f", write(one("mps: {threads: 50, memory: 1G}", index=1)), host=TWO).ok()
-    (daemon,) = world.state.daemons
-    assert (daemon.threads, daemon.memory) == (50.0, {"0": 1024})
-    assert len(world.attached()) == 1
+    two.apply("timeslice: long")
+    two.apply(one("mps: {threads: 25}", index=1))
+    two.world.client(index=1)
+    two.apply(one("mps: {threads: 50, memory: 1G}", index=1))
+    (daemon,) = two.world.state.daemons
+    assert (daemon.threads, daemon.memory, len(two.world.attached())) == (50.0, {"0": 1024}, 1)
 
 
-def test_somebody_elses_daemon_is_never_stopped(cli: Cli, refused: Refused, write: Write, tmp_path: Path) -> None:
-    world = World(TWO)
-    pid = world.foreign_daemon(tmp_path, uuid=world.uuid(0))
-    refused("apply", "-f", write(one("exclusive: true")), code="foreign_daemon", exit_code=19, host=TWO)
-    assert "did not start" in cli("diff", "-f", write(one("timeslice: default")), host=TWO).out
-    assert world.state.daemons[0].pid == pid
+def test_somebody_elses_daemon_is_never_stopped(two: Host, tmp_path: Path) -> None:
+    pid = two.world.foreign_daemon(tmp_path, uuid=two.world.uuid(0))
+    two.refused("exclusive: true", code="foreign_daemon", exit_code=19)
+    assert "did not start" in two.differs("timeslice: default")
+    assert two.world.state.daemons[0].pid == pid
 
 
 UNIT = """\
@@ -721,24 +716,22 @@ def test_a_unit_is_not_worked_against(cli: Cli, write: Write) -> None:
     assert len(world.state.daemons) == 1
 
 
-def test_a_lost_gpu_does_not_hold_up_the_others(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    world.fault("lost", gpu="0")
+def test_a_lost_gpu_does_not_hold_up_the_others(two: Host) -> None:
+    two.world.fault("lost", gpu="0")
     text = "version: 1\ngpus:\n- {match: {index: [0, 1]}, timeslice: long}\n"
-    answer = cli("apply", "-f", write(text), host=TWO, output="json")
+    answer = two("apply", text, output="json")
     assert (answer.code, answer.json["errors"][0]["code"]) == (6, "gpu_lost")
     assert states(answer) == {0: "failed", 1: "done"}
-    assert cli("diff", "-f", write(text), host=TWO).code == 7
+    assert two.differs(text)
 
 
-def test_what_a_dead_daemon_left_is_cleared_away(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(one("mps: {exclusive: true}")), host=TWO).ok()
-    world.send(world.state.daemons[0].pid, 9)
-    assert cli("diff", "-f", write(one("mps: {exclusive: true}")), host=TWO).code == 7
-    cli("apply", "-f", write(one("timeslice: default")), host=TWO).ok()
-    assert cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"] == []
-    assert world.state.gpus[0].compute_mode == 0
+def test_what_a_dead_daemon_left_is_cleared_away(two: Host) -> None:
+    two.apply("mps: {exclusive: true}")
+    two.world.send(two.world.state.daemons[0].pid, 9)
+    assert two.differs("mps: {exclusive: true}")
+    two.apply("timeslice: default")
+    assert two.cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"] == []
+    assert two.world.state.gpus[0].compute_mode == 0
 
 
 # -- faults ------------------------------------------------------------------------------------------
@@ -755,36 +748,30 @@ TO = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, 12))
-def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(FROM), host=TWO).ok()
-    before = captured_of_gpu(cli, 0)
-    world.fault("fail-step", str(step))
-    answer = cli("apply", "-f", write(TO), host=TWO, output="json")
-    admin.clear_faults(TWO)
+def test_a_fault_at_a_step_takes_that_gpu_back(two: Host, step: int) -> None:
+    two.apply(FROM)
+    before = captured_of_gpu(two.cli, 0)
+    with two.world.fault_at(step):
+        answer = two("apply", TO, output="json")
     rows = states(answer)
     failed = {gpu for gpu, state in rows.items() if state == "failed"}
     assert len(failed) <= 1
     assert answer.code == (1 if failed else 0)
     assert rows == {gpu: "failed" if gpu in failed else "done" for gpu in (0, 1)}
     if 0 in failed:
-        assert captured_of_gpu(cli, 0) == before
-    assert cli("diff", "-f", write(FROM), "-q", host=TWO).code == 7 or not failed
-    kept = (world.directory / "var" / "applied.yaml").read_text()
-    assert kept == (FROM if failed else TO)
+        assert captured_of_gpu(two.cli, 0) == before
+    assert two.differs(FROM) or not failed
+    assert two.kept.read_text() == (FROM if failed else TO)
     # The way is free afterwards.
-    cli("apply", "-f", write(TO), host=TWO).ok()
-    assert (world.directory / "var" / "applied.yaml").read_text() == TO
+    two.apply(TO)
+    assert two.kept.read_text() == TO
 
 
-def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(
-    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 50}}]")), host=TWO).ok()
+def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(two: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.apply("mig: [{wish: 3g.40gb*2, mps: {threads: 50}}]")
 
     def daemons() -> list[tuple[int, float, tuple[str, ...]]]:
-        return [(one.pid, one.threads, pipe_users(Path(one.pipe_directory))) for one in world.state.daemons]
+        return [(one.pid, one.threads, pipe_users(Path(one.pipe_directory))) for one in two.world.state.daemons]
 
     before, plan, calls = daemons(), steps.plan_limits, []
 
@@ -795,51 +782,42 @@ def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(
         return plan(*words)
 
     monkeypatch.setattr(steps, "plan_limits", second_fails)
-    to = write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 25, users: [nobody]}}]"))
-    assert cli("apply", "-f", to, host=TWO).code == 1
+    assert two("apply", "mig: [{wish: 3g.40gb*2, mps: {threads: 25, users: [nobody]}}]").code == 1
     assert len(calls) > 2
     assert daemons() == before
 
 
 @pytest.mark.usefixtures("patience_is_over")
-def test_a_daemon_that_does_not_start_takes_its_gpu_back(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(FROM), host=TWO).ok()
-    before = captured_of_gpu(cli, 1)
-    world.fault("hang", "nvidia-smi")
-    text = one("timeslice: long", index=1)
-    answer = cli("apply", "-f", write(text), host=TWO, output="json")
-    admin.clear_faults(TWO)
-    assert answer.code != 0
-    assert captured_of_gpu(cli, 1) == before
+def test_a_daemon_that_does_not_start_takes_its_gpu_back(two: Host) -> None:
+    two.apply(FROM)
+    before = captured_of_gpu(two.cli, 1)
+    two.world.fault("hang", "nvidia-smi")
+    assert two("apply", one("timeslice: long", index=1)).code != 0
+    two.world.clear()
+    assert captured_of_gpu(two.cli, 1) == before
 
 
-def test_a_daemon_that_comes_back_is_for_the_same_users(
-    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world, make, seen = World(TWO), apply.compute_mode_step, []
+def test_a_daemon_that_comes_back_is_for_the_same_users(two: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, seen = apply.compute_mode_step, []
 
     def fail() -> None:
-        seen.append(len(world.state.daemons))
+        seen.append(len(two.world.state.daemons))
         raise OperationFailed("the driver did not", "try again")
 
     monkeypatch.setattr(apply, "compute_mode_step", lambda *words, **more: replace(make(*words, **more), do=fail))
-    cli("apply", "-f", write(one("mps: {users: [nobody]}")), host=TWO).ok()
-    assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 1
+    two.apply("mps: {users: [nobody]}")
+    assert two("apply", "exclusive: true").code == 1
     assert seen == [0]
-    assert [pipe_users(Path(daemon.pipe_directory)) for daemon in world.state.daemons] == [("nobody",)]
+    assert [pipe_users(Path(daemon.pipe_directory)) for daemon in two.world.state.daemons] == [("nobody",)]
 
 
-def test_a_crash_in_the_middle_is_undone_by_the_next_apply(cli: Cli, write: Write) -> None:
-    world = World(TWO)
-    cli("apply", "-f", write(FROM), host=TWO).ok()
-    world.fault("crash-step", "3")
-    path = write(TO)
-    assert world.run_apart("apply", "-f", path) == 137
-    world.clear()
-    done = cli("apply", "-f", path, host=TWO).ok()
-    assert "was interrupted" in done.err
-    assert cli("diff", "-f", path, host=TWO).code == 0
+def test_a_crash_in_the_middle_is_undone_by_the_next_apply(two: Host) -> None:
+    two.apply(FROM)
+    two.world.fault("crash-step", "3")
+    assert two.world.run_apart("apply", "-f", two.file(TO)) == 137
+    two.world.clear()
+    assert "was interrupted" in two.apply(TO).err
+    assert two.differs(TO) == ""
 
 
 def test_who_may_not_change_mig_leaves_an_interrupted_change_to_root(cli: Cli, refused: Refused, write: Write) -> None:
