@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,12 @@ from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
 from gpushare.measure.bench import Bench
 from tests.cli.advise.asking import commands
+from tests.cli.bench.conftest import WINDOW, job
 from tests.cli.drive import Cli, Real, World, same, until, until_one_run_is_over
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
-RATE = "^rate=(.+)$"
 FARM = ("--processes", "2", "--memory", "1G", "--users", "same", "--no-saturating")
 SURE = (*FARM, "--isolation", "none", "--latency", "none", "--pattern", "steady")
-WINDOW = ("--metric", RATE, "--for", "0.06s")
-
-
-def job(need: int, *more: str) -> list[str]:
-    words = ["--need", str(need), "--rate", "100", "--every", "0.02", *more]
-    # -S: it starts in half the time.
-    return ["--", sys.executable, "-S", "-m", "gpushare.sim.job", *words]
 
 
 def measured(cli: Cli, *words: str) -> Any:

@@ -27,18 +27,11 @@ from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.result import jsonable
 from gpushare.sim import admin
 from tests.cli.advise.asking import Terminal
+from tests.cli.bench.conftest import RATE, WINDOW, job
 from tests.cli.drive import Cli, Real, Refused, World, alive, same, until, until_one_run_is_over
 from tests.measure.test_bench import answer, measured
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
-RATE = "^rate=(.+)$"
-WINDOW = ("--metric", RATE, "--for", "0.06s")
-
-
-def job(need: int, *more: str) -> list[str]:
-    words = ["--need", str(need), "--rate", "100", "--every", "0.02", *more]
-    # -S: it starts in half the time.
-    return ["--", sys.executable, "-S", "-m", "gpushare.sim.job", *words]
 
 
 def bench(cli: Cli, *words: str, host: str = "sim:h200") -> Any:
@@ -62,22 +55,16 @@ def test_a_job_that_needs_40_percent_wins_under_mps(cli: Cli, world: World) -> N
 
 
 def test_a_job_that_fills_the_gpu_gains_nothing(cli: Cli) -> None:
-    data = bench(cli, "--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "2", *WINDOW, *job(100))
-    assert data["best"]["way"] == "queue"
-    others = {data["best"]["fastest"], *data["best"]["no_difference"]} | {"queue"}
-    assert others == {"queue", "timeslice", "mps"}
-
-
-def test_caps_win_where_copies_get_in_each_others_way(cli: Cli) -> None:
-    """Two that need 80 lose 20 percent when they want more than there is; with 50 percent each they never do."""
-    words = ("--copies", "2", "--ways", "mps,mps:100/n", "--repeat", "2")
-    data = bench(cli, *words, *WINDOW, *job(80, "--contention", "20"))
-    assert (data["best"]["way"], data["best"]["threads_percent"]) == ("mps:100/n", 50.0)
+    best = bench(cli, "--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "2", *WINDOW, *job(100))["best"]
+    assert best["way"] == "queue"
+    assert {"queue", best["fastest"], *best["no_difference"]} == {"queue", "timeslice", "mps"}
 
 
 def test_a_farm_takes_the_cap_that_was_found(cli: Cli) -> None:
+    """Two that need 80 lose 20 percent when they want more than there is; with 50 percent each they never do."""
     command = job(80, "--contention", "20")
-    bench(cli, "--copies", "2", "--ways", "mps,mps:100/n", "--repeat", "2", *WINDOW, *command)
+    data = bench(cli, "--copies", "2", "--ways", "mps,mps:100/n", "--repeat", "2", *WINDOW, *command)
+    assert (data["best"]["way"], data["best"]["threads_percent"]) == ("mps:100/n", 50.0)
     planned = cli("farm", "--copies", "2", "-n", *command).ok()
     assert planned.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50.0") == 2
     assert "gpushare bench found the cap" in planned.err
@@ -289,10 +276,8 @@ def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path
     program.write_text(f"#!/bin/sh\n[ -e {tmp_path}/once ] && rm -- {program}\ntouch {tmp_path}/once\n")
     program.chmod(0o755)
     answer = cli("-o", "json", "bench", "--copies", "2", "--ways", "queue", "--repeat", "1", "--", str(program))
-    assert answer.code == 6
     document = answer.json
-    assert document["status"] == "partial"
-    assert document["errors"][0]["code"] == "command_not_found"
+    assert (answer.code, document["status"], answer.error["code"]) == (6, "partial", "command_not_found")
     assert document["data"]["reason"] == "failed"
     assert [run["way"] for run in document["data"]["runs"]] == ["alone"]
     assert world.pids() == []
@@ -351,13 +336,11 @@ def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_c
     refused("bench", *words, code=code, exit_code=exit_code)
 
 
-def test_a_plot_without_matplotlib(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    text = refused("bench", "--plot", "x.png", "--", "true", code="no_matplotlib", exit_code=3)
-    assert "pip install matplotlib" in text
-
-
-def test_a_plot(cli: Cli, tmp_path: Path) -> None:
+def test_a_plot(cli: Cli, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("importlib.util.find_spec", lambda _name: None)
+        text = refused("bench", "--plot", "x.png", "--", "true", code="no_matplotlib", exit_code=3)
+        assert "pip install matplotlib" in text
     pytest.importorskip("matplotlib")
     path = tmp_path / "x.svg"
     words = ("--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "2", "--plot", str(path))
@@ -453,17 +436,14 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     until_one_run_is_over(world)
     answer = started.end(number)
     assert answer.code == 128 + number
-    document = answer.json
-    assert document["status"] == "partial"
-    assert document["errors"][0]["code"] == "interrupted"
-    assert document["errors"][0]["message"].endswith(f"; {path} has them")
-    assert document["data"]["reason"] == "interrupted"
-    assert document["data"]["runs"]
-    assert json.loads(path.read_text())["runs"] == document["data"]["runs"]
+    data = answer.json["data"]
+    assert (answer.json["status"], answer.error["code"], data["reason"]) == ("partial", "interrupted", "interrupted")
+    assert answer.error["message"].endswith(f"; {path} has them")
+    assert data["runs"]
+    assert json.loads(path.read_text())["runs"] == data["runs"]
     assert (world.state.daemons, world.pids()) == ([], [])
     # People see which ways are missing.
-    cells = document["data"]["cells"]
-    missing = {cell["way"] for cell in cells if cell["throughput"] is None}
+    missing = {cell["way"] for cell in data["cells"] if cell["throughput"] is None}
     assert missing
     (note,) = (line for line in answer.lines("note") if "not measured: " in line)
     assert all(f"{way} (" in note for way in missing)

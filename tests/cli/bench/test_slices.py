@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,11 @@ from gpushare.base.selection import Device
 from gpushare.measure.bench import Bench, Copies
 from gpushare.timeslice.policy import LENT, LentLevel, level_before_killed, temporary_level
 from gpushare.timeslice.slices import slice_records
+from tests.cli.bench.conftest import job
 from tests.cli.drive import Cli, Refused, World
 
 WINDOW = ("--metric", "^rate=(.+)$", "--for", "0.3s", "--repeat", "1", "--copies", "2")
-# -S: it starts in half the time.
-JOB = ("--", sys.executable, "-S", "-m", "gpushare.sim.job", "--need", "40", "--rate", "100", "--every", "0.02")
+JOB = job(40)
 
 
 def bench(cli: Cli, *words: str) -> Any:
@@ -161,26 +160,17 @@ def test_what_a_living_one_has_set_is_left(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        (" ", {}),
-        ("{}", {}),
-        ("[1]", {}),
-        ("", {"level": "QUICK"}),
-        ("", {"before": None}),
-        ("", {"pid": "1"}),
-        ("", {"started": None}),
-        ("", {"schema": 2}),
-    ],
+    "wrong",
+    [" ", "{}", "[1]", {"level": "QUICK"}, {"before": None}, {"pid": "1"}, {"started": None}, {"schema": 2}],
+    ids=str,
 )
-def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dict[str, Any]) -> None:
+def test_a_broken_note_of_a_level_is_no_note(world: World, wrong: Any) -> None:
     (gpu,) = world.host.nvml.sweep()
     path = LENT.path(world.host, gpu.uuid or "")
-    killed = LentLevel(pid=999999, started=1, level=TimeSlice(level(world)), before=TimeSlice.LONG, path=path)
-    LENT.write(killed)
+    LENT.write(LentLevel(pid=999999, started=1, level=TimeSlice(level(world)), before=TimeSlice.LONG, path=path))
     # Itself it is one: else the test would show nothing.
     assert level_before_killed(world.host, gpu) is TimeSlice.LONG
-    path.write_text(text or json.dumps({**json.loads(path.read_text()), **wrong}))
+    path.write_text(wrong if isinstance(wrong, str) else json.dumps({**json.loads(path.read_text()), **wrong}))
     assert level_before_killed(world.host, gpu) is None
 
 
@@ -201,17 +191,9 @@ def test_the_plan_names_the_change_of_the_level(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ways", "code"),
-    [
-        ("slices:5us", "bad_slice"),
-        ("slices:31ms", "bad_slice"),
-        ("slices:500", "bad_slice"),
-        ("slices:", "bad_slice"),
-        ("slices", "bad_way"),
-        ("2ms", "bad_way"),
-        ("slices:1ms,mps,2ms", "bad_way"),
-        ("timeslice:fast", "bad_way"),
-    ],
+    "ways",
+    ["slices:5us", "slices:31ms", "slices:500", "slices:", "slices", "2ms", "slices:1ms,mps,2ms", "timeslice:fast"],
 )
-def test_wrong_slices_and_levels_are_refused(refused: Refused, ways: str, code: str) -> None:
+def test_wrong_slices_and_levels_are_refused(refused: Refused, ways: str) -> None:
+    code = "bad_slice" if ways.startswith("slices:") and "," not in ways else "bad_way"
     refused("bench", "--ways", ways, "--", "true", code=code, exit_code=2)

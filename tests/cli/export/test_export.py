@@ -49,13 +49,6 @@ def plugin_of(text: str) -> Any:
     return key, from_config(yaml.safe_load(data[key]))
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, *CONTAINERS])
-def test_the_files_of_a_simulated_host_are_an_example(cli: Cli, engine: str) -> None:
-    done = cli("export", engine, host="sim:t4").ok()
-    assert "note: sim:t4 is simulated: the files are an example; for a real host, export there" in done.err
-    assert "sim:" not in done.out
-
-
 def test_time_slicing_in_kubernetes(cli: Cli) -> None:
     done = cli("export", "k8s", "--node", "gpu01", host=T4S).ok()
     kinds = [document["kind"] for document in documents(done.out)]
@@ -124,12 +117,6 @@ def test_slurm_and_mig_parted_and_systemd(cli: Cli) -> None:
     assert "gpushare-mps-ready 30.0 8192M 8G -\n" in units
 
 
-def test_exclusive_mode_of_a_daemon_is_kept_at_boot(cli: Cli) -> None:
-    cli("mps", "start", "-g", "0", "--exclusive", host="sim:h200").ok()
-    units = cli("export", "systemd", host="sim:h200").ok().out
-    assert "-c EXCLUSIVE_PROCESS\n" in units
-
-
 def test_karpenter(cli: Cli) -> None:
     done = cli("export", "karpenter", "--replicas", "4", "--max-nodes", "2", host="sim:t4").ok()
     node_class, pool, overlay, verify = documents(done.out)
@@ -156,15 +143,16 @@ def test_containers(cli: Cli, uneven: list[str]) -> None:
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, *CONTAINERS])
-def test_json_is_one_document(cli: Cli, engine: str) -> None:
-    host = "sim:t4" if engine in CONTAINERS else T4S
-    data = cli("export", engine, host=host, output="json").ok().data
-    assert set(data) == {"engine", "documents", "commands", "needs", "lost", "written"}
-    assert data["engine"] == engine
+def test_json_is_one_document_and_the_files_of_a_simulated_host_an_example(cli: Cli, engine: str) -> None:
+    answer = cli("export", engine, host="sim:t4", output="json").ok()
+    assert "note: sim:t4 is simulated: the files are an example; for a real host, export there" in answer.err
+    data = answer.data
+    assert (set(data), data["engine"]) == ({"engine", "documents", "commands", "needs", "lost", "written"}, engine)
     assert data["documents"]
     for document in data["documents"]:
         assert list(document) == ["name", "text", "kind"]
         assert document["text"].endswith("\n")
+        assert "sim:" not in document["text"]
     assert data["commands"]
     assert data["needs"]
     assert data["written"] == []
@@ -237,12 +225,6 @@ def test_the_note_of_karpenter_names_only_options_that_k8s_has(cli: Cli) -> None
     cli("export", "k8s", "--replicas", "3", "--mig-replicas", "2", host=T4S).ok()
 
 
-def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    to = str(tmp_path / "file" / "below")
-    refused("export", "k8s", "--to", to, code="not_written", exit_code=4, host=T4S)
-
-
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
@@ -266,26 +248,24 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
         (["compose", "-g", "0", "--image", ""], "bad_name", 2),
         (["ecs", "-g", "0", "--image", "nvcr.io/NVIDIA/cuda"], "bad_name", 2),
         (["cdi", "-g", "9"], "unknown_gpu", 6),
+        (["k8s", "--to", f"{__file__}/below"], "not_written", 4),
     ],
 )
 def test_refused(refused: Refused, words: list[str], code: str, exit_code: int) -> None:
     refused("export", *words, code=code, exit_code=exit_code, host=T4S)
 
 
-def test_a_mig_instance_is_not_a_gpu(refused: Refused, uneven: list[str]) -> None:
+def test_devices_that_an_engine_does_not_take(refused: Refused, uneven: list[str]) -> None:
     refused("export", "dra", "-g", uneven[0], code="whole_gpu", exit_code=2, host=H100S)
     refused("export", "docker", "-g", "0", code="one_device", exit_code=2, host=H100S)
-
-
-def test_a_gpu_in_mig_mode_without_devices(refused: Refused) -> None:
+    # A GPU in MIG mode without devices.
     nvml = connect("sim:h100").nvml
     handle = nvml.handle(0)
     nvml.demand(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
     nvml.restart()
     assert nvml.sweep()[0].mig_enabled is True
-    refused("export", "slurm", code="no_device", exit_code=3, host="sim:h100")
-    refused("export", "docker", code="no_device", exit_code=6, host="sim:h100")
-    refused("export", "dra", code="no_device", exit_code=3, host="sim:h100")
+    for engine, exit_code in (("slurm", 3), ("docker", 6), ("dra", 3)):
+        refused("export", engine, code="no_device", exit_code=exit_code, host="sim:h100")
 
 
 def test_a_lost_gpu_and_a_prohibited_one(refused: Refused) -> None:
@@ -355,10 +335,13 @@ def test_a_file_that_is_refused(refused: Refused, write: Write, text: str, code:
     ],
 )
 def test_what_a_gpu_can_never_hold_is_not_exported(
-    refused: Refused, write: Write, way: str, code: str, exit_code: int, said: str
+    cli: Cli, refused: Refused, write: Write, way: str, code: str, exit_code: int, said: str
 ) -> None:
     path = write(f"version: 1\ngpus:\n- match: {{index: 1}}\n  {way}\n")
     assert said in refused("export", "dra", "-f", path, code=code, exit_code=exit_code, host="sim:2xh100")
+    # Only the GPUs that are exported must hold.
+    if "900G" in way:
+        cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
 
 
 def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, write: Write) -> None:
@@ -369,26 +352,18 @@ def test_a_file_that_is_applied_is_exported_as_the_host_is(cli: Cli, write: Writ
     assert cli(*words, "-f", path, host="sim:2xh100").ok().out == cli(*words, host="sim:2xh100").ok().out
 
 
-def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, write: Write) -> None:
-    path = write("version: 1\ngpus:\n- {match: {index: 1}, mps: {memory: 900G}}\n")
-    cli("export", "slurm", "-f", path, "-g", "0", host="sim:2xh100").ok()
-
-
 # -- MPS daemons that are not what they seem -----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("patience_is_over")
-def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Refused) -> None:
+def test_a_daemon_that_hangs_or_cannot_be_seen_into_is_not_left_out(cli: Cli, refused: Refused, tmp_path: Path) -> None:
+    world = World("sim:2xt4")
+    world.foreign_daemon(tmp_path)
+    world.fault("user", "61000")
+    assert "sudo" in refused("export", "dra", code="daemon_unknown", exit_code=4, host=world.spec)
     cli("mps", "start", "-g", "0", host=T4S).ok()
     World(T4S).fault("hang", "nvidia-cuda-mps-control")
     refused("export", "dra", code="daemon_silent", exit_code=1, host=T4S)
-
-
-def test_a_daemon_that_another_user_cannot_see_into(refused: Refused, tmp_path: Path) -> None:
-    world = World(T4S)
-    world.foreign_daemon(tmp_path)
-    world.fault("user", "61000")
-    assert "sudo" in refused("export", "dra", code="daemon_unknown", exit_code=4, host=T4S)
 
 
 def test_daemons_of_a_run_and_dead_ones_are_not_what_the_host_is_set_to(cli: Cli) -> None:
@@ -422,11 +397,12 @@ def test_a_media_extension_is_not_lost(cli: Cli) -> None:
     assert " 1c.3g.20gb: 1\n" in cli("export", "mig-parted", host=host).ok().out
 
 
-def test_a_task_definition_of_ecs(cli: Cli) -> None:
-    cli("mps", "start", "--threads", "50", "--memory", "8G").ok()
+def test_a_daemon_in_ecs_and_at_boot(cli: Cli) -> None:
+    cli("mps", "start", "--threads", "50", "--memory", "8G", "--exclusive").ok()
     done = cli("export", "ecs", "--name", "train").ok()
     assert json.loads(done.out)["family"] == "train"
     assert "note: apply: aws ecs register-task-definition --cli-input-json file://task-definition.json" in done.err
+    assert "-c EXCLUSIVE_PROCESS\n" in cli("export", "systemd").ok().out
 
 
 @pytest.mark.parametrize("engine", ["k8s", "dra", "karpenter", "slurm", "mig-parted", "docker", "compose", "cdi"])

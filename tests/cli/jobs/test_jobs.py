@@ -35,6 +35,10 @@ def listed(cli: Cli, *words: str) -> list[dict[str, Any]]:
     return list(jobs)
 
 
+def shown(job: dict[str, Any], *keys: str) -> tuple[Any, ...]:
+    return tuple(job[key] for key in keys)
+
+
 @pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G"), ("--swap", "request")])
 def test_the_peak_memory_of_a_job_that_has_ended(cli: Cli, options: tuple[str, ...]) -> None:
     cli("run", *options, "--", sys.executable, "-m", "gpushare.sim.job", "--footprint", "3G", "--seconds", "2").ok()
@@ -102,13 +106,6 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, wor
     assert gpu["sharing"] == "mps"
 
 
-def test_a_job_without_a_name_gets_one(real: Real, cli: Cli, world: World) -> None:
-    started = real("run", "--", "sleep", "300")
-    until(lambda: world.begun and [job["name"] for job in listed(cli)] == ["sleep-1"], "it is listed")
-    cli("stop", "sleep-1").ok()
-    assert started.result().code == 143
-
-
 def test_jobs_are_listed_by_the_numbers_in_their_names(cli: Cli, world: World) -> None:
     for name in ("s10", "s2", "s1"):
         world.record(name, admin.add_process(world.spec))
@@ -118,21 +115,20 @@ def test_jobs_are_listed_by_the_numbers_in_their_names(cli: Cli, world: World) -
 
 def test_what_gpushare_did_not_start(cli: Cli, world: World) -> None:
     assert world.host
-    pid = admin.add_process(
-        world.spec, memory_bytes=GIB, name="python3", command_line=("python3", "a b.py"), container="0123456789ab"
-    )
+    program = {"name": "python3", "command_line": ("python3", "a b.py"), "container": "0123456789ab"}
+    pid = admin.add_process(world.spec, memory_bytes=GIB, **program)
     assert listed(cli) == []
     (job,) = listed(cli, "-a")
-    assert (job["name"], job["pid"], job["role"]) == (None, pid, None)
-    assert (job["command"], job["container"], job["memory_used_bytes"]) == ("python3 'a b.py'", "0123456789ab", GIB)
+    told = (None, pid, None, "python3 'a b.py'", "0123456789ab", GIB)
+    assert shown(job, "name", "pid", "role", "command", "container", "memory_used_bytes") == told
     # Its PID is the JOB: what gpushare keeps off the GPU is listed all the same.
     cli("pause", str(pid)).ok()
     (job,) = listed(cli)
-    assert (job["pid"], job["state"]) == (pid, "paused")
+    assert shown(job, "pid", "state") == (pid, "paused")
     cli("resume", str(pid)).ok()
     cli("swap", "out", str(pid)).ok()
     (job,) = listed(cli)
-    assert (job["pid"], job["state"], job["swapped_bytes"]) == (pid, "out", GIB)
+    assert shown(job, "pid", "state", "swapped_bytes") == (pid, "out", GIB)
 
 
 def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> None:
@@ -157,34 +153,26 @@ def test_the_memory_that_production_leaves_is_no_limit_of_the_job(real: Real, cl
     started.end(signal.SIGTERM)
 
 
-def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World) -> None:
-    started = real("farm", "--copies", "2", "--memory", "1G", "--name", "many", "--", "sleep", "300")
+@pytest.mark.parametrize("name", ["many", None])
+def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World, name: str | None) -> None:
+    named = ("--name", name) if name else ()
+    started = real("farm", "--copies", "2", "--memory", "1G", *named, "--", "sleep", "300")
     job = until(
         lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
     )
-    assert (job["name"], job["pid"], job["way"], job["memory_used_bytes"]) == ("many", started.pid, "mps", 1024 * MIB)
+    # One without a name gets one.
+    name = name or "sleep-1"
+    told = (name, started.pid, "mps", "sleep 300", 1024 * MIB, 2 * GIB)
+    assert shown(job, "name", "pid", "way", "command", "memory_used_bytes", "memory_limit_bytes") == told
     assert job["since_seconds"] is not None
-    # That of both copies, as what they hold.
-    assert job["memory_limit_bytes"] == 2 * GIB
-    (done,) = cli("stop", "many", output="json").ok().data["jobs"]
+    (done,) = cli("stop", name, output="json").ok().data["jobs"]
     assert done["ended_by"] == "gpushare"
-    started.result()
-    assert world.pids() == []
-    # Of a copy.
-    (past,) = listed(cli)
-    assert (past["state"], past["memory_peak_bytes"]) == ("ended", 512 * MIB)
-
-
-def test_a_farm_without_a_name_is_a_job_too(real: Real, cli: Cli, world: World) -> None:
-    started = real("farm", "--copies", "2", "--memory", "1G", "--", "sleep", "300")
-    job = until(
-        lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
-    )
-    assert (job["name"], job["command"], job["way"]) == ("sleep-1", "sleep 300", "mps")
-    cli("stop", "sleep-1").ok()
     assert started.result().code == 128 + signal.SIGTERM
-    (past,) = [job for job in listed(cli) if job["state"] == "ended"]
-    assert (past["name"], past["exit_code"]) == ("sleep-1", 128 + signal.SIGTERM)
+    assert world.pids() == []
+    # The peak is that of a copy.
+    (past,) = listed(cli)
+    told = (name, "ended", 128 + signal.SIGTERM, 512 * MIB)
+    assert shown(past, "name", "state", "exit_code", "memory_peak_bytes") == told
 
 
 def test_a_waiting_job_is_told_what_other_programs_hold(real: Real, cli: Cli, world: World) -> None:
@@ -269,8 +257,7 @@ def ended(world: World, number: int) -> None:
 def test_the_last_ten_that_ended_and_all_with_v(cli: Cli, world: World) -> None:
     ended(world, 15)
     assert [job["name"] for job in listed(cli)] == [f"job-{each}" for each in range(14, 4, -1)]
-    assert len(listed(cli, "-v")) == 15
-    assert len(PAST.all(world.host)) == 15
+    assert (len(listed(cli, "-v")), len(PAST.all(world.host))) == (15, 15)
 
 
 def test_each_that_ended_is_kept_also_if_the_next_one_has_its_name(cli: Cli, real: Real) -> None:
@@ -318,20 +305,13 @@ def test_nothing(cli: Cli) -> None:
 
 def test_watched_in_another_format_each_look_is_a_document(real: Real, world: World) -> None:
     ended(world, 1)
-    started = real("jobs", "-w", "0.1s", "-o", "json")
-    assert started.process.stdout is not None
-    for _ in range(2):
-        document = json.loads(started.process.stdout.readline())
-        assert (document["command"], document["data"]["jobs"][0]["name"]) == ("jobs", "job-0")
-    assert started.end().code == 0
-
-
-def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
-    assert world.host
-    started = real("jobs", "-aw", "-o", "json")
-    assert started.process.stdout is not None
-    assert json.loads(started.process.stdout.readline())["status"] == "ok"
-    started.end()
+    for words in (("-w", "0.1s"), ("-aw",)):
+        started = real("jobs", *words, "-o", "json")
+        assert started.process.stdout is not None
+        for _ in range(2):
+            document = json.loads(started.process.stdout.readline())
+            assert (document["command"], document["data"]["jobs"][0]["name"]) == ("jobs", "job-0")
+        assert started.end().code == 0
 
 
 @pytest.mark.parametrize(
@@ -342,16 +322,12 @@ def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str) -> Non
     refused("jobs", *words, code=code, exit_code=2)
 
 
-def test_a_lost_gpu_hides_nobody(cli: Cli) -> None:
-    world = World("sim:2xh200")
-    assert world.host
+def test_a_lost_gpu_hides_nobody_and_without_a_driver_there_is_an_error(cli: Cli) -> None:
+    world = World.new("sim:2xh200")
     admin.add_process(world.spec, "1")
     world.fault("lost", gpu=0)
-    answer = cli("jobs", "-a", host="sim:2xh200", output="json")
+    answer = cli("jobs", "-a", host=world.spec, output="json")
     assert (answer.code, answer.json["status"], len(answer.json["data"]["jobs"])) == (1, "partial", 1)
-
-
-def test_a_host_without_a_driver(cli: Cli, world: World) -> None:
     world.fault("no-driver")
-    answer = cli("jobs", output="json")
+    answer = cli("jobs", host=world.spec, output="json")
     assert (answer.code, len(answer.json["errors"])) == (9, 1)

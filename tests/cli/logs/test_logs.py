@@ -44,50 +44,33 @@ def test_it_is_printed_byte_by_byte(world: World, written: Path) -> None:
     assert raw(world, "train", "--lines", "2") == b"two\n\x1b[31mthree\xff\n"
     assert raw(world, "train", "--lines", "0") == b""
     assert raw(world, "train", "-f") == TEXT
-    written.write_bytes(b"")
-    assert raw(world, "train") == b""
-
-
-def test_it_is_read_also_if_new_files_of_the_user_may_be_written_by_a_group(world: World, written: Path) -> None:
-    """As on Ubuntu, where every user has a group of one's own."""
+    # Also if new files of the user may be written by a group, as on Ubuntu, where every user has one of one's own.
     written.unlink()
     before = os.umask(0o002)
     try:
         with os.fdopen(open_log(written), "wb") as file:
-            file.write(TEXT)
+            file.write(b"")
     finally:
         os.umask(before)
-    assert raw(world, "train") == TEXT
+    assert raw(world, "train") == b""
 
 
-def test_the_document(cli: Cli, world: World, written: Path) -> None:
+def test_the_document(cli: Cli, written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = cli("logs", "train", output="json").ok().data
-    assert data == {
-        "job": "train",
-        "path": str(written),
-        "running": False,
-        "complete": True,
-        "lines": ["one", "two", "\x1b[31mthree\ufffd"],
-    }
+    lines = ["one", "two", "\x1b[31mthree\ufffd"]
+    assert data == {"job": "train", "path": str(written), "running": False, "complete": True, "lines": lines}
     data = cli("logs", "train", "--lines", "1", output="json").ok().data
-    assert (data["lines"], data["complete"]) == (["\x1b[31mthree\ufffd"], False)
-    written.write_bytes(b"no end")
-    assert cli("logs", "train", output="json").ok().data["lines"] == ["no end"]
-    written.write_bytes(b"")
-    assert cli("logs", "train", output="json").ok().data["lines"] == []
-
-
-def test_a_document_is_complete_only_with_the_last_byte(
-    cli: Cli, world: World, written: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpushare.cli.logs._DOCUMENT_BYTES", 8)
+    assert (data["lines"], data["complete"]) == (lines[2:], False)
 
     def answer(text: bytes) -> tuple[list[str], bool]:
         written.write_bytes(text)
         data = cli("logs", "train", output="json").ok().data
         return data["lines"], data["complete"]
 
-    # 8 bytes are 4 characters here.
+    assert answer(b"no end") == (["no end"], True)
+    assert answer(b"") == ([], True)
+    # It is complete only with the last byte; 8 bytes are 4 characters here.
+    monkeypatch.setattr("gpushare.cli.logs._DOCUMENT_BYTES", 8)
     assert answer("éééé\néé\n".encode()) == (["éééé"], False)
     assert answer(b"1234567\n") == (["1234567"], True)
     assert answer(b"1234567\n8") == (["1234567"], False)
