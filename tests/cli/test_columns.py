@@ -57,18 +57,8 @@ SETUP = (
     "reserve -g 5 --for 4h",
 )
 TABLES = (
-    "status",
-    "jobs -a",
-    "mps status",
-    "mig profiles -g 3",
-    "timeslice show",
-    "savings --gpus 4 --load 25",
-    "sim list",
-    "sim list --models",
-    "reserve",
-    "swap list",
-    "pause list",
-    "observe --from day.jsonl",
+    *("status", "jobs -a", "mps status", "mig profiles -g 3", "timeslice show", "savings --gpus 4 --load 25"),
+    *("sim list", "sim list --models", "reserve", "swap list", "pause list", "observe --from day.jsonl"),
 )
 
 
@@ -114,20 +104,14 @@ def test_the_columns_of_csv_stay(cli: Cli) -> None:
 
 
 def test_the_columns_of_plain_do_not_depend_on_what_is_there(cli: Cli, world: World) -> None:
+    def head(lines: list[str], title: str) -> str:
+        # The text of an empty table is a comment too.
+        first = next(line for line in lines[lines.index(f"# {title}") + 1 :] if not line.startswith("#"))
+        return " ".join(word.replace(" ", "-") for word in re.split(" {2,}", first.strip()))
+
     def heads() -> dict[str, dict[str, str]]:
-        shown = {}
-        for verb, tables in PLAIN.items():
-            lines = cli(*verb.split(), output="plain").ok().out.splitlines()
-            starts = {title: lines.index(f"# {title}") + 1 for title in tables}
-            # The text of an empty table is a comment too.
-            firsts = {
-                title: next(line for line in lines[at:] if not line.startswith("#")) for title, at in starts.items()
-            }
-            shown[verb] = {
-                title: " ".join(word.replace(" ", "-") for word in re.split(" {2,}", line.strip()))
-                for title, line in firsts.items()
-            }
-        return shown
+        lines = {verb: cli(*verb.split(), output="plain").ok().out.splitlines() for verb in PLAIN}
+        return {verb: {title: head(lines[verb], title) for title in tables} for verb, tables in PLAIN.items()}
 
     assert heads() == PLAIN
     world.run("sim", "add", "--name", "train", "--memory", "3G")
@@ -137,17 +121,14 @@ def test_the_columns_of_plain_do_not_depend_on_what_is_there(cli: Cli, world: Wo
 def test_no_table_is_wider_than_the_terminal() -> None:
     host = "sim:8xh100"
     shown = (
+        *("status", "status -v", "status --legend", "jobs -a", "jobs -v", "mps status", "mig status", "timeslice show"),
         *(
-            "status",
-            "status -v",
-            "status --legend",
-            "jobs -a",
-            "jobs -v",
-            "mps status",
-            "mig status",
             "mig profiles -g 3",
+            "mig plan -g 4 3g.40gb 1g.10gb*2",
+            "mig check -g 3 3g.40gb 1g.10gb",
+            "doctor",
+            "compare",
         ),
-        *("mig plan -g 4 3g.40gb 1g.10gb*2", "mig check -g 3 3g.40gb 1g.10gb", "timeslice show", "doctor", "compare"),
         *(
             "compare --view published",
             "sim list",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -51,9 +51,7 @@ def test_help_of_every_command(cli: Cli, words: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)
 def test_a_command_with_more_than_two_options_has_examples_that_parse(words: tuple[str, ...]) -> None:
-    command = root()
-    for word in words:
-        command = command.get_command(None, word)
+    command = command_of(words)
     own = [one for one in command.params if one.param_type_name == "option" and COMMON.isdisjoint(one.opts)]
     examples = EXAMPLES.get(" ".join(words), ())
     plain = [one for one in own if not {"--dry-run", "--yes"} & set(one.opts) and not one.hidden]
@@ -67,18 +65,23 @@ def test_a_command_with_more_than_two_options_has_examples_that_parse(words: tup
         command.make_context("", path[len(words) :])
 
 
+def command_of(words: Iterable[str]) -> Any:
+    command = root()
+    for word in words:
+        command = command.get_command(None, word)
+    return command
+
+
 def test_every_group_of_options_names_options_that_are() -> None:
     for path, groups in GROUPS.items():
-        command = root()
-        for word in path.split():
-            command = command.get_command(None, word)
-        known = {name for one in command.params for name in one.opts}
+        known = {name for one in command_of(path.split()).params for name in one.opts}
         named = [name.removeprefix("+") for names in groups.values() for name in names.split()]
         assert [name for name in named if f"--{name}" not in known] == []
 
 
-VERBS = ("run", "farm", "pause", "resume", "stop", "move", "reserve", "apply", "advise", "bench")
-CHANGING = [(verb,) for verb in VERBS]
+CHANGING = [
+    (verb,) for verb in ("run", "farm", "pause", "resume", "stop", "move", "reserve", "apply", "advise", "bench")
+]
 CHANGING += [("timeslice", verb) for verb in ("set", "reset", "keep")]
 CHANGING += [("sim", "reset"), ("swap", "out"), ("swap", "in")]
 CHANGING += [("mps", verb) for verb in ("start", "stop", "set")]
@@ -90,18 +93,23 @@ CHANGING += [
 @pytest.mark.parametrize(
     "words",
     [
-        ("--host", "sim:a30", "-o", "json", "status"),
-        ("status", "--host", "sim:a30", "-o", "json"),
-        ("--host=sim:a30", "status", "--output=json"),
-        ("-ojson", "status", "--host", "sim:a30"),
+        "--host sim:a30 -o json status",
+        "status --host sim:a30 -o json",
+        "--host=sim:a30 status --output=json",
+        "-ojson status --host sim:a30",
         # The last one counts.
-        ("--host", "sim:h200", "-o", "csv", "status", "--host", "sim:a30", "-o", "JSON"),
-        ("--host", "sim:h200", "--host", "sim:a30", "-o", "plain", "--output", "json", "status"),
+        "--host sim:h200 -o csv status --host sim:a30 -o JSON",
+        "--host sim:h200 --host sim:a30 -o plain --output json status",
+        # Between a group and its command.
+        "--host sim:a30 timeslice -o json show",
     ],
 )
-def test_common_options_before_and_after(cli: Cli, words: tuple[str, ...]) -> None:
-    data = cli(*words, host=None).ok().data
-    assert data["host"] == "sim:a30"
+def test_common_options_before_and_after(cli: Cli, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setenv("GPUSHARE_HOST", "sim:l4")
+    answer = cli(*words.split(), host=None).ok()
+    assert set(answer.json["command"].split()) <= set(words.split())
+    assert answer.data["gpus"][0]["name"] == "NVIDIA A30"
+    assert cli("status", host=None, output="json").ok().data["host"] == "sim:l4"
 
 
 @pytest.mark.parametrize(
@@ -116,16 +124,6 @@ def test_short_options_in_one_word(cli: Cli, world: World, words: str) -> None:
     world.fault("no-driver")
     errors = [error["code"] for error in cli(*words.split()).json["errors"]]
     assert errors == ([] if answer.json["command"] in {"doctor", "compare"} else ["driver_not_loaded"])
-
-
-def test_group_options_between(cli: Cli) -> None:
-    assert cli("timeslice", "-o", "json", "show").ok().json["command"] == "timeslice show"
-
-
-def test_host_from_the_environment(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUSHARE_HOST", "sim:l4")
-    assert cli("status", host=None, output="json").ok().data["host"] == "sim:l4"
-    assert cli("status", "--host", "sim:a30", output="json").ok().data["host"] == "sim:a30"
 
 
 def test_a_command_that_is_printed_is_for_the_same_host(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,89 +160,80 @@ def test_a_hint_is_for_the_same_host_before_the_host_is_read(cli: Cli, words: st
     assert f"gpushare --host sim:t4 {command}" in answer.out + answer.err
 
 
-def test_a_hint_has_no_host_that_does_not_exist(cli: Cli) -> None:
-    assert cli("status", host="sim:nosuch").lines("hint") == ["hint: see them all: gpushare sim list --models"]
-
-
-@pytest.mark.parametrize("words", [("-o", "xml", "status"), ("status", "-o", "xml"), ("status", "--output=")])
-def test_unknown_output(cli: Cli, words: tuple[str, ...]) -> None:
-    answer = cli(*words)
+@pytest.mark.parametrize("words", ["-o xml status", "status -o xml", "status --output="])
+def test_unknown_output(cli: Cli, words: str) -> None:
+    answer = cli(*words.split())
     assert (answer.code, answer.out) == (2, "")
     assert "is not an output format" in answer.lines("error")[0]
     assert answer.lines("hint") == ["hint: give -o table, plain, json, yaml or csv"]
-
-
-def test_unknown_output_after_a_known_one_is_said_in_json(cli: Cli) -> None:
+    # After a known one it is said in that form.
     answer = cli("-o", "json", "status", "-o", "xml")
-    assert answer.code == 2
-    assert answer.json["errors"][0]["code"] == "bad_output"
+    assert (answer.code, answer.error["code"]) == (2, "bad_output")
 
 
-@pytest.mark.parametrize("spec", ["sim:nonsense", "nohost", ""])
-def test_unknown_host(cli: Cli, spec: str) -> None:
-    answer = cli("status", "--host", spec, output="json", host=None)
-    if spec == "":
-        # As if it was not given: this machine, which has NVML or has not.
-        assert answer.code in {0, 9, 12, 4}
-        return
-    assert answer.code == 2
-    assert len(answer.json["errors"]) == 1
+def test_unknown_host(cli: Cli) -> None:
+    for spec in ("sim:nonsense", "nohost"):
+        answer = cli("status", "--host", spec, output="json", host=None)
+        assert (answer.code, len(answer.json["errors"])) == (2, 1)
+    # As if it was not given: this machine, which has NVML or has not.
+    assert cli("status", "--host", "", output="json", host=None).code in {0, 9, 12, 4}
+    # The hint has no host that does not exist.
+    assert cli("status", host="sim:nosuch").lines("hint") == ["hint: see them all: gpushare sim list --models"]
 
 
 @pytest.mark.parametrize(
     ("words", "command"),
     [
-        (("status", "--nonsense"), "status"),
-        (("mps", "start", "--treads", "5"), "mps start"),
-        (("timeslice", "set"), "timeslice set"),
-        (("stop",), "stop"),
-        (("logs", "train", "--lines", "-1"), "logs"),
-        (("jobs", "train"), "jobs"),
-        (("status", "-g"), "status"),
-        (("status", "more"), "status"),
-        (("mps", "logs", "--lines", "0"), "mps logs"),
-        (("sim", "add", "--sm", "101"), "sim add"),
+        ("status --nonsense", "status"),
+        ("mps start --treads 5", "mps start"),
+        ("timeslice set", "timeslice set"),
+        ("stop", "stop"),
+        ("logs train --lines -1", "logs"),
+        ("jobs train", "jobs"),
+        ("status -g", "status"),
+        ("status more", "status"),
+        ("mps logs --lines 0", "mps logs"),
+        ("sim add --sm 101", "sim add"),
     ],
 )
-def test_wrong_usage(refused: Refused, cli: Cli, words: tuple[str, ...], command: str) -> None:
-    said = refused(*words, code="usage", exit_code=2)
+def test_wrong_usage(refused: Refused, cli: Cli, words: str, command: str) -> None:
+    said = refused(*words.split(), code="usage", exit_code=2)
     assert f"see: gpushare {command} --help" in said
-    assert cli(*words, output="json").json["command"] == command
+    assert cli(*words.split(), output="json").json["command"] == command
 
 
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
-        (("stats",), "status"),
-        (("mps", "strat"), "start"),
-        (("timeslce", "show"), "timeslice"),
-        (("list",), "status"),
-        (("ps",), "jobs"),
-        (("queue",), "jobs"),
-        (("kill", "0"), "stop"),
-        (("delete", "0"), "mig destroy"),
-        (("kubernetes",), "export k8s"),
-        (("export", "kubernetes"), "k8s"),
-        (("mig", "delete"), "destroy"),
-        (("status", "--json"), "-o json"),
-        (("--json", "status"), "-o json"),
-        (("mps", "start", "--mem", "4G"), "--memory"),
-        (("mps", "start", "--sm", "50"), "--threads"),
-        (("mps", "start", "--percent=50"), "--threads"),
-        (("mps", "start", "--limit", "4G"), "--threads' or '--memory"),
-        (("advise", "--sm", "50"), "--sms"),
+        ("stats", "status"),
+        ("mps strat", "start"),
+        ("timeslce show", "timeslice"),
+        ("list", "status"),
+        ("ps", "jobs"),
+        ("queue", "jobs"),
+        ("kill 0", "stop"),
+        ("delete 0", "mig destroy"),
+        ("kubernetes", "export k8s"),
+        ("export kubernetes", "k8s"),
+        ("mig delete", "destroy"),
+        ("status --json", "-o json"),
+        ("--json status", "-o json"),
+        ("mps start --mem 4G", "--memory"),
+        ("mps start --sm 50", "--threads"),
+        ("mps start --percent=50", "--threads"),
+        ("mps start --limit 4G", "--threads' or '--memory"),
+        ("advise --sm 50", "--sms"),
+        # What nothing is like gets no suggestion.
+        ("frobnicate", None),
+        ("status --yen", None),
+        ("mps start --yes-please", None),
+        ("mps stop --hell", None),
+        ("status --debut", None),
     ],
 )
-def test_an_unknown_word_says_what_was_meant(refused: Refused, words: tuple[str, ...], meant: str) -> None:
-    said = refused(*words, code="usage", exit_code=2)
-    assert f"did you mean '{meant}'?" in said.lower()
-
-
-@pytest.mark.parametrize(
-    "words", ["frobnicate", "status --yen", "mps start --yes-please", "mps stop --hell", "status --debut"]
-)
-def test_a_word_that_nothing_is_like_gets_no_suggestion(refused: Refused, words: str) -> None:
-    assert "did you mean" not in refused(*words.split(), code="usage", exit_code=2).lower()
+def test_an_unknown_word_says_what_was_meant(refused: Refused, words: str, meant: str | None) -> None:
+    said = refused(*words.split(), code="usage", exit_code=2).lower()
+    assert f"did you mean '{meant}'?" in said if meant else "did you mean" not in said
 
 
 def test_every_suggested_command_is_one() -> None:
@@ -252,9 +241,7 @@ def test_every_suggested_command_is_one() -> None:
 
     for group, words in _COMMANDS.items():
         for meant in words.values():
-            command = root()
-            for word in (word for word in f"{group} {meant}".split() if not word.startswith("-")):
-                command = command.get_command(None, word)
+            command_of(word for word in f"{group} {meant}".split() if not word.startswith("-"))
 
 
 @pytest.mark.parametrize("words", [(), ("mps",), ("timeslice",), ("sim",)])
@@ -266,10 +253,9 @@ def test_no_arguments_show_the_help(cli: Cli, words: tuple[str, ...]) -> None:
 
 
 def test_version(cli: Cli) -> None:
-    answer = cli("--version", host=None).ok()
-    assert answer.out == f"gpushare {__version__}\n"
     # Before anything else is looked at.
-    assert cli("--version", "nonsense", host=None).ok().out == answer.out
+    for more in ((), ("nonsense",)):
+        assert cli("--version", *more, host=None).ok().out == f"gpushare {__version__}\n"
 
 
 def test_quiet_drops_notes_and_keeps_errors(cli: Cli) -> None:
@@ -320,43 +306,30 @@ def test_a_change_is_one_line_with_its_undo_and_none_with_quiet(cli: Cli, quiet:
             assert line in said, (words, said)
 
 
-def test_verbose_says_each_step(cli: Cli) -> None:
+def test_verbose_says_each_step_and_debug_the_traceback(cli: Cli) -> None:
     answer = cli("timeslice", "set", "short", "-v").ok()
     assert "set the time-slice of GPU 0 to short\n  nvidia-smi compute-policy" in answer.err
+    for words in ("--debug timeslice set x", "timeslice set x --debug"):
+        answer = cli(*words.split())
+        assert (answer.code, "Traceback" in answer.err, len(answer.lines("error"))) == (2, True, 1)
 
 
-@pytest.mark.parametrize("words", [("--debug", "timeslice", "set", "x"), ("timeslice", "set", "x", "--debug")])
-def test_debug_shows_the_traceback_of_an_error(cli: Cli, words: tuple[str, ...]) -> None:
-    answer = cli(*words)
-    assert answer.code == 2
-    assert "Traceback" in answer.err
-    assert len(answer.lines("error")) == 1
-
-
-def test_a_bug_is_said_in_two_lines(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "exit_code", "code"), [(RuntimeError("some\nthing"), 1, "bug"), (KeyboardInterrupt(), 130, "interrupted")]
+)
+def test_a_bug_and_an_interrupt_are_said_in_two_lines(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, code: str
+) -> None:
     def broken(*_: object, **__: object) -> None:
-        message = "some\nthing"
-        raise RuntimeError(message)
+        raise error
 
     monkeypatch.setattr("gpushare.snapshot.Observer.read", broken)
     answer = cli("status", output="json")
-    assert answer.code == 1
-    assert "Traceback" not in answer.err
-    assert answer.lines("error") == ["error: unexpected RuntimeError: some thing"]
-    assert answer.json["errors"][0]["code"] == "bug"
-    with pytest.raises(RuntimeError, match="some"):
-        cli("--debug", "status")
-
-
-def test_interrupt_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gpushare.snapshot.Observer.read", interrupted)
-    answer = cli("status", output="json")
-    assert answer.code == 130
-    assert answer.json["errors"][0]["code"] == "interrupted"
-    assert "Traceback" not in answer.err
+    assert (answer.code, answer.error["code"], "Traceback" in answer.err) == (exit_code, code, False)
+    if code == "bug":
+        assert answer.lines("error") == ["error: unexpected RuntimeError: some thing"]
+        with pytest.raises(RuntimeError, match="some"):
+            cli("--debug", "status")
 
 
 def test_output_of_an_error_is_the_asked_one(cli: Cli) -> None:

@@ -109,6 +109,8 @@ def test_what_gpushare_did_not_make_is_asked_for() -> None:
 
 
 def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
+    holder = Holder(pid=4194999, what="lease", user="alice", name="python3")
+    assert holders_text([holder]) == "4194999 python3 (alice) by gpushare run"
     pid = host.add(next(mig.uuid for mig in host.state.gpus[0].mig if mig.profile == "3g.40gb"))
     (lost,) = wants(host, "mig", "destroy", "0/2", "--evict", "all")
     assert lost["why"] == [f"in use by {pid} (python3, user {user_name(os.geteuid())})"]
@@ -134,11 +136,6 @@ def test_a_plain_user_is_first_told_that_it_needs_root(host: World, words: tuple
         assert [loss["what"] for loss in planned.data["consent"]] == ["the grant of 'train' to daemon"]
 
 
-def test_a_job_that_holds_an_instance_is_told_by_the_verb(host: World) -> None:
-    holder = Holder(pid=4194999, what="lease", user="alice", name="python3")
-    assert holders_text([holder]) == "4194999 python3 (alice) by gpushare run"
-
-
 def test_the_undo_of_a_named_creation_asks_nothing(host: World) -> None:
     undo = host.asked("mig", "create", "1g.10gb", "--name", "new").ok().data["undo"]
     assert undo.endswith(" -y")
@@ -161,6 +158,9 @@ def test_a_daemon_with_clients_is_asked_for(how: str, world: World) -> None:
     pid = world.client()
     (lost,) = wants(world, "mps", "stop", how)
     assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())})"]
+    # An idle one of ours is not.
+    world.asked("mps", "start").ok()
+    world.asked("mps", "stop", "--force").ok()
 
 
 def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(world: World) -> None:
@@ -187,10 +187,6 @@ def test_a_long_command_line_shows_its_beginning_and_its_end(world: World) -> No
     (lost,) = wants(world, "mps", "stop", "--force")
     assert "python3 train.py --data xxx" in lost["why"][0]
     assert lost["why"][0].endswith("xxx --seed 7)")
-
-
-def test_an_idle_daemon_of_ours_is_stopped_without_a_question(world: World) -> None:
-    world.asked("mps", "stop", "--force").ok()
 
 
 def test_a_daemon_that_gpushare_did_not_start_is_asked_for(tmp_path: Path) -> None:

@@ -29,16 +29,11 @@ def test_each_view_shows_the_others_and_ends_with_1(cli: Cli) -> None:
     assert cli("compare", "--why", "error-isolation", "mps", host=TWO).code == 1
 
 
-def test_the_level_of_a_lost_gpu_is_unknown_to_machines(cli: Cli) -> None:
-    World(TWO).fault("lost", gpu="1")
-    found = cli("timeslice", "show", host=TWO, output="json").json["data"]["gpus"]
-    assert found[1]["time_slice"] is None
-    assert "lost" not in cli("timeslice", "show", host=TWO, output="csv").out
-
-
-def test_a_daemon_of_a_lost_gpu(cli: Cli) -> None:
+def test_what_is_lost_is_unknown_to_machines(cli: Cli) -> None:
     cli("mps", "start", "-g", "1", host=TWO).ok()
     World(TWO).fault("lost", gpu="1")
+    assert cli("timeslice", "show", host=TWO, output="json").json["data"]["gpus"][1]["time_slice"] is None
+    assert "lost" not in cli("timeslice", "show", host=TWO, output="csv").out
     done = cli("mps", "status", host=TWO)
     assert done.code == 1
     assert any("none yet" in line for line in done.out.splitlines() if "gpushare" in line)
