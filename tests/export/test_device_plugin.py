@@ -6,20 +6,11 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import ValidationError
 
 from gpushare.base.errors import BadUsage
 from gpushare.export.k8s import NodeSharing, check_mps, plugin_config, resource_of
 from gpushare.inputs import yaml_text
 from tests.export.plugin_config import from_config
-
-
-@pytest.mark.parametrize(
-    "resource", [{"name": "nvidia.com/mig-1g.10gb+me", "replicas": 2}, {"name": "nvidia.com/gpu", "replicas": 1}]
-)
-def test_what_the_plugin_refuses_is_seen(resource: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
-        from_config({"version": "v1", "sharing": {"timeSlicing": {"resources": [resource]}}})
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jsonschema import ValidationError
 
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export.description import HostDescription
-from gpushare.export.dra import GROUP, claims_export
+from gpushare.export.dra import claims_export
 from tests.errors import fails
-from tests.export.dra_parameters import check_parameters
 from tests.export.hosts import all_loaded, check_kubernetes, gpu, host, loaded, mig, mps, t4s
 
 UNEVEN = host(
@@ -133,15 +131,6 @@ def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
 def test_refused(described: HostDescription, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
     with fails(kind, code):
         claims_export(described, **options)
-
-
-@pytest.mark.parametrize(
-    "sharing",
-    [{"strategy": "mps"}, {"strategy": "MPS", "timeSlicingConfig": {}}, {"strategy": "TimeSlicing", "mpsConfig": {}}],
-)
-def test_parameters_that_the_driver_refuses_are_seen(sharing: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        check_parameters({"apiVersion": GROUP, "kind": "GpuConfig", "sharing": sharing})
 
 
 @given(

@@ -316,17 +316,22 @@ def detect(tmp_path: Path, described: HostDescription) -> None:
     (tmp_path / "fake_gpus.conf").write_text("\n".join(reversed(detected)) + "\n")
 
 
-def listed(tmp_path: Path, found: Export, *, detected: bool = False) -> list[str]:
-    """Return the device files of the GPUs in the order of ``slurmd -G``."""
-    devices = tmp_path / "dev"
+def write_gres(directory: Path, found: Export) -> None:
+    """Write gres.conf with the devices that it names."""
+    devices = directory / "dev"
     devices.mkdir(exist_ok=True)
     body = text(found, "gres.conf").replace("AutoDetect=nvml", "AutoDetect=off")
     body = body.replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{devices}/")
-    (tmp_path / "gres.conf").write_text(body)
+    (directory / "gres.conf").write_text(body)
     for path in set(re.findall(rf"{re.escape(str(devices))}/[^,\s]+", body)):
         # A character device, as slurmd asks for.
         if not Path(path).is_symlink():
             Path(path).symlink_to("/dev/null")
+
+
+def listed(tmp_path: Path, found: Export, *, detected: bool = False) -> list[str]:
+    """Return the device files of the GPUs in the order of ``slurmd -G``."""
+    write_gres(tmp_path, found)
     name = socket.gethostname().partition(".")[0]
     said = lines(found)
     plugins = os.environ.get("GPUSHARE_TEST_SLURM_PLUGINS")

@@ -18,7 +18,7 @@ from gpushare.base.model import Way
 from gpushare.export.description import HostDescription
 from gpushare.export.slurm import STATE, slurm_export
 from tests.export.hosts import gpu, host, mps, text
-from tests.export.test_slurm import CUT, MIXED, UNEQUAL, detect, lines
+from tests.export.test_slurm import CUT, MIXED, UNEQUAL, detect, lines, write_gres
 from tests.export.test_slurm_scripts import CONTROL, SMI
 
 PROGRAMS = os.environ.get("GPUSHARE_TEST_SLURM")
@@ -59,13 +59,7 @@ class Cluster:
         self._configure()
 
     def _configure(self) -> None:
-        gres = text(self.found, "gres.conf").replace("AutoDetect=nvml", "AutoDetect=off")
-        gres = gres.replace("/dev/nvidia-caps/", "/dev/").replace("/dev/", f"{self.tmp}/dev/")
-        (self.tmp / "gres.conf").write_text(gres)
-        for path in set(re.findall(rf"{re.escape(str(self.tmp))}/dev/[^,\s]+", gres)):
-            # A character device, as slurmd asks for.
-            if not Path(path).is_symlink():
-                Path(path).symlink_to("/dev/null")
+        write_gres(self.tmp, self.found)
         (self.tmp / "cgroup.conf").write_text("")
         said = lines(self.found)
         plugins = os.environ.get("GPUSHARE_TEST_SLURM_PLUGINS")

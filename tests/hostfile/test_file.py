@@ -295,18 +295,13 @@ def test_an_error_has_line_and_column(text: str, where: str, what: str) -> None:
         ("version: 1\n", "add one of: gpus, slices, memory, reserve"),
         ("gpus: []\n", "its keys: version, gpus"),
         ("a: [1\n", "to see a valid file: gpushare capture"),
+        (ONE + "mps: {thread: 3}\n", "did you mean 'threads'?"),
     ],
 )
 def test_how_to_write_it_is_said(text: str, hint: str) -> None:
     with pytest.raises(BadUsage) as raised:
         parse(text)
     assert hint in (raised.value.hint or "")
-
-
-def test_a_mistyped_key_gets_the_right_one() -> None:
-    with pytest.raises(BadUsage) as raised:
-        parse(ONE + "mps: {thread: 3}\n")
-    assert raised.value.hint == "did you mean 'threads'?"
 
 
 @pytest.mark.parametrize(
@@ -481,7 +476,4 @@ def test_a_file_of_mig_parted_is_told_where_it_belongs() -> None:
 def test_a_time_is_written_as_people_write_it(longest: str) -> None:
     text = f"version: 1\nreserve: {{longest: {longest}}}\n"
     assert f"reserve: {{longest: {longest}}}" in text_of(parse(text))
-
-
-def test_no_time_may_be_in_hours_too() -> None:
     assert parse("version: 1\nreserve: {longest: 0h}\n").longest_lease_seconds == 0.0
