@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -89,37 +90,41 @@ def test_another_farm_with_these_logs_is_refused(host: Host, device: Device, tmp
     assert caught.value.code == "logs_in_use"
 
 
+@contextlib.contextmanager
+def left_copy(host: Host, logs: Path, seconds: int) -> Iterator[subprocess.Popen[bytes]]:
+    """Run what a farm with these logs left when it was killed."""
+    directory = os.stat(logs)
+    mark = f"{directory.st_dev:x}-{directory.st_ino:x}"
+    code = f"import time; time.sleep({seconds})"
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, MARK: mark}) as copy:
+        until(lambda: host.processes.pids_with_env(MARK, mark), "it has begun")
+        try:
+            yield copy
+        finally:
+            copy.kill()
+
+
 def test_a_farm_waits_for_what_a_killed_one_has_left(
     host: Host, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = os.stat(tmp_path)
-    mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     heard = Heard()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
+    with left_copy(host, tmp_path, 1) as copy:
         farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
         assert copy.wait() == 0
     assert "waiting for 1 process of an earlier farm with these logs, being ended" in heard.said
     monkeypatch.setattr(farm_results, "_EARLIER_SECONDS", 0.0)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
-        with pytest.raises(InUse) as caught:
-            farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path, resume=True), heard)
-        copy.kill()
-    assert caught.value.code == "logs_in_use"
-    assert f"gpushare stop {copy.pid}" in (caught.value.hint or "")
+    with left_copy(host, tmp_path, 60) as copy, fails(InUse, "logs_in_use", hint=f"gpushare stop {copy.pid}"):
+        farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path, resume=True), heard)
 
 
 def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device: Device, tmp_path: Path) -> None:
-    directory = os.stat(tmp_path)
-    mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     (tmp_path / "copy-0.log").write_text("of the earlier one")
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
-        until(lambda: host.processes.pids_with_env(MARK, mark[MARK]), "it has begun")
-        with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]) as key:
-            result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
-            key.kill()
-        copy.kill()
+    with (
+        left_copy(host, tmp_path, 60),
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]) as key,
+    ):
+        result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
+        key.kill()
     assert (result.ended_by, [copy.state for copy in result.copies]) == (signal.SIGINT, ["skipped"])
     assert (tmp_path / "copy-0.log").read_text() == "of the earlier one"
 
@@ -200,20 +205,8 @@ def test_the_logs_of_another_command_are_not_overwritten(
 def test_a_farm_that_was_killed_goes_on_where_it_was(host: Host, tmp_path: Path) -> None:
     (tmp_path / "ran").mkdir()
     text = f"echo >> {tmp_path}/ran/{{}}; [ {{}} -lt 2 ] || [ -e {tmp_path}/on ] || sleep 60"
-    words = (
-        "farm",
-        "--copies",
-        "4",
-        "--parallel",
-        "2",
-        "--memory",
-        "4G",
-        "--grace",
-        "1s",
-        "--logs",
-        str(tmp_path / "logs"),
-    )
-    started = [sys.executable, "-m", "gpushare", "--host", host.spec, *words]
+    words = ("--copies", "4", "--parallel", "2", "--memory", "4G", "--grace", "1s", "--logs", str(tmp_path / "logs"))
+    started = [sys.executable, "-m", "gpushare", "--host", host.spec, "farm", *words]
     with subprocess.Popen(
         [*started, "--", "sh", "-c", text], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as first:

@@ -53,17 +53,6 @@ def stopped(host: Host, pid: int) -> bool:
     return info is not None and info.stopped
 
 
-def test_a_program_is_stopped_and_goes_on(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid = start(_IDLE)
-    pauser = Pauser(host, (device.gpu.index,), pid)
-    pauser.pause()
-    until(lambda: stopped(host, pid), "it is stopped")
-    assert pauser.paused
-    pauser.resume()
-    until(lambda: not stopped(host, pid), "it goes on")
-    assert not pauser.paused
-
-
 def test_one_that_waits_without_the_processor_is_seen_by_its_gpu_use(
     host: Host, device: Device, start: Callable[[str], int]
 ) -> None:

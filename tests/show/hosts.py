@@ -66,6 +66,13 @@ def process(pid: int, user: str, memory_mib: int | None, command: str, **more: A
     return GpuProcess(**{**given, **more})
 
 
+def _mig(number: int, profile: str, place: tuple[int, int], sms: int, total_mib: int, used_mib: int) -> MigInstance:
+    return MigInstance(
+        uuid=mig_uuid(number), gpu_instance_id=place[0], compute_instance_id=place[1], profile=profile,
+        multiprocessors=sms, memory_total_bytes=total_mib * MIB, memory_used_bytes=used_mib * MIB,
+    )  # fmt: skip
+
+
 def _time_sliced(index: int) -> Gpu:
     return h100(
         index,
@@ -96,33 +103,9 @@ def _partitioned(index: int) -> Gpu:
         mig_pending=True,
         time_slice=None,
         mig_instances=(
-            MigInstance(
-                uuid=mig_uuid(1),
-                gpu_instance_id=1,
-                compute_instance_id=0,
-                profile="1c.3g.40gb",
-                multiprocessors=16,
-                memory_total_bytes=40_448 * MIB,
-                memory_used_bytes=12_650 * MIB,
-            ),
-            MigInstance(
-                uuid=mig_uuid(2),
-                gpu_instance_id=1,
-                compute_instance_id=1,
-                profile="2c.3g.40gb",
-                multiprocessors=32,
-                memory_total_bytes=40_448 * MIB,
-                memory_used_bytes=12_650 * MIB,
-            ),
-            MigInstance(
-                uuid=mig_uuid(3),
-                gpu_instance_id=11,
-                compute_instance_id=0,
-                profile="1g.10gb",
-                multiprocessors=16,
-                memory_total_bytes=9_984 * MIB,
-                memory_used_bytes=15 * MIB,
-            ),
+            _mig(1, "1c.3g.40gb", (1, 0), 16, 40_448, 12_650),
+            _mig(2, "2c.3g.40gb", (1, 1), 32, 40_448, 12_650),
+            _mig(3, "1g.10gb", (11, 0), 16, 9_984, 15),
         ),
         processes=(
             process(
@@ -157,52 +140,32 @@ def _shared_by_mps(index: int) -> Gpu:
     )
 
 
+def _client(pid: int, user: str, limit_gib: int, priority: Priority, *threads: float) -> MpsClient:
+    """Return a client with its limits, and those of the next one."""
+    now, later = threads
+    return MpsClient(
+        pid=pid, server_pid=40090, name="python", user=user, threads_percent=now, next_threads_percent=later,
+        memory_limit_bytes=limit_gib * GIB, next_memory_limit_bytes=limit_gib * GIB,
+        priority=priority, next_priority=priority,
+    )  # fmt: skip
+
+
 def _daemons(index: int) -> tuple[MpsDaemon, ...]:
     clients = (
-        MpsClient(
-            pid=40102,
-            server_pid=40090,
-            name="python",
-            user="王小明",
-            threads_percent=75.0,
-            memory_limit_bytes=40 * GIB,
-            priority=Priority.NORMAL,
-            next_threads_percent=75.0,
-            next_memory_limit_bytes=40 * GIB,
-            next_priority=Priority.NORMAL,
-        ),
-        MpsClient(
-            pid=40177,
-            server_pid=40090,
-            name="python",
-            user="anna",
-            threads_percent=25.0,
-            memory_limit_bytes=4 * GIB,
-            priority=Priority.LOW,
-            next_threads_percent=20.0,
-            next_memory_limit_bytes=4 * GIB,
-            next_priority=Priority.LOW,
-        ),
+        _client(40102, "王小明", 40, Priority.NORMAL, 75.0, 75.0),
+        _client(40177, "anna", 4, Priority.LOW, 25.0, 20.0),
     )
     return (
         MpsDaemon(
-            pid=40085,
-            ours=True,
-            pipe_directory=f"/run/gpushare/mps/{uuid(index)}",
-            log_directory="/var/log/gpushare/mps",
-            device_uuid=uuid(index),
-            gpu_index=index,
-            user="root",
-            threads_percent=75.0,
-            memory_limit_bytes=40 * GIB,
-            priority=Priority.NORMAL,
-            max_clients=60,
+            pid=40085, ours=True, pipe_directory=f"/run/gpushare/mps/{uuid(index)}",
+            log_directory="/var/log/gpushare/mps", device_uuid=uuid(index), gpu_index=index, user="root",
+            threads_percent=75.0, memory_limit_bytes=40 * GIB, priority=Priority.NORMAL, max_clients=60,
             servers=(MpsServer(pid=40090, user="root", status="ACTIVE", threads_percent=75.0, clients=clients),),
         ),
         MpsDaemon(
             pid=911, ours=False, pipe_directory="/tmp/nvidia-mps", user="slurm", error="the pipe does not answer"
         ),
-    )
+    )  # fmt: skip
 
 
 def mixed_host() -> Snapshot:
