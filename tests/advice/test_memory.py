@@ -33,14 +33,10 @@ def gpu(total: int | None) -> GpuFacts:
 
 def test_the_sum_by_hand() -> None:
     found = budget(case((6 * GIB, 4)), gpu(100 * GIB), mps=False)
-    assert found.wanted_bytes == 24 * GIB
-    assert found.needed_bytes == 24 * GIB + 4 * CONTEXT_BYTES
-    assert found.headroom_bytes == 2 * GIB
-    assert found.left_bytes == 98 * GIB - 24 * GIB - 4 * CONTEXT_BYTES
+    assert (found.wanted_bytes, found.needed_bytes) == (24 * GIB, 24 * GIB + 4 * CONTEXT_BYTES)
+    assert (found.headroom_bytes, found.left_bytes) == (2 * GIB, 98 * GIB - 24 * GIB - 4 * CONTEXT_BYTES)
     assert found.most == 98 * GIB // (6 * GIB + CONTEXT_BYTES)
-
-
-def test_under_mps_the_server_counts() -> None:
+    # Under MPS the server counts.
     found = budget(case((6 * GIB, 4)), gpu(100 * GIB), mps=True)
     assert found.left_bytes == 98 * GIB - MPS_SERVER_BYTES - 24 * GIB - 4 * MPS_CONTEXT_BYTES
 
@@ -58,14 +54,6 @@ def test_a_known_part_that_is_too_large_is_enough() -> None:
 
 def test_a_workload_of_a_list_is_one_process() -> None:
     assert budget(case((GIB, None), (2 * GIB, 3)), gpu(80 * GIB), mps=False).wanted_bytes == 7 * GIB
-
-
-def test_between_the_smallest_and_the_planned_context_it_may_fit() -> None:
-    total = 100 * GIB
-    room = 98 * GIB
-    each = room // 4 - (CONTEXT_BYTES + LEAST_CONTEXT_BYTES) // 2
-    found = budget(case((each, 4)), gpu(total), mps=False)
-    assert (found.fits, found.may_fit) == (False, True)
 
 
 @given(st.integers(MIB, 200 * GIB))
@@ -110,12 +98,8 @@ def test_what_fills_it_to_the_last_byte_fits_and_one_more_does_not(mps: bool) ->
     assert (over.left_bytes, over.fits) == (-4, False)
     # Under MPS a context was measured: there is no smaller one.
     assert over.may_fit is not mps
-
-
-def test_with_the_smallest_contexts_it_may_fit_to_the_last_byte() -> None:
     saved = 4 * (CONTEXT_BYTES - LEAST_CONTEXT_BYTES)
-    assert filled(-saved).may_fit is True
-    assert filled(-saved - 4).may_fit is False
+    assert [filled(-left).may_fit for left in (saved, saved + 4)] == [True, False]
 
 
 def test_the_largest_alone_fits_to_the_last_byte() -> None:
@@ -139,17 +123,7 @@ def test_headroom_is_rounded_up() -> None:
     assert budget(case((GIB, 1)), gpu(100), mps=False).headroom_bytes == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("6G", 6 * GIB),
-        ("6GiB", 6 * GIB),
-        ("6Gi", 6 * GIB),
-        ("6GB", 6 * GIB),
-        ("80 gb", 80 * GIB),
-        ("1500M", 1500 * MIB),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [("6G", 6 * GIB), ("80 gb", 80 * GIB), ("1500M", 1500 * MIB)])
 def test_sizes_are_binary(text: str, size: int) -> None:
     assert workload_of({"memory": text}).memory == size
 

@@ -37,12 +37,8 @@ def test_the_published_example_comes_out_exactly() -> None:
     assert (two.gpus, two.cost, two.saving) == (2, Decimal("1082.88"), Decimal("1082.88"))
     assert (two.verdict, two.max_load_percent, two.recommended) == ("fits", Decimal(50), True)
     assert found.recommended == two
-
-
-def test_hours_of_a_month_are_what_they_are_said_to_be() -> None:
-    price = Price(per_hour=Decimal("0.752"), hours=Decimal(730))
-    found = savings(alike(4, "25"), price=price)
-    assert found.options[0].saving == Decimal("1646.88")
+    month = Price(per_hour=Decimal("0.752"), hours=Decimal(730))
+    assert savings(alike(4, "25"), price=month).options[0].saving == Decimal("1646.88")
 
 
 @pytest.mark.parametrize(

@@ -307,32 +307,3 @@ def test_an_edited_copy_is_another_table(table):
     other = parse_table(edited("- {limit: 48}", "- {limit: 20}"))
     assert other.cell(Way.MPS, "max_partitions", "580").limit == 20
     assert table.cell(Way.MPS, "max_partitions", "580").limit == 48
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("schema: 1", "schema: 2", "$.schema"),
-        ("        level: process\n", "        level: procces\n", "streams.partition_type: no level procces"),
-        ("source: [nvidia-table-2022, cuda-guide]", "source: [wikipedia]", "streams.partition_type: no source wikipedia"),
-        ("source: [nvidia-table-2022, cuda-guide]", "source: []", "partition_type.source"),
-        ("        published: Single process\n", "", "'published' is a required property"),
-        ("      interop:\n        published: Always", "      interopp:\n        published: Always", "'interopp' was unexpected"),
-        ("  vgpu:\n    title", "  vgpus:\n    title", "'vgpus' was unexpected"),
-        ('published: "No"', "published: No", "published"),
-        ("limit: 7\n", "limit: seven\n", "limit"),
-        ("{since: 590, limit: 60}", '{since: "new", limit: 60}', "limit"),
-        ("- {limit: 48}", "- {since: 470, limit: 48}", "limit"),
-        ('- {since: 615, text: "Yes:', '- {since: 400, text: "Yes:', "not from old to new"),
-        ("        note: Lost when", "        noted: Lost when", "'noted' was unexpected"),
-        ("    title: MIG\n", "    title: MIG\n    title: MIG\n", "title"),
-        ("  - key: interop\n", "  - key: reconfigure\n", "there is no row interop"),
-        ("levels: [none, limited, ipc, always]", "levels: [none, none]", "non-unique"),
-        ("level: partial, text", "level: most, text", "no level most"),
-        ("rows:\n", "rows: [\n", "YAML"),
-        ("    title: Streams\n", "    title: ''\n", "streams.title"),
-        ("    title: Streams\n    cells:\n", "    title: Streams\n    cells: none\n    x:\n", "'x' was unexpected"),
-    ],
-)  # fmt: skip
-def test_a_fault_in_the_file_is_found(old, new, said):
-    assert any(said in fault for fault in faults(edited(old, new)))

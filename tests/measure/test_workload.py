@@ -68,12 +68,17 @@ def without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "cpu_multiplication", lambda _size: lambda: None)
 
 
-def test_streams_take_turns() -> None:
+def test_streams_take_turns_and_each_thread_launches_its_own_part() -> None:
     gpu = Counting()
     workload.run(gpu, options(streams=3, cpu=True), [])
-    assert (gpu.launched, gpu.waited) == ([1, 2, 0], [0]), (
-        "the first, whose latency is measured, comes while the others are busy"
-    )
+    # The first, whose latency is measured, comes while the others are busy.
+    assert (gpu.launched, gpu.waited) == ([1, 2, 0], [0])
+    gpu = Counting()
+    workload.run(gpu, options(threads=3, cpu=True), [])
+    assert sorted(gpu.launched) == [0, 1, 2]
+    gpu = Counting()
+    workload.run(gpu, options(streams=2, cpu=True, copy=True), [])
+    assert sorted(gpu.copied) == [0, 1]
 
 
 def test_of_several_streams_the_first_tells_its_latency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,18 +88,6 @@ def test_of_several_streams_the_first_tells_its_latency(capsys: pytest.CaptureFi
     assert re.fullmatch(r"p50=[0-9.e-]+ p99=[0-9.e-]+", latency)
     workload.run(Counting(), options(cpu=True), [])
     assert "p50" not in capsys.readouterr().out
-
-
-def test_each_thread_launches_its_own_part() -> None:
-    gpu = Counting()
-    workload.run(gpu, options(threads=3, cpu=True), [])
-    assert sorted(gpu.launched) == [0, 1, 2]
-
-
-def test_copies_go_next_to_the_multiplications() -> None:
-    gpu = Counting()
-    workload.run(gpu, options(streams=2, cpu=True, copy=True), [])
-    assert sorted(gpu.copied) == [0, 1]
 
 
 def test_with_cpu_each_multiplication_is_followed_by_one_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
