@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +50,7 @@ from gpushare.measure.bench_data import (
 from gpushare.measure.built_in import built_in_workload, parse_sizes, sizes_answer
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
-from gpushare.memory.peaks import Profile, keep_profile
+from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
 from gpushare.show.bench import bench_result, throughput_picture
@@ -311,14 +310,12 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Benchmar
 
 
 def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:
-    """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
+    """Keep the peak and the use of the command for `gpushare run --wait`."""
     profile = profile_of(measurement)
     if host.processes.namespace_is_host() is False:
         # The measured memory is the increase of the whole GPU, not the program's.
         profile = replace(profile, memory_bytes=None)
-    if profile != Profile():
-        with contextlib.suppress(GpushareError):
-            keep_profile(host, device, command, profile)
+    keep_profile(host, device, command, profile)
 
 
 def bench_plan(host: Host, device: Device, prepared: Prepared) -> Any:

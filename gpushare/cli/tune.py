@@ -41,7 +41,7 @@ from gpushare.measure.tune import (
     tuned_record,
 )
 from gpushare.measure.tune import tune as measured
-from gpushare.memory.peaks import Profile, keep_profile
+from gpushare.memory.peaks import keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import keep_tuned
 from gpushare.show.text import put
@@ -245,16 +245,13 @@ def _no_setting_note(device: Device, options: TuneOptions, *, unsure: bool) -> s
 
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
-    """Keep the peaks and the use of the commands for `gpushare run --wait`; a failure to do so changes nothing."""
+    """Keep the peaks and the use of the commands for `gpushare run --wait`."""
     # What several jobs or copies use together tells nothing about each.
     single = options.copies == 1 and len(options.opportunistic) == 1
     of_others = result.others.profile(is_single=single and not result.strangers)
-    profiles = [(options.production, result.production.profile(is_single=not result.strangers))]
-    profiles += [(command, of_others) for command in options.opportunistic]
-    for command, profile in profiles:
-        if profile != Profile():
-            with contextlib.suppress(GpushareError):
-                keep_profile(host, device, command, profile)
+    keep_profile(host, device, options.production, result.production.profile(is_single=not result.strangers))
+    for command in options.opportunistic:
+        keep_profile(host, device, command, of_others)
 
 
 # The standard deviation of production's windows alone, relative to their mean, above which a note tells it.

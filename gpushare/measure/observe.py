@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -402,5 +401,4 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
         gpu = gpus[use.process.gpu]
         device = Device(gpu=Gpu(index=gpu.index, uuid=gpu.uuid, name=gpu.name))
         profile = Profile(memory_bytes=use.memory_peak_bytes or None, use_percent=round(min(100.0, use.sm.mean), 1))
-        with contextlib.suppress(GpushareError):
-            keep_profile(host, device, command, profile)
+        keep_profile(host, device, command, profile)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
 
+from gpushare.base.errors import GpushareError
 from gpushare.base.selection import Device
 from gpushare.base.typed import Percent, Within
 from gpushare.base.values import dataclass
@@ -88,17 +89,15 @@ def _typed_commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
 
 
 def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Profile) -> None:
-    """Keep what was measured: the larger peak, and the newest use.
-
-    Raises NoPermission, OperationFailed: it cannot be written.
-    """
+    """Keep what was measured: the larger peak, and the newest use. If it cannot be written, later runs know less."""
     before = find_profile(host, device, command)
     merged = profile if before is None else _merge_profiles(before, profile)
-    if merged == before:
+    if merged in (before, Profile()):
         return
     path = PROFILES.path(host, digest_of(device, command))
-    PROFILES.write(replace(merged, path=path))
-    _drop_oldest_files(path.parent)
+    with contextlib.suppress(GpushareError):
+        PROFILES.write(replace(merged, path=path))
+        _drop_oldest_files(path.parent)
 
 
 def digest_of(device: Device, command: Sequence[str]) -> str:

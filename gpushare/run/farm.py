@@ -1141,8 +1141,7 @@ class Farm:
                 if copy.state == "done" and copy.gpu_indexes[0] == device.gpu.index and copy.memory_peak_bytes
             ]
             if peaks:
-                with contextlib.suppress(GpushareError):
-                    keep_profile(self._host, device, self._command, Profile(memory_bytes=max(peaks)))
+                keep_profile(self._host, device, self._command, Profile(memory_bytes=max(peaks)))
 
     # -- memory --------------------------------------------------------------------------------------
 

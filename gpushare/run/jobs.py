@@ -488,8 +488,7 @@ class RecordedJob(Part):
     def keep_peak(self, command: Sequence[str]) -> None:
         """Keep the peak of a run of this command that was not too short: a later `run --wait` of it reserves that."""
         if self._peak_looks >= _PEAK_LOOKS:
-            with contextlib.suppress(GpushareError):
-                keep_profile(self.host, self.device, command, Profile(memory_bytes=self._peak_bytes))
+            keep_profile(self.host, self.device, command, Profile(memory_bytes=self._peak_bytes))
 
     def moved(self, device: Device) -> None:
         """Name the device to which the job was moved in its record; a full disk must not end the job."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gpushare.base.errors import GpushareError, OperationFailed
+from gpushare.base.errors import OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
@@ -357,8 +357,7 @@ class Queued:
         """Keep the most that the job has held on one of its devices, for the next run of this command."""
         peak = max((memory.peak_bytes for memory in memories if memory.peak_bytes is not None), default=None)
         if peak is not None:
-            with contextlib.suppress(GpushareError):
-                keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))
+            keep_profile(self.host, device, self.command, Profile(memory_bytes=peak, short=short))
 
     def _swapping_part(self, device: Device, memory: JobMemory, place: Place) -> Swapping | None:
         """Return the part that swaps the job; None: it never leaves the GPU by itself."""
