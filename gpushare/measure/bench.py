@@ -27,7 +27,7 @@ from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.program import step_of_run
-from gpushare.run.several import Group, Program
+from gpushare.run.several import Program
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
 from gpushare.timeslice.policy import plan_level, temporary_level
@@ -65,20 +65,19 @@ class _Copy:
 
 @dataclass
 class Copies:
-    """Runs copies of a command in a group of programs.
+    """Runs copies of a command in an experiment.
 
     ``window`` is how long to measure before the copies are ended; None: every copy ends by itself. ``limit`` is when a copy
-    that still runs (or, with a window, has not printed yet) counts as hung.
+    that still runs (or, with a window, has not printed yet) counts as hung. ``slice_us`` is the time-slice that each gets as
+    soon as it has a context; None: the driver's default.
     """
 
-    group: Group
+    experiment: Experiment
     metric: Metric
     signals: Wakeups
     window: float | None = None
     limit: float = 600.0
-    clock: Callable[[], float] = time.monotonic
-    # Sets the time-slice of a copy as soon as it has a context; None: each has the driver's default.
-    set_slice: Callable[[Program], None] | None = None
+    slice_us: int | None = None
     _slices_due: float = -math.inf
 
     def run_together(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
@@ -90,12 +89,13 @@ class Copies:
         copies: list[_Copy] = []
         try:
             for number, launch in enumerate(launches):
-                copies.append(self._start(number, launch))
+                running = self.experiment.run(f"copy {number}", launch.argv, launch.environment, self.metric)
+                copies.append(_Copy(number, running.program, running.printed))
             return self._watch(copies, usage)
         finally:
             # Even if something failed here, no program is left behind.
             self._end([copy for copy in copies if copy.program.runs])
-            self.group.forget_ended()
+            self.experiment.forget_ended()
 
     def run_in_turn(self, launches: Sequence[Launch], usage: UsageMeter) -> CopiesResult:
         """Run copies in turn; stop after one that hung or was interrupted."""
@@ -110,16 +110,6 @@ class Copies:
             if last.hung or last.interrupted:
                 break
         return CopiesResult(copies=tuple(results), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
-
-    def _start(self, number: int, launch: Launch) -> _Copy:
-        """Start a copy whose output is read."""
-        printed = Printed(self.metric)
-
-        def listen(line: str, _at: float) -> None:
-            printed.listen(line, self.clock())
-
-        program = self.group.launch(f"copy {number}", launch.argv, launch.environment, listen=listen, redrawn=True)
-        return _Copy(number, program, printed)
 
     def _watch(self, copies: list[_Copy], usage: UsageMeter) -> CopiesResult:
         """Watch copies until all have ended, the window is over, one hangs or the user interrupts; then end them.
@@ -146,7 +136,7 @@ class Copies:
                 break
             poll_seconds = _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
             interrupted = self.signals.end_requested(poll_seconds)
-        closed = self.clock()
+        closed = self.experiment.now()
         usage.stop()
         for copy in copies:
             copy.ended_by_us = copy.program.runs
@@ -158,20 +148,20 @@ class Copies:
 
     def _copies_without_slice(self, copies: Sequence[_Copy]) -> list[_Copy]:
         """Return the copies that have no slice yet, and may still get one: they are not measured before."""
-        if self.set_slice is None:
+        if self.slice_us is None:
             return []
         return [copy for copy in copies if copy.program.runs and not copy.sliced and copy.unsliced is None]
 
     def _poll(self, copies: Sequence[_Copy], usage: UsageMeter) -> float:
         """Read what was printed, note which copies ended, set slices that are due, and return the time."""
-        self.group.read_outputs()
+        self.experiment.read_outputs()
         usage.sample([copy.program.pid for copy in copies if copy.program.runs])
-        at = self.clock()
+        at = self.experiment.now()
         # Not at each poll, because that asks NVML.
-        if self.set_slice is not None and at >= self._slices_due:
+        if self.slice_us is not None and at >= self._slices_due:
             for copy in self._copies_without_slice(copies):
                 try:
-                    self.set_slice(copy.program)
+                    self.experiment.set_slice(copy.program, self.slice_us)
                     copy.sliced = True
                 except GpushareError as error:
                     # Else the copy has no context yet.
@@ -186,7 +176,7 @@ class Copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None
         # Where the user asks again for the end, nothing is waited for.
-        self.group.end([copy.program for copy in copies], hurry=self.signals.ending_came)
+        self.experiment.end([copy.program for copy in copies], hurry=self.signals.ending_came)
 
     def _end_left_behind(self, copies: Sequence[_Copy], seen: frozenset[int]) -> None:
         """End what copies that ended by themselves left running: the next run would be measured next to it.
@@ -194,13 +184,13 @@ class Copies:
         ``seen`` are the run's processes that were on the GPU: the only trace of one in a session of its own.
         """
         programs = {copy.program.pid for copy in copies}
-        elsewhere = [pid for pid in seen - programs if self.group.host.processes.alive(pid)]
+        elsewhere = [pid for pid in seen - programs if self.experiment.host.processes.alive(pid)]
         ended = [copy for copy in copies if not copy.ended_by_us]
-        left_behind = self.group.left_behind([copy.program for copy in ended], elsewhere)
+        left_behind = self.experiment.left_behind([copy.program for copy in ended], elsewhere)
         for copy in ended:
             copy.left_behind = left_behind.get(copy.program.pid, ())
         if left_behind:
-            self.group.end_left_behind(left_behind, hurry=self.signals.ending_came)
+            self.experiment.end_left_behind(left_behind, hurry=self.signals.ending_came)
 
     def _result_of(
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
@@ -233,7 +223,7 @@ class Copies:
         if copy.left_behind:
             pids = ", ".join(map(str, copy.left_behind))
             return f"ended, but left process {pids} behind, which was not measured and was ended; the program must stay in the foreground"
-        if self.set_slice is not None and not copy.sliced:
+        if self.slice_us is not None and not copy.sliced:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.ended_by_us and hung:
             if window is not None and not copy.printed.values:
@@ -465,11 +455,13 @@ class Bench:
         meter = self._new_meter(cell)
         settings = self._settings
         runner = Copies(
-            self._experiment, settings.metric, self._signals, window=settings.window, limit=self._hang_seconds(copies)
+            self._experiment,
+            settings.metric,
+            self._signals,
+            window=settings.window,
+            limit=self._hang_seconds(copies),
+            slice_us=way.slice_us,
         )
-        slice_us = way.slice_us
-        if slice_us is not None:
-            runner.set_slice = lambda program: self._experiment.set_slice(program, slice_us)
         level = contextlib.nullcontext() if way.level is None else temporary_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)

@@ -15,18 +15,19 @@ from gpushare.base.benchmark import CopiesResult, Metric
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.measure.bench import Copies, Launch
+from gpushare.measure.experiment import Experiment
 from gpushare.measure.usage import UsageMeter
-from gpushare.run.several import Group
 
 # Prints a rate many times a second forever; Python's own SIGINT ends it.
 ENDLESS = "import time\nwhile True:\n    print('rate=10', flush=True)\n    time.sleep(0.02)"
 
 
-def group_with(host: Host, guard: object, *, grace_seconds: float) -> Group:
-    """Return a group that has no place, and this guard."""
-    group = Group(host, SimpleNamespace(meter=None), set, grace_seconds=grace_seconds)  # type: ignore[arg-type]
-    group.guard = guard  # type: ignore[assignment]
-    return group
+def experiment_with(host: Host, guard: object, *, grace_seconds: float) -> Experiment:
+    """Return an experiment that has no place, and this guard."""
+    nowhere = SimpleNamespace(meter=None, clients=set)
+    experiment = Experiment(host, nowhere, grace_seconds=grace_seconds)  # type: ignore[arg-type]
+    experiment.guard = guard  # type: ignore[assignment]
+    return experiment
 
 
 def meter_of(host: Host) -> UsageMeter:
@@ -96,8 +97,9 @@ def together(host: Host) -> Callable[..., CopiesResult]:
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
-        group = group_with(host, told, grace_seconds=durations.pop("grace", 2.0))
-        copies = Watched(group, metric or Metric(), told, clock=told.clock, **durations)  # type: ignore[arg-type]
+        experiment = experiment_with(host, told, grace_seconds=durations.pop("grace", 2.0))
+        experiment.now = told.clock  # type: ignore[method-assign]
+        copies = Watched(experiment, metric or Metric(), told, **durations)  # type: ignore[arg-type]
         meter = usage or meter_of(host)
         return copies.run_in_turn(launches, meter) if in_turn else copies.run_together(launches, meter)
 

@@ -17,7 +17,7 @@ from gpushare.measure.bench import Copies, Launch
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.usage import UsageMeter
 from tests.cli.drive import alive
-from tests.measure.conftest import ENDLESS, Told, group_with, meter_of, words
+from tests.measure.conftest import ENDLESS, Told, experiment_with, meter_of, words
 
 Together = Callable[..., CopiesResult]
 RATE = parse_metric(r"rate=(\S+)")
@@ -199,7 +199,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
-        Copies(group_with(host, Noting(bool), grace_seconds=1.0), Metric(), Told(bool)).run_together(
+        Copies(experiment_with(host, Noting(bool), grace_seconds=1.0), Metric(), Told(bool)).run_together(
             launches, meter_of(host)
         )  # type: ignore[arg-type]
     started = [int(pid) for pid in announced.read_text().split()]
@@ -221,7 +221,7 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
-    copies = Copies(group_with(host, None, grace_seconds=1.0), Metric(), Impatient(bool))  # type: ignore[arg-type]
+    copies = Copies(experiment_with(host, None, grace_seconds=1.0), Metric(), Impatient(bool))  # type: ignore[arg-type]
     found = copies.run_together(launches, meter_of(host))
     assert found.interrupted
     assert [copy.failure for copy in found.copies] == ["interrupted", "interrupted"]
@@ -245,7 +245,7 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
         Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
-    copies = Copies(group_with(host, Listening(bool), grace_seconds=1.0), Metric(), Told(bool), limit=0.3)  # type: ignore[arg-type]
+    copies = Copies(experiment_with(host, Listening(bool), grace_seconds=1.0), Metric(), Told(bool), limit=0.3)  # type: ignore[arg-type]
     found = copies.run_together(launches, meter_of(host))
     pids = [copy.pid for copy in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)
