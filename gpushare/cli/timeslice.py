@@ -32,6 +32,7 @@ from gpushare.cli.options import (
 )
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
+from gpushare.host.process import info_of
 from gpushare.host.smi import parse_level, policies_of
 from gpushare.plan import Plan
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names
@@ -171,7 +172,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     with host.open_channels() as control:
         for gpu, process in processes:
             pid = process.pid
-            info = host.processes.describe(pid)
+            info = info_of(host.processes, pid)
             if pid not in readings:
                 readings[pid] = read_slices(control, pid, None)
             reading = readings[pid]
@@ -182,8 +183,8 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
                     gpu=gpu.index,
                     pid=pid,
                     job=names.get(pid, None if record is None else record.job),
-                    user=None if info is None else info.user,
-                    name=None if info is None else info.name,
+                    user=info.user,
+                    name=info.name,
                     slice_us=slices[0] if len({*slices}) == 1 else None,
                     slices_us=tuple(slices),
                     set_us=None if record is None else record.slice_us,
@@ -312,7 +313,7 @@ def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
             processes = gpu_processes(host, job)
             consent = consent_to(host, job, action, [process.pid for process in processes])
             probe = not settings.dry_run
-            return plan(host, control, job.title, job.selector, processes, consent=consent, probe=probe)
+            return plan(host, control, job, processes, consent=consent, probe=probe)
 
         first = plan_now()
         # While a question is open, the job may start further processes.

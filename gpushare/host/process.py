@@ -617,6 +617,11 @@ def signal_all(processes: Processes, starts: Mapping[int, int], number: int) -> 
             signal_if_same(processes, pid, started, number)
 
 
+def info_of(processes: Processes, pid: int) -> ProcessInfo:
+    """Return what is known of a process: of one that has ended nothing, so that all is None."""
+    return processes.describe(pid) or ProcessInfo(pid=pid)
+
+
 # Characters shown of a command line.
 _MOST_OF_A_COMMAND: Final = 80
 

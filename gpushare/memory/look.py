@@ -12,6 +12,7 @@ from gpushare.base.typed import DEVICE_UUID, job_name
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
+from gpushare.host.process import info_of
 from gpushare.memory.ledger import Reservation, line_of, lines_of, reservations
 from gpushare.memory.swapped import BACK, swaps
 
@@ -77,7 +78,6 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
         wanted = set(job.keys)
         if (indexes.keys() | lost).isdisjoint(wanted):
             continue
-        info = host.processes.describe(job.claim.pid)
         ahead = [other for other in waiting[:number] if not wanted.isdisjoint(other.keys)]
         holders = [other for other in ledger if not wanted.isdisjoint(other.held)]
         # When it came (CLOCK_BOOTTIME).
@@ -87,7 +87,7 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
                 name=job_name(job.name),
                 pid=job.claim.pid,
                 state=WAITING,
-                user=None if info is None else info.user,
+                user=info_of(host.processes, job.claim.pid).user,
                 role="production" if job.production else "opportunistic" if job.opportunistic else "plain",
                 device=None,
                 gpu_indexes=tuple(sorted({indexes[key] for key in job.keys if key in indexes})),

@@ -18,6 +18,7 @@ from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, 
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
+from gpushare.host.process import info_of
 from gpushare.host.records import has_claims
 from gpushare.host.store import JobProcess, Named
 from gpushare.memory.admission import UserLimits
@@ -158,8 +159,8 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
         pid, percent = process.pid, None
         if profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP:
             for above in host.processes.ancestry(process.pid):
-                info = host.processes.describe(above)
-                if info is not None and info.uid == host.uid and info.command_line:
+                info = info_of(host.processes, above)
+                if info.uid == host.uid and info.command_line:
                     percent = profiles.use_percent(device, info.command_line)
                 if percent is not None:
                     pid = above
@@ -370,8 +371,7 @@ class RoomAnswer:
 
 def room_job(host: Host, job: Reservation) -> RoomJob:
     """Return a job of the ledger as a row of the answer."""
-    info = host.processes.describe(job.pid)
-    user = None if info is None else info.user
+    user = info_of(host.processes, job.pid).user
     return RoomJob(pid=job.pid, user=user, name=job.name, memory_bytes=job.memory_bytes)
 
 
@@ -497,8 +497,7 @@ def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     from gpushare.mps.control import SERVER_PROGRAM
 
     for process in gpu.processes or ():
-        info = host.processes.describe(process.pid)
-        is_mps = process.mps or (info is not None and info.name == SERVER_PROGRAM)
+        is_mps = process.mps or info_of(host.processes, process.pid).name == SERVER_PROGRAM
         if process.compute and not (client and is_mps):
             return f"is in compute mode exclusive-process, and process {process.pid} has it"
     return None

@@ -21,7 +21,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
-from gpushare.host.process import signal_all, starts_of
+from gpushare.host.process import info_of, signal_all, starts_of
 from gpushare.host.store import Job, JobProcess, Named
 from gpushare.memory.cost import HOST_MARGIN_BYTES, host_bytes
 from gpushare.memory.room import room_kept
@@ -137,13 +137,8 @@ def _refuse_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> 
                 f"resume it first: gpushare resume {job.selector}",
                 code="paused",
             )
-        if _is_stopped(host, process.pid):
+        if info_of(host.processes, process.pid).stopped:
             raise _stopped_error(whose, process.pid)
-
-
-def _is_stopped(host: Host, pid: int) -> bool:
-    info = host.processes.describe(pid)
-    return info is not None and info.stopped
 
 
 def _stopped_error(whose: str, pid: int) -> InUse:
@@ -152,7 +147,7 @@ def _stopped_error(whose: str, pid: int) -> InUse:
 
 def refuse_stopped_swap(host: Host, swap: Swap) -> None:
     """Raise InUse if a process of a swapped job is stopped (SIGSTOP, Ctrl-Z): no call of the driver for it returns."""
-    pid = next((image.pid for image in swap.living(host) if _is_stopped(host, image.pid)), None)
+    pid = next((image.pid for image in swap.living(host) if info_of(host.processes, image.pid).stopped), None)
     if pid is not None:
         raise _stopped_error(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 

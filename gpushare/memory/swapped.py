@@ -18,6 +18,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.checkpoint import CHECKPOINTED
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, uptime
+from gpushare.host.process import info_of
 from gpushare.host.store import Kept, Named, Past, RecordStore, with_living_pid
 
 # States of a record. `back`: it is on the GPU again.
@@ -128,8 +129,7 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     if not records:
         return None
     family = set(host.processes.descendants(pid))
-    info = host.processes.describe(pid)
-    uid = None if info is None else info.uid
+    uid = info_of(host.processes, pid).uid
     # A user's record counts only for that user's programs.
     candidates = [
         swap

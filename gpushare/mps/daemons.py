@@ -19,7 +19,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
-from gpushare.host.process import ProcessInfo
+from gpushare.host.process import ProcessInfo, info_of
 from gpushare.host.program import Programs, missing_program_error
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps import control
@@ -127,8 +127,7 @@ class _Answer:
         """Return whether a process may be a server or client of the daemon: that of another user may name any PID."""
         if self._item.trusted or self._item.uid is None:
             return True
-        info = self._host.processes.describe(pid)
-        return info is not None and info.uid == self._item.uid
+        return info_of(self._host.processes, pid).uid == self._item.uid
 
     def _exact_memory(self, printed: int | None) -> int | None:
         """Return the memory limit of the record if the daemon would print it so (in whole G), else the printed one."""
@@ -140,11 +139,10 @@ class _Answer:
 
     def _server_with_clients(self, row: ServerRow) -> MpsServer:
         """Return a server with those of its clients that may be its own."""
-        info = self._host.processes.describe(row.pid)
         clients = [client for client in self._overview.clients if client.server_pid in {row.pid, None}]
         return MpsServer(
             pid=row.pid,
-            user=None if info is None else info.user,
+            user=info_of(self._host.processes, row.pid).user,
             status=row.status,
             threads_percent=row.limits.threads_percent,
             clients=tuple(self._client_with_limits(client, row) for client in clients if self._may_belong(client.pid)),
@@ -152,7 +150,7 @@ class _Answer:
 
     def _client_with_limits(self, row: MpsClient, server: ServerRow) -> MpsClient:
         """Return a client with the limits that it has had since it attached, and those that it would get now."""
-        info = self._host.processes.describe(row.pid)
+        info = info_of(self._host.processes, row.pid)
         environment = self._host.processes.environment(row.pid)
         held = upcoming = Limits()
         # Its own limits may lower those of its server: without its environment both are unknown.
@@ -170,8 +168,8 @@ class _Answer:
         return replace(
             row,
             server_pid=server.pid,
-            name=None if info is None else info.name,
-            user=None if info is None else info.user,
+            name=info.name,
+            user=info.user,
             threads_percent=held.threads_percent,
             memory_limit_bytes=held.memory_limit_bytes,
             priority=held.priority,
@@ -284,8 +282,8 @@ class FoundDaemon:
         if self.trusted:
             return True
         for process in (host.nvml.processes(gpu) or ()) if self.uid is not None else ():
-            info = host.processes.describe(process.pid)
-            if info is not None and info.uid == self.uid and (process.mps or is_server(info.name)):
+            info = info_of(host.processes, process.pid)
+            if info.uid == self.uid and (process.mps or is_server(info.name)):
                 return True
         return False
 
@@ -377,8 +375,7 @@ def _is_daemon(command_line: Sequence[str] | None) -> bool:
 
 def is_multiuser(host: Host, pid: int | None) -> bool:
     """Return whether the daemon with this PID was started for several users at the same time."""
-    info = None if pid is None else host.processes.describe(pid)
-    words = () if info is None else info.command_line or ()
+    words = () if pid is None else info_of(host.processes, pid).command_line or ()
     return any(re.match(r"-[MSdfq]*M[MSdfq]*$|--?multiuser-server$", word) for word in words[1:])
 
 

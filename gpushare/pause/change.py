@@ -19,6 +19,7 @@ from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
+from gpushare.host.process import info_of
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Job, JobProcess
@@ -315,8 +316,8 @@ def _refuse_mps(host: Host, job: PausedJob, processes: Iterable[JobProcess]) -> 
     for process in processes:
         if process.under_mps:
             raise _under_mps_error(job, process.pid)
-        info = host.processes.describe(process.pid)
-        if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
+        name = info_of(host.processes, process.pid).name
+        if is_server(name) or name == MPS_CONTROL:
             raise NotSupported(
                 f"process {process.pid} is an MPS server: a pause would stop all of its clients",
                 "see its clients: gpushare mps status",
@@ -458,8 +459,7 @@ def _job_with_unread_record(host: Host, pid: int | None) -> PausedJob | None:
         for member in host.processes.descendants(process.pid):
             with contextlib.suppress(NotFound):
                 channels.append(control.find(member, probe=False))
-    info = host.processes.describe(process.pid)
-    job = Job(**process._asdict(), uid=None if info is None else info.uid, user=None)
+    job = Job(**process._asdict(), uid=info_of(host.processes, process.pid).uid, user=None)
     return paused_job(host, job, PAUSED, channels=channels)
 
 

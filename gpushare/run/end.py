@@ -11,7 +11,7 @@ from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.host import Host
-from gpushare.host.process import signal_if_same, starts_of, wait_gone
+from gpushare.host.process import info_of, signal_if_same, starts_of, wait_gone
 from gpushare.host.records import has_records
 from gpushare.memory.swap import checkpoint_before_kill
 from gpushare.mps.control import MpsControl
@@ -46,8 +46,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
 
 def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     """Return the signal with which to ask a process to end, as `ask_to_end` says; None: a client that handles none."""
-    info = host.processes.describe(pid)
-    command_line = () if info is None else info.command_line or ()
+    command_line = info_of(host.processes, pid).command_line or ()
     # Also of a script: the kernel puts the shell before its name. A login shell has a hyphen before its own.
     is_shell = bool(command_line) and os.path.basename(command_line[0]).removeprefix("-") in _SHELLS
     for candidate in (number, signal.SIGTERM) if is_shell else (number, signal.SIGINT, signal.SIGTERM):

@@ -24,6 +24,7 @@ from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, T
 from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import forbidding_yama_scope
 from gpushare.host.host import processes_on
+from gpushare.host.process import info_of
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
@@ -350,9 +351,9 @@ class AdaptedSlice(Part):
             return
         # Whose file its log may be: root's, ours, or its own user's.
         owners = {0, os.geteuid()}
-        info = self.group.host.processes.describe(self.production.pid)
-        if info is not None and info.uid is not None:
-            owners.add(info.uid)
+        uid = info_of(self.group.host.processes, self.production.pid).uid
+        if uid is not None:
+            owners.add(uid)
         self._controller = Controller(self.keep)
         self._progress = Progress(Path(rate.log), rate.metric, owners, rate.higher_is_better)
 

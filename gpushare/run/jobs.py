@@ -30,6 +30,7 @@ from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity, identity_of, uptime, wall_time
+from gpushare.host.process import ProcessInfo, info_of
 from gpushare.host.records import try_lock
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.memory.ledger import Reservation, reservations
@@ -604,9 +605,7 @@ def job_in_line(host: Host, text: str) -> Reservation | None:
     pid = pid_of(text)
     waiting = [job for job in reservations(host) or [] if job.waits]
     matching = [job for job in waiting if (job.name == text if pid is None else job.claim.pid == pid)]
-    of_this_user = [
-        job for job in matching if (info := host.processes.describe(job.claim.pid)) is not None and info.uid == host.uid
-    ]
+    of_this_user = [job for job in matching if info_of(host.processes, job.claim.pid).uid == host.uid]
     jobs = of_this_user or matching
     return only_job(text, jobs, [job.claim.pid for job in jobs])
 
@@ -647,12 +646,8 @@ def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | 
     if info is None and record is not None and record.supervisor is not None:
         # It has just ended, or not begun yet: its user is that of its gpushare.
         info = host.processes.describe(record.supervisor.pid)
-    return Job(
-        **process._asdict(),
-        uid=None if info is None else info.uid,
-        user=None if info is None else info.user,
-        name=name,
-    )
+    info = info or ProcessInfo(pid=process.pid)
+    return Job(**process._asdict(), uid=info.uid, user=info.user, name=name)
 
 
 def no_job_error(host: Host, text: str, states: str = "is running or waiting") -> NotFound:

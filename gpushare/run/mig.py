@@ -14,6 +14,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.claims import EXCLUSIVE, Claim, HeldClaim, claim_directory, take_claim, why_unreadable
+from gpushare.host.process import info_of
 from gpushare.memory.ledger import PATIENCE_SECONDS, Place, Request, Reservation, jobs_before, reservations
 from gpushare.memory.room import POLL_SECONDS
 from gpushare.mig.holders import claim_holder, claimed_instances
@@ -319,11 +320,9 @@ def _holders_inside(host: Host, place: InstancePlace, daemons: Mapping[str, Hold
         return None
     holders = []
     for process in processes:
-        info = host.processes.describe(process.pid)
-        name = None if info is None else info.name
-        if place.name is None or name is None or not name.startswith(_MPS_PROCESS):
-            user = None if info is None else info.user
-            holders.append(Holder(pid=process.pid, what="context", user=user, name=name))
+        info = info_of(host.processes, process.pid)
+        if place.name is None or not (info.name or "").startswith(_MPS_PROCESS):
+            holders.append(Holder(pid=process.pid, what="context", user=info.user, name=info.name))
     daemon = daemons.get(place.mig.uuid)
     if daemon is not None and place.name is None:
         holders.append(daemon)

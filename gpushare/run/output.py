@@ -13,6 +13,7 @@ from gpushare.base.units import pid_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
+from gpushare.host.process import info_of
 from gpushare.host.records import open_own
 from gpushare.host.users import command_as_user
 from gpushare.memory.ledger import reservations
@@ -112,10 +113,8 @@ def gpushare_of(host: Host, name: str) -> Identity | None:
     if record is not None and record.keeper_uid is None and is_running(host, record):
         return record.supervisor or Identity(record.pid, record.started)
     for waiting in reservations(host) or []:
-        if waiting.name == name:
-            info = host.processes.describe(waiting.claim.pid)
-            if info is not None and info.uid == host.uid:
-                return waiting.claim.processes[0]
+        if waiting.name == name and info_of(host.processes, waiting.claim.pid).uid == host.uid:
+            return waiting.claim.processes[0]
     return None
 
 

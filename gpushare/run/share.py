@@ -20,7 +20,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, processes_on
-from gpushare.host.process import not_startable_error
+from gpushare.host.process import info_of, not_startable_error
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
@@ -65,8 +65,8 @@ class Attachment(Watch):
 
     def servers(self) -> set[int]:
         """Return the PIDs of the MPS servers that served the program at the last poll; a server that has ended is left out."""
-        infos = {pid: self.host.processes.describe(pid) for pid in self.attached.values() if pid is not None}
-        return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
+        pids = {pid for pid in self.attached.values() if pid is not None}
+        return {pid for pid in pids if is_server(info_of(self.host.processes, pid).name)}
 
     def find_processes(self) -> None:
         """Note which processes of the program are clients of the daemon, on the GPU outside MPS, or kept waiting."""
@@ -289,9 +289,8 @@ class MpsShare:
             return
         control = MpsControl(self.host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
         for server in or_none(control.servers) or ():
-            info = self.host.processes.describe(server)
             # While a server of another user has clients, a program of this user waits.
-            serves_user = info is not None and info.uid in {self.host.uid, 0}
+            serves_user = info_of(self.host.processes, server).uid in {self.host.uid, 0}
             if serves_user and or_none(partial(control.server_status, server)) == "FAULT":
                 raise OperationFailed(
                     f"MPS server {server} of {self.device.title} is in state FAULT: CUDA refuses new clients (error 807)",

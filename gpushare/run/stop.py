@@ -19,7 +19,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import Identity, is_stopped
-from gpushare.host.process import signal_if_same, starts_of, wait_gone
+from gpushare.host.process import info_of, signal_if_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.records import has_records
 from gpushare.host.store import Job
@@ -251,8 +251,8 @@ class Stop:
         """Return how a program ends that no gpushare runs (`Stopped.ended_by`), and the plan."""
         host = self._host
         job = self._job
-        info = host.processes.describe(job.pid)
-        if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
+        info = info_of(host.processes, job.pid)
+        if is_server(info.name) or info.name == MPS_CONTROL:
             kind = "server" if is_server(info.name) else "control daemon"
             raise serves_clients_error(job.pid, kind, "see its GPU: gpushare mps status; stop it: gpushare mps stop")
         tree = host.processes.descendants(job.pid)
@@ -266,7 +266,7 @@ class Stop:
                 code="not_on_gpu",
             )
         losses = self._losses(tree)
-        container = None if info is None else info.container
+        container = info.container
         # Its engine does not drain the queue of an MPS client.
         engine = None if container is None or under_mps else engine_of(container)
         if under_mps:
@@ -305,8 +305,8 @@ class Stop:
         job = self._job
         if self.target.record is not None:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
-        info = self._host.processes.describe(job.pid)
-        program = () if info is None or info.name is None else (info.name,)
+        name = info_of(self._host.processes, job.pid).name
+        program = () if name is None else (name,)
         whole_job = job_names(self._host, [job.pid]).get(job.pid)
         reason = "gpushare did not start it" if whole_job is None else f"a part of job '{whole_job}'"
         return Loss(action="ends", what=job.title, why=(*program, reason))

@@ -28,6 +28,7 @@ from gpushare.host.channels import ChannelControl, Channels, Group
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.origin import Origin
+from gpushare.host.process import info_of
 from gpushare.host.slice_lock import probed_channels, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
@@ -340,8 +341,7 @@ class Keeper:
 
     def _check_allowed(self, process: _Process) -> None:
         """Raise unless this user may set the slice of a process: none under MPS, none of another user."""
-        info = self._host.processes.describe(process.pid)
-        if process.mps or (info is not None and is_server(info.name)):
+        if process.mps or is_server(info_of(self._host.processes, process.pid).name):
             raise under_mps_error(process.pid)
         if not self._host.root and process.origin.uid != self._host.uid:
             raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
@@ -675,8 +675,7 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
 
 def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
     """Return the rule for one process on a GPU, and why it would not be applied."""
-    info = host.processes.describe(pid)
-    name = None if info is None else info.name
+    name = info_of(host.processes, pid).name
     verdict = Verdict(pid=pid, user=_user_name(origin.uid), name=name, gpu=gpu.index)
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     if decision is None:

@@ -17,8 +17,9 @@ from gpushare.base.typed import Count, JobName, Pid, Within
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import uptime
+from gpushare.host.process import info_of
 from gpushare.host.slice_lock import SLICES, probed_channels, slices_locked
-from gpushare.host.store import JobProcess, Kept, Past, RecordStore
+from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
 
@@ -296,15 +297,14 @@ def renew_slices(host: Host, processes: Iterable[tuple[int, int]], say: Callable
 def plan_slice(
     host: Host,
     control: ChannelControl,
-    title: str,
-    selector: str,
+    job: Job,
     processes: Sequence[JobProcess],
     microseconds: int,
     *,
     consent: Sequence[Loss] = (),
     probe: bool = True,
 ) -> Plan:
-    """Return the plan that sets the slice of all processes of a job; ``selector`` is the JOB as typed.
+    """Return the plan that sets the slice of all processes of a job.
 
     Without ``probe`` (a dry run) nothing is written. ``control`` must be open while the plan is carried out.
 
@@ -316,29 +316,28 @@ def plan_slice(
     asked = (*consent, *_losses_of_others(host, microseconds))
     records = slice_records(host)
     # A job that was given by PID has no name.
-    job = None if selector.isdecimal() else selector
+    name = None if job.selector.isdecimal() else job.selector
     notes = []
     steps: list[Step] = []
     # The slices that gpushare had set; None: one of another program.
     earlier: set[int | None] = set()
     for process in processes:
         channels = find_channels(host, control, process, probe=probe)
-        info = host.processes.describe(process.pid)
-        if info is not None and is_server(info.name):
+        if is_server(info_of(host.processes, process.pid).name):
             notes.append(f"process {process.pid} is an MPS server: all of its clients share this slice")
         now = {group.slice_us for group in channels.groups}
         record = records.get(process.pid)
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
-            act = partial(apply_slice, host, control, channels, microseconds, job)
+            act = partial(apply_slice, host, control, channels, microseconds, name)
             steps.append(_set_step(host, control, channels, f"to {wanted}", act))
-    undo = _set_command(earlier, selector, consent) or f"gpushare timeslice reset {selector}{' -y' if consent else ''}"
+    reset = f"gpushare timeslice reset {job.selector}{' -y' if consent else ''}"
     return Plan(
-        title=f"time-slice {wanted} for {title}",
+        title=f"time-slice {wanted} for {job.title}",
         steps=tuple(steps),
-        undo=undo,
+        undo=_set_command(earlier, job.selector, consent) or reset,
         consent=asked,
-        notes=tuple(notes) if steps else (f"{title} already has a time-slice of {wanted}",),
+        notes=tuple(notes) if steps else (f"{job.title} already has a time-slice of {wanted}",),
     )
 
 
@@ -397,8 +396,7 @@ def _set_step(
 def plan_restore(
     host: Host,
     control: ChannelControl,
-    title: str,
-    selector: str,
+    job: Job,
     processes: Sequence[JobProcess],
     *,
     consent: Sequence[Loss] = (),
@@ -423,11 +421,11 @@ def plan_restore(
         restored |= {value for value in earlier if value is not None}
     restored_text = ", ".join(map(format_slice, sorted(restored)))
     return Plan(
-        title=f"time-slice {restored_text or 'as before'} for {title}",
+        title=f"time-slice {restored_text or 'as before'} for {job.title}",
         steps=tuple(steps),
-        undo=_set_command(slices, selector, consent),
+        undo=_set_command(slices, job.selector, consent),
         consent=tuple(consent) if steps else (),
-        notes=() if steps else (f"gpushare has not set a time-slice for {title}",),
+        notes=() if steps else (f"gpushare has not set a time-slice for {job.title}",),
     )
 
 
