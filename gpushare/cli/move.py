@@ -24,7 +24,6 @@ from gpushare.cli.options import (
 from gpushare.memory.swap import repair_first
 from gpushare.run.moving import MovedJob, Mover
 from gpushare.show.plan import PlanAnswer, with_answer
-from gpushare.show.waiting import waiting_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ def move(
     seconds = longest_wait(timeout, wait=wait)
     host = settings.connect()
     repair_first(host, note, dry_run=settings.dry_run)
-    mover = Mover(host, seconds, note, lambda: waiting_line(note, quiet=settings.quiet))
+    mover = Mover(host, seconds, note, quiet=settings.quiet)
     targets = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
     if job is not None:
         moves = mover.plan_job(job, targets)

@@ -32,7 +32,7 @@ from gpushare.host.host import Host
 from gpushare.memory.limit import parse_budget
 from gpushare.mps.limits import Limits
 from gpushare.run.container import check_engine, check_not_foreign, is_foreign
-from gpushare.run.detach import detach, not_started_error, printed_document, was_started
+from gpushare.run.detach import could_not_start, detach, not_started_error, printed_document
 from gpushare.run.jobs import PrintedRate, check_job_name, output_path
 from gpushare.run.numbers import check_pattern
 from gpushare.run.program import QueueOptions, RunOptions
@@ -180,8 +180,7 @@ class DetachedAnswer:
 def _start_detached(host: Host, program: str, name: str | None) -> Any:
     """Start the job in the background and return its name; if it cannot start, print its error, as without -d."""
     job = detach(host, settings.words, program, name)
-    could_not_start = job.state == "ended" and bool(job.exit_code) and not was_started(host, job)
-    if could_not_start:
+    if could_not_start(host, job):
         is_cut = settings.output is OutputFormat.JSON and not printed_document(job).endswith("\n}\n")
         if is_cut or not job.printed:
             # Its output could not be kept, or not all of it: the disk is full.

@@ -28,7 +28,6 @@ from gpushare.memory.swapped import BACK, Swap, swaps
 from gpushare.run.swap_job import plan_swap_in, plan_swap_out
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
-from gpushare.show.waiting import waiting_line
 
 app = typer.Typer(
     **GROUP,
@@ -60,14 +59,8 @@ def back_in(
     room nothing happens (exit code 19); with --wait it waits. Only root can bring back a job that root swapped out.
     """
     seconds = longest_wait(timeout, wait=wait)
-    work = plan_swap_in(
-        settings.connect(),
-        job,
-        seconds,
-        note,
-        lambda: waiting_line(note, quiet=settings.quiet),
-        dry_run=settings.dry_run,
-    )
+    host = settings.connect()
+    work = plan_swap_in(host, job, seconds, note, quiet=settings.quiet, dry_run=settings.dry_run)
     return _with_swapped_job(ask_and_carry_out(work.plan), work.swap)
 
 

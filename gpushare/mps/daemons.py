@@ -423,9 +423,7 @@ def _daemon_of_home(
         gone = f"the daemon {record.pid} is gone; clean up: gpushare mps stop -g {record.device_uuid}"
         error = _interrupted_text(record.device_uuid) if record.interrupted else gone
         return FoundDaemon(replace(daemon, error=error), home, record)
-    info = host.processes.describe(pid)
-    if info is None:
-        return FoundDaemon(daemon, home, record)
+    info = info_of(host.processes, pid)
     return FoundDaemon(replace(daemon, user=info.user), home, record, uid=info.uid, started=info.started)
 
 

@@ -106,7 +106,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
             # It outlives us: a Popen without a return code warns, when it is deleted, that its process still runs.
             process.returncode = 0
         job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
-        if job.state == "ended" and job.exit_code and not was_started(host, job):
+        if could_not_start(host, job):
             _put_earlier_back(host, job_name, earlier_record)
         return job
 
@@ -181,10 +181,12 @@ def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[byt
     return job
 
 
-def was_started(host: Host, job: Detached) -> bool:
-    """Return whether the program of a job that has ended was started."""
+def could_not_start(host: Host, job: Detached) -> bool:
+    """Return whether a job has ended with an error before its program was started."""
+    if job.state != "ended" or not job.exit_code:
+        return False
     past = PAST.read(PAST.path(host, job.name))
-    return past is not None and past.supervisor == job.supervisor and past.started
+    return past is None or past.supervisor != job.supervisor or not past.started
 
 
 def not_started_error(job: Detached) -> GpushareError:

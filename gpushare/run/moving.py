@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from gpushare.base.errors import GpuLost, GpushareError, InUse, NotSupported, or_none
 from gpushare.base.model import Gpu
@@ -16,7 +16,7 @@ from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory import move
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.room import Draw, bytes_reserved_by, bytes_to_come_in, keeps_place, read_lines, room_reserved
+from gpushare.memory.room import bytes_reserved_by, bytes_to_come_in, keeps_place, read_lines, room_reserved
 from gpushare.memory.swap import (
     check_driver,
     check_host,
@@ -30,6 +30,7 @@ from gpushare.memory.swap import (
 from gpushare.memory.swapped import BACK, LEAVING, LOST, OUT, Swap, find_swap, gpu_of, locked, lost_error, own_record
 from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
+from gpushare.show.waiting import waiting_line
 from gpushare.timeslice.slices import renew_slices
 
 
@@ -92,18 +93,13 @@ class Moves:
 class Mover:
     """Plans moves, each of one job.
 
-    ``seconds`` is how long a job waits for room: 0 not at all, None as long as it takes; ``waiting`` shows meanwhile what it
-    waits for (`show.waiting`).
+    ``seconds`` is how long a job waits for room: 0 not at all, None as long as it takes. Meanwhile it is shown what the job
+    waits for, unless ``quiet``.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        seconds: float | None,
-        say: Callable[[str], None],
-        waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
-    ) -> None:
-        self._host, self._seconds, self._say, self._waiting = host, seconds, say, waiting
+    def __init__(self, host: Host, seconds: float | None, say: Callable[[str], None], *, quiet: bool) -> None:
+        self._host, self._seconds, self._say = host, seconds, say
+        self._waiting = partial(waiting_line, say, quiet=quiet)
         self._limits = kept_limits(host)
         check_host(host)
         check_driver(

@@ -91,7 +91,7 @@ def start(
         if option in _OURS:
             raise BadUsage(f"{word} is not for options", _OURS[option])
     from gpushare.host.records import sweep_leftovers
-    from gpushare.run.detach import detach, not_started_error, was_started
+    from gpushare.run.detach import could_not_start, detach, not_started_error
 
     host = _host()
     sweep_leftovers(host)
@@ -99,7 +99,7 @@ def start(
     given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
     words = ["-o", "json", "run", *given, *(["--wait"] if wait else []), *further, "--", *program]
     started = detach(host, words, program=program[0] if program else "", name=production or name)
-    if started.state == "ended" and started.exit_code and not was_started(host, started):
+    if could_not_start(host, started):
         raise not_started_error(started)
     return Job(started.name, supervisor=started.supervisor)
 
@@ -222,23 +222,20 @@ class Job:
     def swap_in(self, *, wait: bool = False) -> None:
         """Bring the job back to its GPU, with ``wait`` as soon as there is room. Raises GpushareError."""
         from gpushare.run.swap_job import plan_swap_in
-        from gpushare.show.waiting import waiting_line
 
         seconds = None if wait else 0.0
-        work = plan_swap_in(self._host, self._checked_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        self._carry_out(work.plan)
+        self._carry_out(plan_swap_in(self._host, self._checked_name, seconds, _quiet, quiet=True).plan)
 
     def move(self, gpu: str | int | None = None, *, wait: bool = False) -> None:
         """Move the job to another GPU, the first of ``gpu`` (None: any of its model) with room. Raises GpushareError."""
         from gpushare.base.selection import select
         from gpushare.memory.swap import repair_first
         from gpushare.run.moving import Mover
-        from gpushare.show.waiting import waiting_line
 
         host = self._host
         repair_first(host, _quiet, dry_run=False)
         seconds = None if wait else 0.0
-        mover = Mover(host, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        mover = Mover(host, seconds, _quiet, quiet=True)
         devices = None if gpu is None else select(str(gpu), host.nvml.sweep())
         self._carry_out(mover.plan_job(self._checked_name, devices).plan)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import field, replace
+from functools import partial
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.selection import Device
@@ -14,7 +14,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.hostfile.kept import kept_limits
-from gpushare.memory.room import Draw, bytes_reserved_by, room_reserved
+from gpushare.memory.room import bytes_reserved_by, room_reserved
 from gpushare.memory.swap import (
     check_host,
     come_in,
@@ -42,6 +42,7 @@ from gpushare.memory.swapped import (
 )
 from gpushare.plan import Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
+from gpushare.show.waiting import waiting_line
 from gpushare.timeslice.slices import renew_slices
 
 
@@ -125,8 +126,8 @@ def plan_swap_in(
     text: str,
     seconds: float | None,
     say: Callable[[str], None],
-    waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
     *,
+    quiet: bool,
     dry_run: bool = False,
 ) -> SwapWork:
     """Plan to swap a job, by name or PID, back in to its GPU; it waits this long for room there (None: without end).
@@ -175,7 +176,7 @@ def plan_swap_in(
         what=f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}",
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
-        do=lambda: done.append(_wait_and_return(host, text, swap, device, seconds, say, waiting)),
+        do=lambda: done.append(_wait_and_return(host, text, swap, device, seconds, say, quiet=quiet)),
     )
     plan = Plan(
         title=f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}",
@@ -193,7 +194,8 @@ def _wait_and_return(
     device: Device,
     seconds: float | None,
     say: Callable[[str], None],
-    waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
+    *,
+    quiet: bool,
 ) -> Swap:
     """Wait for room, and bring a job back; wait again if a program without a place in the line took the room first.
 
@@ -205,7 +207,7 @@ def _wait_and_return(
     while True:
         wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            with room_reserved(host, [device], swap, wait_seconds, limits, waiting):
+            with room_reserved(host, [device], swap, wait_seconds, limits, partial(waiting_line, say, quiet=quiet)):
                 return _return_now(host, text, swap, say)
         except InUse as error:
             # `room_reserved` raises it, too, when the time is over.

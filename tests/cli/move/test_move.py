@@ -18,7 +18,6 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swaps
 from gpushare.run.moving import Mover
-from gpushare.show.waiting import waiting_line
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from tests.cli.drive import Cli, Refused, World, until
@@ -87,7 +86,7 @@ def test_its_own_place_does_not_keep_a_job_from_moving_back(
     cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
 ) -> None:
     cli("run", "-d", "-g", "0", *words, "--memory", "90G", "--name", "train", "--", "sleep", "300", host=SPEC).ok()
-    mover = Mover(world.host, 0.0, print, lambda: waiting_line(print, quiet=True))
+    mover = Mover(world.host, 0.0, print, quiet=True)
     (target,) = select("1", world.host.nvml.sweep())
     (source,) = select("0", world.host.nvml.sweep())
     (step,) = mover.plan_all_off(source, [target]).plan.steps
