@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.base.errors import GpushareError, NotFound
-from gpushare.host.channels import ChannelControl, Channels
+from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed_channels
@@ -45,9 +45,9 @@ def keep(host: Host, _processes: object, word: str, path: str) -> None:
 class Keeper:
     """Keeps the job of one record paused, for as long as the record names this process."""
 
-    def __init__(self, host: Host, path: Path, control: ChannelControl | None = None) -> None:
+    def __init__(self, host: Host, path: Path) -> None:
         self._host, self._path = host, path
-        self._control = host.open_channels() if control is None else control
+        self._control = host.open_channels()
         self._deadline: float | None = None
         # When to scan a process again in which no channels were seen, by PID (monotonic seconds).
         self._scan_due: dict[int, float] = {}
