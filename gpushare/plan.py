@@ -27,7 +27,7 @@ class Step:
     """
 
     what: str
-    command: str | None
+    command: str | None = None
     undo: str | None = None
     # It acts and reads back: it raises unless the host has the new state.
     do: Callable[[], object] = field(repr=False, metadata=NOT_STORED)

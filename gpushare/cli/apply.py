@@ -131,7 +131,7 @@ def _keep_plan(host: Host, wanted: HostFile, text: str, limits: Sequence[str]) -
     what = f"keep the file {purpose}" + (f", and put in force: {'; '.join(limits)}" if limits else "")
     return Plan(
         title="; ".join(limits) or f"the file is kept {purpose}",
-        steps=() if is_kept(host, text) else (Step(what=what, command=None, do=lambda: keep_applied(host, text)),),
+        steps=() if is_kept(host, text) else (Step(what=what, do=lambda: keep_applied(host, text)),),
         notes=tuple(f"{title} ends" for title in titles.values()),
         consent=tuple(Loss(action="ends", what=titles[uuid]) for uuid, lease in ended.items() if lease.uid != host.uid),
     )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, argument, flag, option, settings, verb
-from gpushare.run.output import Output, find_output, read_blocks, runs_or_waits, seek_lines
+from gpushare.run.output import Output, find_output, gpushare_of, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
 from gpushare.show.result import OutputFormat, Result, record_table
 from gpushare.signals import Ended
@@ -83,7 +83,7 @@ def _document_result(output: Output, lines: int | None) -> Any:
         data=LogsAnswer(
             job=output.name,
             path=str(output.path),
-            running=runs_or_waits(settings.connect(), output.name),
+            running=gpushare_of(settings.connect(), output.name) is not None,
             complete=not skipped and not cut,
             lines=tuple(printed),
         ),

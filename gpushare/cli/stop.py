@@ -94,15 +94,14 @@ def _grace_seconds(text: str) -> float:
 
 def ended_sentence(done: Stopped) -> str:
     """Return in a sentence how a job was ended."""
-    title = f"process {done.pid}" if done.name is None else f"'{done.name}' (process {done.pid})"
     if done.ended_by == "line":
-        return f"{title} has left the line"
+        return f"{done.title} has left the line"
     if done.drain is None:
         how = {
             "gpushare": "the gpushare that ran it has ended it",
             "container": f"its engine has stopped container {done.container}",
         }.get(done.ended_by, "ended by a signal")
-        return f"{title} is gone after {done.seconds:.1f} s: {how}"
+        return f"{done.title} is gone after {done.seconds:.1f} s: {how}"
     busy = " (neighbours kept the GPU busy for the whole time limit)" if done.drain.by == "bound" else ""
     state = f"; its MPS server is {done.server_status}" if done.server_status else ""
-    return f"{title} is gone: stopped, drained for {done.drain.seconds:.2f} s{busy}, killed{state}"
+    return f"{done.title} is gone: stopped, drained for {done.drain.seconds:.2f} s{busy}, killed{state}"

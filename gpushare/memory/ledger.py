@@ -61,8 +61,8 @@ ABOVE: Final = ("end", "warn", "pause")
 class Request:
     """A job that asks for a place: its bytes (None: unknown) on each of ``count`` of these devices, best first."""
 
-    memory_bytes: int | None
-    keys: tuple[str, ...]
+    memory_bytes: int | None = None
+    keys: tuple[str, ...] = ()
     client: bool
     count: int = 1
     name: str | None = None

@@ -82,7 +82,6 @@ class Ending:
             ),
             Step(
                 what="wait until the GPU has drained the queue, as its SM activity tells",
-                command=None,
                 do=self._wait_for_drain,
             ),
             Step(what=f"kill {which}", command=f"kill -KILL {pids}", do=lambda: kill_all(self._host, self._started)),

@@ -138,14 +138,12 @@ class JobPause(ChannelsOff):
         steps = (
             Step(
                 what=f"write the record {self.job.path}, and start the guard of the pause",
-                command=None,
                 do=self._write_record,
                 revert=self._drop_record,
             ),
             *(self._disable_step(process) for process in self.job.channels),
             Step(
                 what=f"let the guard keep it paused{duration}",
-                command=None,
                 undo=f"gpushare resume {self.job.selector}",
                 do=self._pause_rest,
             ),
@@ -240,7 +238,6 @@ class JobPause(ChannelsOff):
         return Step(
             what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
             f"({counted(len(channels.groups), 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
-            command=None,
             undo=f"gpushare resume {self.job.selector}",
             do=lambda: self._disable(channels),
             revert=lambda: self._enable(channels),
@@ -370,7 +367,6 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     count = sum(len(group.channels) for process in job.channels for group in process.groups)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
-        command=None,
         undo=f"gpushare pause {job.selector}",
         do=put_job_back,
     )

@@ -118,11 +118,6 @@ def gpushare_of(host: Host, name: str) -> Identity | None:
     return None
 
 
-def runs_or_waits(host: Host, name: str) -> bool:
-    """Return whether this user's job of this name runs or waits."""
-    return gpushare_of(host, name) is not None
-
-
 def seek_lines(descriptor: int, lines: int) -> bool:
     """Put the position of a file before its last ``lines`` lines; return whether there are lines before these."""
     position = end = os.fstat(descriptor).st_size

@@ -299,8 +299,6 @@ class JobStart:
             # Waiting would not help: the mode stays until an administrator changes it.
             check_mode(devices[0])
         request = Request(
-            memory_bytes=None,
-            keys=(),
             client=self.count == 1 and not queue.swappable and not self._is_outside_mps(options),
             count=self.count,
             name=options.name,
@@ -451,8 +449,6 @@ class JobStart:
         # The first instance of the profile was checked before; the one that was taken may be smaller.
         check_memory(share.device, self.budget.on([share.device]), job=True)
         request = Request(
-            memory_bytes=None,
-            keys=(),
             client=isinstance(share, MpsShare),
             name=options.name,
             run_seconds=self.queue.run_seconds,

@@ -22,7 +22,7 @@ from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import info_of, signal_if_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.records import has_records
-from gpushare.host.store import Job
+from gpushare.host.store import Job, Named
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swapped import forget_ended as forget_ended_swaps
 from gpushare.memory.swapped import swaps
@@ -73,7 +73,7 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stopped:
+class Stopped(Named):
     """How a job was ended. ``ended_by``: gpushare (its gpushare ended it), line (it left the line), mps (an MPS client), container or signal."""
 
     name: str | None
@@ -192,7 +192,7 @@ class Stop:
             Step(
                 what=f"ask its gpushare (process {supervisor.pid}), which {does}",
                 command=f"kill -TERM {supervisor.pid}",
-                do=lambda: self._send_sigterm(supervisor),
+                do=lambda: signal_if_same(self._host.processes, *supervisor, signal.SIGTERM),
             ),
             Step(
                 what=f"wait until it is gone, at most {format_duration(self._bound_seconds)}",
@@ -212,10 +212,6 @@ class Stop:
         own_grace = 0.0 if record is None else record.grace_seconds or 0.0
         return max(BOUND_SECONDS, own_grace + HURRY_SECONDS)
 
-    def _send_sigterm(self, supervisor: Identity) -> None:
-        """Ask the job's gpushare to end the job."""
-        signal_if_same(self._host.processes, *supervisor, signal.SIGTERM)
-
     def _wait_for_end(self, supervisor: Identity) -> None:
         """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
         if self._wait_gone(supervisor, self._bound_seconds if self._grace is None else self._grace):
@@ -223,7 +219,7 @@ class Stop:
         hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
         if self._grace is not None:
             # As a second Ctrl-C: it cuts the grace short.
-            self._send_sigterm(supervisor)
+            signal_if_same(self._host.processes, *supervisor, signal.SIGTERM)
             if self._wait_gone(supervisor, HURRY_SECONDS):
                 return
             hint = "its processes may hang in the driver; see: sudo dmesg | tail"

@@ -386,8 +386,6 @@ def _set_step(
     now = {group.slice_us for group in channels.groups}
     return Step(
         what=f"set the time-slice of process {channels.pid} from {_slices_text(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
-        # NVIDIA has no program for it.
-        command=None,
         do=lambda: act(old_slices.append),
         revert=restore,
     )
