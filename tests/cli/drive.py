@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from unittest import mock
 
 import jsonschema
+import pytest
 
 from benchmarks.crashes.hits import load
 from gpushare.base.errors import NotFound
@@ -41,6 +43,7 @@ from gpushare.sim import mig as mig_compute
 from gpushare.sim.current import changing, current
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 H200 = "sim:h200"
 CRASHED = 137
@@ -122,6 +125,24 @@ class Answer:
         assert self.code == 0, self
         assert not self.lines("error"), self
         return self
+
+    def ends(self, code: int, error: str | None = None) -> Answer:
+        """Assert the exit code, and the code of the only error of the document, and return itself."""
+        assert (self.code, error and self.error["code"]) == (code, error), self
+        return self
+
+
+def refusals(*lines: str) -> Any:
+    """Return the mark of a test that tries each command of a table: ``code exit_code: words | other words``."""
+    rows = []
+    for line in lines:
+        refusal, _, commands = line.partition(":")
+        code, number = refusal.split()
+        rows += [
+            pytest.param(tuple(shlex.split(words)), code, int(number), id=words.strip())
+            for words in commands.split("|")
+        ]
+    return pytest.mark.parametrize(("words", "code", "exit_code"), rows)
 
 
 def same(host: str) -> tuple[Any, dict[str, str]]:
@@ -370,6 +391,17 @@ def _seen(gpu: SimulatedGpu) -> Seen:
     return Seen(gpu.mig_mode, gpu.mig_pending, tuple(sorted(instances, key=lambda one: (one[1], one[0]))))
 
 
+def missing(text: str, *parts: str) -> list[str]:
+    """Return the parts that are not in a text."""
+    return [part for part in parts if part not in text]
+
+
+def sure(value: T | None) -> T:
+    """Return a value that is there."""
+    assert value is not None
+    return value
+
+
 def until(holds: Callable[[], Any], what: str, *, seconds: float = 120.0) -> Any:
     """Wait until something holds, and return it."""
     deadline = time.monotonic() + seconds
@@ -433,10 +465,17 @@ class Started:
         """Send it a signal."""
         self.process.send_signal(number)
 
+    def line(self) -> str:
+        """Return the next line of stdout."""
+        return sure(self.process.stdout).readline()
+
+    def note(self) -> str:
+        """Return the next line of stderr."""
+        return sure(self.process.stderr).readline()
+
     def says(self, text: str) -> str:
         """Read stderr up to the line with a text, and return that line."""
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
+        for line in sure(self.process.stderr):
             self.said.append(line)
             if text in line:
                 return line
@@ -452,6 +491,8 @@ class Started:
 Cli = Callable[..., Answer]
 Real = Callable[..., Started]
 Refused = Callable[..., str]
+Patch = pytest.MonkeyPatch
+Words = tuple[str, ...]
 # What writes a file and returns its path.
 Write = Callable[[str | bytes], str]
 

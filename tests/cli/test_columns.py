@@ -10,11 +10,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
 from gpushare.show.render import Layout, Table, layout_of
 from gpushare.sim import admin
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, Patch, World
 from tools.terminal import terminal
 
 # Columns are only added at the end (docs/json.md).
@@ -63,7 +61,7 @@ TABLES = (
 
 
 def test_which_columns_a_narrow_terminal_drops(
-    cli: Cli, golden: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, golden: Callable[[str, str], None], tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """The columns that stay in the narrowest table of each kind, and the others in the order in which they go.
 

@@ -167,8 +167,7 @@ def test_unknown_output(cli: Cli, words: str) -> None:
     assert "is not an output format" in answer.lines("error")[0]
     assert answer.lines("hint") == ["hint: give -o table, plain, json, yaml or csv"]
     # After a known one it is said in that form.
-    answer = cli("-o", "json", "status", "-o", "xml")
-    assert (answer.code, answer.error["code"]) == (2, "bad_output")
+    cli("-o", "json", "status", "-o", "xml").ends(2, "bad_output")
 
 
 def test_unknown_host(cli: Cli) -> None:
@@ -246,8 +245,7 @@ def test_every_suggested_command_is_one() -> None:
 
 @pytest.mark.parametrize("words", [(), ("mps",), ("timeslice",), ("sim",)])
 def test_no_arguments_show_the_help(cli: Cli, words: tuple[str, ...]) -> None:
-    answer = cli(*words, host=None)
-    assert answer.code == 2
+    answer = cli(*words, host=None).ends(2)
     assert "Usage: gpushare" in answer.out
     assert answer.err == ""
 

@@ -68,8 +68,7 @@ def typed(
 def wants(world: World, *words: str) -> list[dict[str, object]]:
     """Check that a command without a terminal is refused and changes nothing, and return what it would take."""
     before = world.look(), world.names(), world.pids()
-    answer = world.asked(*words)
-    assert (answer.code, answer.error["code"]) == (19, "needs_consent"), answer
+    answer = world.asked(*words).ends(19, "needs_consent")
     assert answer.error["hint"].startswith("to do it: gpushare ")
     assert " -y " in answer.error["hint"]
     assert answer.data["dry_run"] is False
@@ -115,6 +114,8 @@ def test_a_busy_instance_is_asked_for_even_with_evict(host: World) -> None:
     (lost,) = wants(host, "mig", "destroy", "0/2", "--evict", "all")
     assert lost["why"] == [f"in use by {pid} (python3, user {user_name(os.geteuid())})"]
     assert pid not in host.pids()
+    holder = Holder(pid=4194999, what="lease", user="alice", name="python3")
+    assert holders_text([holder]) == "4194999 python3 (alice) by gpushare run"
 
 
 @pytest.mark.parametrize(
@@ -127,23 +128,18 @@ def test_a_plain_user_is_first_told_that_it_needs_root(host: World, words: tuple
     host.asked("mig", "name", "train", "3g.40gb:4").ok()
     host.asked("mig", "grant", "train", "daemon").ok()
     host.fault("user", "1000")
-    answer = host.asked("mig", *words)
-    assert (answer.code, answer.error["code"]) == (4, "no_permission")
-    assert "needs root" in answer.error["message"]
+    assert "needs root" in host.asked("mig", *words).ends(4, "no_permission").error["message"]
     planned = host.asked("mig", *words, "-n")
     assert planned.code == (0 if "revoke" in words else 19)
     if "revoke" in words:
         assert [loss["what"] for loss in planned.data["consent"]] == ["the grant of 'train' to daemon"]
 
 
-def test_the_undo_of_a_named_creation_asks_nothing(host: World) -> None:
+def test_an_undo_asks_nothing_and_a_grant_is_asked_for(host: World) -> None:
     undo = host.asked("mig", "create", "1g.10gb", "--name", "new").ok().data["undo"]
     assert undo.endswith(" -y")
     host.asked(*undo.split()[1:]).ok()
     assert "new" not in host.names()
-
-
-def test_a_grant_is_asked_for_and_a_name_alone_is_not(host: World) -> None:
     for words in (("train", "3g.40gb:4"), ("--forget", "train"), ("train", "3g.40gb:4")):
         host.asked("mig", "name", *words).ok()
     host.asked("mig", "grant", "train", "daemon").ok()
@@ -169,8 +165,7 @@ def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(world:
     try:
         pid = until(lambda: [client.pid for client in world.attached()], "it is a client")[0]
         plans = [
-            world.asked("mps", "stop", *more, "-n").ok().json["data"]["steps"][0]["what"]
-            for more in ((), ("--drain", "3s"))
+            world.asked("mps", "stop", *more, "-n").ok().data["steps"][0]["what"] for more in ((), ("--drain", "3s"))
         ]
         assert plans == [
             "wait up to 10 s for the clients of the MPS daemon of GPU 0; if any is left, change nothing (exit code 19)",
@@ -215,16 +210,14 @@ def test_an_answer_decides_on_a_terminal(host: World) -> None:
     assert code == 19
     assert "This destroys 3g.40gb:4 on GPU 0 (named 'train'). Continue? [y/N]" in said
     assert "not confirmed; nothing was changed" in said
-    assert host.look() == before
-    assert typed(host, ["mig", "destroy", "all"], "y\n")[0] == 0
+    assert (host.look(), typed(host, ["mig", "destroy", "all"], "y\n")[0]) == (before, 0)
     assert host.look() != before
 
 
 def test_what_comes_after_the_answer_is_asked_for_too(host: World) -> None:
     host.asked("mig", "name", "train", "3g.40gb:4").ok()
     code, said = typed(host, ["mig", "destroy", "all"], "y\n", lambda: host.asked("mig", "name", "late", "2g.20gb:2"))
-    assert code == 0
-    assert said.count("[y/N]") == 2
+    assert (code, said.count("[y/N]")) == (0, 2)
     assert "This destroys 2g.20gb:2 on GPU 0 (named 'late'). Continue? [y/N]" in said
 
 

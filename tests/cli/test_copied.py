@@ -42,7 +42,7 @@ def test_the_commands_of_advise(cli: Cli, case: tuple[str, ...]) -> None:
 
 
 @pytest.mark.usefixtures("at_80")
-def test_the_remedies_of_doctor(cli: Cli, world: World) -> None:
+def test_the_remedies_of_doctor_and_the_next_commands_of_an_explanation(cli: Cli, world: World) -> None:
     for kind in ("persistence-off", "hang"):
         world.fault(kind, "nvidia-smi" if kind == "hang" else None, gpu=None if kind == "hang" else 0)
     world.fault("power-cap", "300", gpu=0)
@@ -52,10 +52,6 @@ def test_the_remedies_of_doctor(cli: Cli, world: World) -> None:
     for remedy in remedies:
         assert is_whole(remedy.rpartition(": ")[2], screen)
     assert max(map(len, screen.splitlines())) <= 80
-
-
-@pytest.mark.usefixtures("at_80")
-def test_the_next_commands_of_an_explanation(cli: Cli) -> None:
     for name in ("mps", "mig", "swap", "Xid 31", "out_of_memory"):
         answer = cli("explain", name, output="json", host=None)
         screen = cli("explain", name, output="table", host=None).out

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.cli.drive import H200, Real, World, alive, environment, until
-from tests.cli.run.test_terminal import Screen, gpushare_run, on_terminal, screens  # noqa: F401
+from tests.cli.run.test_terminal import Screen, gpushare_run, on_terminal, screens
 
+__all__ = ["screens"]
 GPUSHARE = f"{sys.executable} -m gpushare --host {H200}"
 # Says which signals it ignores, works for a moment, and leaves a mark.
 PROGRAM = """
@@ -74,11 +75,7 @@ def end_of(screen: Screen) -> int:
 
 @pytest.mark.parametrize("verb", ["run --", "farm --copies 2 --"])
 def test_nohup_outlives_the_terminal(
-    verb: str,
-    screens: list[Screen],  # noqa: F811
-    world: World,
-    marks: Marks,
-    tmp_path: Path,
+    verb: str, screens: list[Screen], world: World, marks: Marks, tmp_path: Path
 ) -> None:
     line = f"cd {tmp_path}; nohup {GPUSHARE} {verb} {marks.command} & exec sleep 600"
     screens.append(screen := on_terminal("sh", "-c", line))
@@ -93,11 +90,7 @@ def test_nohup_outlives_the_terminal(
     assert marks.done
 
 
-def test_a_closed_terminal_ends_the_program_the_safe_way(
-    screens: list[Screen],  # noqa: F811
-    world: World,
-    marks: Marks,
-) -> None:
+def test_a_closed_terminal_ends_the_program_the_safe_way(screens: list[Screen], world: World, marks: Marks) -> None:
     screens.append(screen := on_terminal(*gpushare_run("--", *marks.command.split())))
     marks.ignored()
     screen.until("is attached")
@@ -112,10 +105,7 @@ def test_a_closed_terminal_ends_the_program_the_safe_way(
 
 @pytest.mark.parametrize("verb", ["run --", "farm --copies 2 --"])
 def test_a_terminal_that_is_gone_ends_nothing_where_its_signal_is_ignored(
-    verb: str,
-    screens: list[Screen],  # noqa: F811
-    world: World,
-    marks: Marks,
+    verb: str, screens: list[Screen], world: World, marks: Marks
 ) -> None:
     """Stdout and stderr are the terminal still: every word there fails."""
     screens.append(screen := on_terminal("sh", "-c", f"trap '' HUP; exec {GPUSHARE} {verb} {marks.command}"))
@@ -159,8 +149,7 @@ def test_what_is_ignored_is_ignored_in_each_copy_and_an_end_is_quick(real: Real,
     until(lambda: len(world.attached()) == 2, "both are clients")
     started.signal(signal.SIGINT)
     time.sleep(0.3)
-    assert len(world.attached()) == 2
-    assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
+    assert (len(world.attached()), started.end(signal.SIGTERM).code) == (2, 128 + signal.SIGTERM)
     gone(world)
 
 

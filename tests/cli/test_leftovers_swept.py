@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.host.host import Host, make_private_directory
 from gpushare.mps.home import home_of
-from tests.cli.drive import Cli, World, Write
+from tests.cli.drive import Cli, Words, World, Write
 
 LEVEL = "lent", "gpu.json"
 MODE = "mode", "gpu.json"
@@ -41,9 +41,7 @@ def left(world: World, room: str, name: str) -> Path:
         (DAEMON, ("mps", "stop", "-g", "0"), 6),
     ],
 )
-def test_a_leftover_is_removed_where_there_is_nothing_to_do(
-    cli: Cli, world: World, where: tuple[str, str], words: tuple[str, ...], code: int
-) -> None:
+def test_a_leftover_is_always_removed(cli: Cli, world: World, where: tuple[str, str], words: Words, code: int) -> None:
     path = left(world, *where)
     assert cli(*words, "--dry-run").code == code
     assert path.exists()

@@ -34,8 +34,7 @@ def test_what_is_lost_is_unknown_to_machines(cli: Cli) -> None:
     World(TWO).fault("lost", gpu="1")
     assert cli("timeslice", "show", host=TWO, output="json").json["data"]["gpus"][1]["time_slice"] is None
     assert "lost" not in cli("timeslice", "show", host=TWO, output="csv").out
-    done = cli("mps", "status", host=TWO)
-    assert done.code == 1
+    done = cli("mps", "status", host=TWO).ends(1)
     assert any("none yet" in line for line in done.out.splitlines() if "gpushare" in line)
 
 
@@ -43,8 +42,7 @@ def test_what_is_lost_is_unknown_to_machines(cli: Cli) -> None:
 def test_a_recording_of_a_lost_gpu(cli: Cli, tmp_path: Path) -> None:
     World(TWO).fault("lost", gpu="1")
     file = str(tmp_path / "one.jsonl")
-    done = cli("observe", "--for", "0.3s", "--interval", "0.1s", "--to", file, host=TWO)
-    assert done.code == 1
+    done = cli("observe", "--for", "0.3s", "--interval", "0.1s", "--to", file, host=TWO).ends(1)
     assert SAID in done.err
     assert "times: the GPU is lost" in done.err
     cli("observe", "--from", file, host=TWO).ok()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
 from gpushare.cli import options
-from tests.cli.drive import Cli, Refused
+from tests.cli.drive import Cli, Patch, Refused, Words, missing
 
 TWO = "sim:2xa30"
 
 
-def test_a_repeated_gpu_option_adds_to_the_list(cli: Cli) -> None:
+def test_repeated_options(cli: Cli, refused: Refused) -> None:
     answer = cli("status", "-g", "1", "-g", "0", host="sim:3xa30", output="json").ok()
     assert [gpu["index"] for gpu in answer.data["gpus"]] == [1, 0]
+    assert cli("status", "-o", "json", "--output", "plain").code == 2
+    cli("status", "-v", "-v").ok()
+    said = refused("bench", "--lower-is-better", "--higher-is-better", "true", code="bad_combination", exit_code=2)
+    assert "--lower-is-better cannot be combined with --higher-is-better" in said
 
 
 @pytest.mark.parametrize(
@@ -31,18 +37,7 @@ def test_a_repeated_gpu_option_adds_to_the_list(cli: Cli) -> None:
     ids=" ".join,
 )
 def test_any_other_repeated_option_is_refused(refused: Refused, words: tuple[str, ...]) -> None:
-    said = refused(*words, code="repeated_option", exit_code=2, host=TWO)
-    assert "is given " in said
-
-
-def test_a_repeated_common_option_is_refused_after_the_command(cli: Cli) -> None:
-    assert cli("status", "-o", "json", "--output", "plain").code == 2
-
-
-def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Refused) -> None:
-    cli("status", "-v", "-v").ok()
-    said = refused("bench", "--lower-is-better", "--higher-is-better", "true", code="bad_combination", exit_code=2)
-    assert "--lower-is-better cannot be combined with --higher-is-better" in said
+    assert "is given " in refused(*words, code="repeated_option", exit_code=2, host=TWO)
 
 
 def test_options_after_the_program_are_named(cli: Cli) -> None:
@@ -51,22 +46,16 @@ def test_options_after_the_program_are_named(cli: Cli) -> None:
     assert "passed to 'python3', not to gpushare: --threads, --memory; " in note
     assert "put -- before it" in note
     assert not cli("run", "-q", "-n", "python3", "--threads", "30").ok().lines("note")
+    assert "passed to 'python3', not to gpushare: -n" in cli("advise", "--no-root", "python3", "job.py", "-n").err
 
 
-def test_a_number_in_place_of_the_copies_is_refused(refused: Refused) -> None:
+def test_too_many_words_are_refused(refused: Refused) -> None:
     said = refused("farm", "4", "--memory", "6G", "--", "sh", "-c", "true", code="bad_copies", exit_code=2)
     assert "before the program: --copies 8" in said
-
-
-def test_an_argument_too_many_is_refused(refused: Refused) -> None:
     for words in (("pause", "a", "b"), ("jobs", "a"), ("mig", "grant", "a", "b", "c")):
         verb = " ".join(word for word in words if len(word) > 1)
         assert f"hint: see: gpushare {verb} --help" in refused(*words, code="usage", exit_code=2)
-
-
-def test_a_dry_run_after_the_program_is_named(cli: Cli) -> None:
-    answer = cli("advise", "--no-root", "python3", "job.py", "-n")
-    assert "passed to 'python3', not to gpushare: -n" in answer.err
+    assert "'sleep' is not a whole number" in refused("mps", "logs", "--lines", "sleep", code="usage", exit_code=2)
 
 
 @pytest.mark.parametrize(
@@ -93,3 +82,25 @@ def test_an_empty_list_is_not_given() -> None:
         get_parameter_source=lambda _name: typed,
     )
     assert list(options._given_names(context)) == ["--gpu"]
+
+
+class Interrupting:
+    """A terminal on which Ctrl-C is the answer."""
+
+    def readline(self) -> NoReturn:
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_at_a_question_ends_its_line(monkeypatch: Patch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        options.ask_line("Sure? ")
+    assert capsys.readouterr().err == "Sure? \n"
+
+
+@pytest.mark.parametrize(
+    "words", [("mig", "env", "alice"), ("mig", "grant", "alice", "root"), ("run", "--mig", "alice", "--", "true")]
+)
+def test_a_name_that_nobody_gave_is_told_the_same_by_all(refused: Refused, words: Words) -> None:
+    said = refused(*words, code="no_name", exit_code=6)
+    assert missing(said, "no MIG instance is named 'alice'", "gpushare mig create WISH --name alice") == []

@@ -20,13 +20,13 @@ from gpushare.run.jobs import find_record
 from gpushare.run.stop import Target, find_target
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
-from tests.cli.drive import H200, ROOT, World, until
+from tests.cli.drive import H200, ROOT, Patch, World, missing, until
 
 LOOP = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
 
 
 @pytest.fixture(autouse=True)
-def host(world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def host(world: World, monkeypatch: Patch, tmp_path: Path) -> None:
     world.run("status")
     monkeypatch.setenv("GPUSHARE_HOST", H200)
     monkeypatch.chdir(tmp_path)
@@ -44,8 +44,7 @@ def test_the_page_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None
         exec(block, names)  # noqa: S102 - our own page
     out = capsys.readouterr().out
     assert names["exit_code"] == 0
-    assert "trained\n" in out
-    assert "limit_above_gpu" in out
+    assert missing(out, "trained\n", "limit_above_gpu") == []
     assert world.pids() == []
     assert re.search(r"^0 \d+ \[\]$", out, re.MULTILINE)
 
@@ -63,9 +62,15 @@ def test_a_job_is_paused_and_swapped_by_its_pid(world: World) -> None:
     assert world.process(pid).checkpoint == RUNNING
     with pytest.raises(gpushare.TimedOut):
         job.wait(0)
+    # Nobody agreed for another user.
+    pid = admin.add_process(H200, user="daemon")
+    with pytest.raises(gpushare.NeedsConsent if world.host.root else gpushare.NoPermission) as raised:
+        gpushare.job(pid).pause()
+    assert "yes=True" in raised.value.hint or not world.host.root
+    assert world.process(pid).channels_off == []
 
 
-def test_a_job_moves_to_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_moves_to_another_gpu(monkeypatch: Patch) -> None:
     world = World.new("sim:2xh200")
     monkeypatch.setenv("GPUSHARE_HOST", world.spec)
     pid = admin.add_process(world.spec)
@@ -80,8 +85,7 @@ def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World
     with gpushare.start(["sleep", "60"]) as job:
         assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
         assert find_record(world.host, job.name) is not None
-    assert world.pids() == []
-    assert job.wait() == 143
+    assert (world.pids(), job.wait()) == ([], 143)
     with gpushare.start(["sleep", "60"], production="serve") as serve:
         assert serve.name == "serve"
     with gpushare.start(["true"]) as ended:
@@ -113,8 +117,7 @@ def test_a_later_job_of_the_same_name_is_another_one(world: World) -> None:
         assert second.output.exists()
     assert find_record(world.host, "train") is not None
     second.stop()
-    assert second.wait() == 143
-    assert world.pids() == []
+    assert (second.wait(), world.pids()) == (143, [])
 
 
 def test_a_job_whose_end_nobody_saw_hides_no_earlier_one(world: World) -> None:
@@ -124,7 +127,7 @@ def test_a_job_whose_end_nobody_saw_hides_no_earlier_one(world: World) -> None:
     assert gpushare.job("train").wait(20) is None
 
 
-def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: Patch) -> None:
     looks: list[str] = []
 
     def find(host: Host, text: str) -> Target:
@@ -135,17 +138,13 @@ def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: pyte
 
     with gpushare.start(["sleep", "60"], name="train") as job:
         monkeypatch.setattr("gpushare.run.stop.find_target", find)
-    assert looks == ["train", "train"]
-    assert job.wait() == 143
+    assert (looks, job.wait()) == (["train", "train"], 143)
     assert world.pids() == []
 
 
-def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gpushare.run.python._NOWHERE_SECONDS", 0.05)
-    earlier = gpushare.start(["false"], name="train")
-    assert earlier.wait() == 1
+    assert gpushare.start(["false"], name="train").wait() == 1
     with gpushare.start(["sleep", "60"], memory="130G") as first:
         waiting = gpushare.start(["sleep", "60"], memory="130G", wait=True, name="train")
         with pytest.raises(gpushare.TimedOut):
@@ -154,8 +153,7 @@ def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
         for job in (waiting, gpushare.job(waiting.name)):
             with pytest.raises(gpushare.NotFound):
                 job.wait(0)
-    assert first.wait() == 143
-    assert world.pids() == []
+    assert (first.wait(), world.pids()) == (143, [])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +215,7 @@ def test_a_value_of_an_option_may_look_like_one(world: World) -> None:
     assert raised.value.hint == 'give a list of words: command=["python3", "train.py"]'
 
 
-def test_plain_values_are_taken_as_the_command_line_takes_them(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_values_are_taken_as_the_command_line_takes_them(world: World, monkeypatch: Patch) -> None:
     with gpushare.start(["sleep", 60], gpu=0, options=["--slice", "2ms"]) as job:
         until(lambda: gpushare.status(0).gpus[0].processes, "it is on the GPU")
         with pytest.raises(gpushare.TimedOut):
@@ -231,14 +229,6 @@ def test_plain_values_are_taken_as_the_command_line_takes_them(world: World, mon
     monkeypatch.setenv("GPUSHARE_HOST", moved.spec)
     gpushare.job(admin.add_process(moved.spec)).move(1)
     assert [len(moved.host.nvml.processes(gpu) or ()) for gpu in (0, 1)] == [0, 1]
-
-
-def test_nobody_agreed_for_another_user(world: World) -> None:
-    pid = admin.add_process(H200, user="daemon")
-    with pytest.raises(gpushare.NeedsConsent if world.host.root else gpushare.NoPermission) as raised:
-        gpushare.job(pid).pause()
-    assert "yes=True" in raised.value.hint or not world.host.root
-    assert world.process(pid).channels_off == []
 
 
 def test_nothing_else_is_public() -> None:

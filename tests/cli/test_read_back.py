@@ -14,21 +14,17 @@ from gpushare.host.smi import ComputePolicy
 from gpushare.mps.control import MpsControl
 from gpushare.mps.limits import check_memory
 from gpushare.timeslice.policy import plan_level
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Patch, Refused, World, sure
 
 
-def test_a_compute_mode_that_does_not_hold_is_an_error(
-    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compute_mode_that_does_not_hold_is_an_error(refused: Refused, world: World, monkeypatch: Patch) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     monkeypatch.setattr(NvmlReader, "set_compute_mode", lambda *_: None)
     said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
     assert "the compute mode of GPU 0 was set to default but reads back as exclusive-process" in said
 
 
-def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
-    refused: Refused, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(refused: Refused, monkeypatch: Patch) -> None:
     put, read, told = ComputePolicy.set, ComputePolicy.read, []
 
     def heard(self: ComputePolicy, uuid: str, level: TimeSlice) -> object:
@@ -42,21 +38,16 @@ def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
     assert told[:2] == [TimeSlice.SHORT, TimeSlice.DEFAULT]
 
 
-def test_what_could_not_go_back_is_named_with_its_command(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_could_not_go_back_is_named_with_its_command(cli: Cli, world: World, monkeypatch: Patch) -> None:
     cli("mps", "start").ok()
     world.client()
     # From the first try on no priority is taken, not even the old one.
     monkeypatch.setattr(MpsControl, "priority", lambda _: None)
-    answer = cli("mps", "set", "--threads", "25", "--priority", "low")
-    assert answer.code == 1
+    answer = cli("mps", "set", "--threads", "25", "--priority", "low").ends(1)
     assert "could not be undone" in answer.lines("error")[0]
 
 
-def test_a_server_that_came_after_the_plan_is_left_alone(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_came_after_the_plan_is_left_alone(cli: Cli, world: World, monkeypatch: Patch) -> None:
     """The way back touches the servers that the plan knew, and only those that are still there."""
     cli("mps", "start").ok()
     world.client()
@@ -71,16 +62,14 @@ def test_a_server_that_came_after_the_plan_is_left_alone(
 
     monkeypatch.setattr(MpsControl, "set_threads", watched)
     monkeypatch.setattr(MpsControl, "memory", lambda self, server=None: "7M" if server else memory(self))
-    answer = cli("mps", "set", "--threads", "25", "--memory", "2G")
-    assert answer.code == 1
+    cli("mps", "set", "--threads", "25", "--memory", "2G").ends(1)
     (server,) = world.state.daemons[0].servers
     assert touched == [server.pid, server.pid]
 
 
 def test_a_memory_limit_may_be_all_of_the_gpu_and_not_more(world: World) -> None:
     device = select_one(None, world.host.nvml.sweep())
-    total = device.memory_total_bytes
-    assert total is not None
+    total = sure(device.memory_total_bytes)
     check_memory(device, total)
     check_memory(device, None)
     with pytest.raises(BadUsage) as caught:

@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.host import records
 from gpushare.host.written_file import create_file, open_over, open_to_append, opened_directory
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, Patch, World
 
 STRANGER = 12345
 
@@ -64,8 +64,7 @@ def test_logs_go_into_own_files_only(cli: Cli, world: World, tmp_path: Path, tar
     directory = tmp_path / "logs"
     directory.mkdir()
     plant(directory / "copy-1.log", target)
-    answer = cli("farm", "--copies", "2", "--logs", str(directory), "--", "echo", "hello")
-    assert answer.code == 1
+    answer = cli("farm", "--copies", "2", "--logs", str(directory), "--", "echo", "hello").ends(1)
     assert "unexpected" not in answer.err
     assert f"cannot write {directory}/copy-1.log" in answer.err
     assert (directory / "copy-0.log").read_text() == "hello\n"
@@ -107,13 +106,11 @@ def test_a_recording_and_a_result_are_new_files(cli: Cli, tmp_path: Path, verb: 
     link = tmp_path / "link.json"
     link.symlink_to(tmp_path / "nowhere")
     more = ("--for", "1s") if verb == "observe" else ("--", "true")
-    answer = cli(verb, "--to", str(link), *more)
-    assert answer.code == 2
-    assert "already exists" in answer.err
+    assert "already exists" in cli(verb, "--to", str(link), *more).ends(2).err
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_a_file_that_cannot_be_emptied_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_emptied_is_closed(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "copy-0.log"
     path.write_text("earlier")
     refused: list[int] = []
@@ -130,20 +127,26 @@ def test_a_file_that_cannot_be_emptied_is_closed(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.needs_root
-def test_root_spares_another_users_file(tmp_path: Path) -> None:
+def test_root_spares_another_users_file_unless_called_with_sudo(tmp_path: Path, monkeypatch: Patch) -> None:
     path = tmp_path / "copy-0.log"
     path.write_text("theirs")
     os.chown(path, STRANGER, STRANGER)
     with pytest.raises(FileExistsError, match=f"user {STRANGER}"):
         open_over(path)
     assert path.read_text() == "theirs"
+    os.chown(tmp_path, STRANGER, -1)
+    with pytest.raises(OSError, match=f"of user {STRANGER}"), opened_directory(tmp_path):
+        pass
+    monkeypatch.setenv("SUDO_UID", str(STRANGER))
+    with opened_directory(tmp_path):
+        pass
 
 
 @pytest.mark.needs_root
 @pytest.mark.parametrize("caller", ["", str(STRANGER)])
 @pytest.mark.parametrize("mode", [0o1777, 0o755])
-def test_root_follows_no_link_that_a_stranger_made_to_a_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, caller: str
+def test_root_follows_no_strangers_link_to_a_directory(
+    tmp_path: Path, monkeypatch: Patch, mode: int, caller: str
 ) -> None:
     """In a directory for everybody, or in the stranger's own; also where the stranger has called sudo."""
     monkeypatch.setenv("SUDO_UID", caller)
@@ -165,15 +168,19 @@ def test_root_follows_no_link_that_a_stranger_made_to_a_directory(
             pass
 
 
-def test_own_links_to_a_directory_are_followed(tmp_path: Path) -> None:
+def test_own_links_and_directories_of_an_own_group_are_followed(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     with opened_directory(tmp_path / "link") as descriptor:
         create_file("a", b"text", directory=descriptor)
     assert (tmp_path / "real" / "a").read_bytes() == b"text"
+    # As /var/log is on some systems: root's own groups may write there.
+    tmp_path.chmod(0o775)
+    with opened_directory(tmp_path):
+        pass
 
 
-def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, monkeypatch: Patch) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -200,7 +207,7 @@ def test_what_is_made_follows_the_umask(tmp_path: Path) -> None:
     ("owner", "mode", "to"),
     [(STRANGER, 0o755, ""), (STRANGER, 0o777, ""), (0, 0o777, ""), (STRANGER, 0o777, "n/sub"), (0, 0o777, "n/sub")],
 )
-def test_root_puts_nothing_where_another_may_change_it(
+def test_root_writes_nothing_where_others_may(
     cli: Cli, tmp_path: Path, world: World, owner: int, mode: int, to: str
 ) -> None:
     """What is exported there is what root then installs."""
@@ -215,14 +222,11 @@ def test_root_puts_nothing_where_another_may_change_it(
     assert f"it is a directory {whose}" in answer.err or f"below a directory {whose}" in answer.err
     answer = cli("farm", "--copies", "1", "--logs", target, "--", "echo", "hello")
     assert (answer.code, whose in answer.err) == (4, True)
-    assert list(theirs.iterdir()) == []
-    assert world.state.daemons == []
+    assert (list(theirs.iterdir()), world.state.daemons) == ([], [])
 
 
 @pytest.mark.needs_root
-def test_metrics_go_into_the_directory_of_node_exporters_user_but_through_no_link_of_his(
-    cli: Cli, tmp_path: Path
-) -> None:
+def test_metrics_go_into_the_directory_of_node_exporters_user_through_no_link_of_his(cli: Cli, tmp_path: Path) -> None:
     theirs, roots = tmp_path / "theirs", tmp_path / "roots"
     theirs.mkdir()
     roots.mkdir()
@@ -249,9 +253,7 @@ def test_root_writes_no_metrics_where_everybody_may_change_them(cli: Cli, tmp_pa
     assert list(theirs.iterdir()) == []
 
 
-def test_metrics_go_into_the_directory_that_was_looked_at(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_go_into_the_directory_that_was_looked_at(cli: Cli, tmp_path: Path, monkeypatch: Patch) -> None:
     there, moved, elsewhere = tmp_path / "there", tmp_path / "moved", tmp_path / "elsewhere"
     there.mkdir()
     elsewhere.mkdir()
@@ -264,15 +266,7 @@ def test_metrics_go_into_the_directory_that_was_looked_at(
 
     monkeypatch.setattr("gpushare.cli.metrics.replace_file", turned)
     cli("export", "prometheus", "--textfile", str(there / "gpushare.prom")).ok()
-    assert os.listdir(elsewhere) == []
-    assert os.listdir(moved) == ["gpushare.prom"]
-
-
-def test_a_group_may_share_a_directory(tmp_path: Path) -> None:
-    """As /var/log is on some systems: root's own groups may write there."""
-    tmp_path.chmod(0o775)
-    with opened_directory(tmp_path):
-        pass
+    assert (os.listdir(elsewhere), os.listdir(moved)) == ([], ["gpushare.prom"])
 
 
 def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -> None:
@@ -281,16 +275,6 @@ def test_below_a_sticky_directory_an_own_one_is_safe(cli: Cli, tmp_path: Path) -
     public.chmod(0o1777)
     cli("export", "slurm", "--node", "n1", "--to", str(public / "own" / "sub")).ok()
     assert (public / "own" / "sub" / "gres.conf").exists()
-
-
-@pytest.mark.needs_root
-def test_root_may_write_for_the_user_who_called_sudo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.chown(tmp_path, STRANGER, -1)
-    with pytest.raises(OSError, match=f"of user {STRANGER}"), opened_directory(tmp_path):
-        pass
-    monkeypatch.setenv("SUDO_UID", str(STRANGER))
-    with opened_directory(tmp_path):
-        pass
 
 
 def test_a_directory_of_logs_that_is_swapped_keeps_its_logs(cli: Cli, tmp_path: Path) -> None:

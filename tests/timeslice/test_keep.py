@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -380,8 +381,12 @@ def test_the_record_names_what_was_set(desk: Desk, pid: int) -> None:
 # -- one keep per host -------------------------------------------------------------------------------
 
 
-def test_there_is_one_keep_per_host(desk: Desk) -> None:
-    with fails(InUse, "keep_running"), sole_keep(desk.host):
+def test_there_is_one_keep_per_host(desk: Desk, pid: int) -> None:
+    with fails(InUse, "keep_running", hint="see which: fuser -v "), sole_keep(desk.host):
+        pass
+    desk.look()
+    message, hint = f"(process {os.getpid()})", f"kill -HUP {os.getpid()}; or stop it: kill {os.getpid()}; "
+    with fails(InUse, "keep_running", message=message, hint=hint), sole_keep(desk.host):
         pass
 
 

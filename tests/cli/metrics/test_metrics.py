@@ -28,7 +28,7 @@ from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, changing_names
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, Write, until, until_it_runs
+from tests.cli.drive import Cli, Real, Refused, Started, World, Write, refusals, sure, until, until_it_runs
 
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
@@ -54,9 +54,7 @@ def samples(cli: Cli, host: str = "sim:h200") -> dict[tuple[str, frozenset[tuple
 
 def value(found: Any, name: str, /, **labels: str) -> float | None:
     """Return the one value of a metric whose labels hold these, or None."""
-    values = [
-        number for (known, has), number in found.items() if known == f"gpushare_{name}" and labels.items() <= set(has)
-    ]
+    values = [number for (key, has), number in found.items() if key == f"gpushare_{name}" and labels.items() <= {*has}]
     assert len(values) < 2, (name, values)
     return values[0] if values else None
 
@@ -82,8 +80,7 @@ def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli
     # A time-slice is set only once the program is on the GPU.
     until(lambda: value(samples(cli), "job_slice_seconds", **job) == 0.0005, "its time-slice is set")
     found = samples(cli)
-    user = user_name(os.geteuid())
-    assert value(found, "job_info", **job, role="production", way="timeslice", user=user) == 1
+    assert value(found, "job_info", **job, role="production", way="timeslice", user=user_name(os.geteuid())) == 1
     assert value(found, "job_on_gpu", **job, gpu="0", UUID=world.uuid()) == 1
     assert value(found, "job_state", **job, state="running") == value(found, "jobs", state="running") == 1
     assert value(found, "job_memory_limit_bytes", **job) == 4 << 30
@@ -118,15 +115,12 @@ def job(number: int, **fields: Any) -> ListedJob:
     return ListedJob(**{**given, **fields})
 
 
-def test_a_job_that_waits_is_on_no_gpu() -> None:
+def test_the_number_of_jobs_and_those_that_wait() -> None:
     waits = job(1, state="waiting", gpu_indexes=(0,), line=LinePlace(place=1, memory_bytes=None, behind=(), held_by=()))
     snapshot = Snapshot(host="x", gpus=(Gpu(index=0, uuid="GPU-1"),))
     found = parsed(exposition(families(Reading(version="1", snapshot=snapshot, jobs=(waits,)))))
     assert value(found, "job_state", name="job-1", state="waiting") == 1
     assert value(found, "job_on_gpu") is None
-
-
-def test_more_jobs_than_metrics_of_single_ones() -> None:
     jobs = tuple(map(job, range(MOST_JOBS + 5)))
     found = parsed(exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs))))
     assert value(found, "jobs", state="running") == MOST_JOBS + 5
@@ -137,8 +131,7 @@ def test_more_jobs_than_metrics_of_single_ones() -> None:
 def test_a_name_that_another_user_chose_is_one_label(name: str) -> None:
     jobs = (job(0, user=name, mig_name=name),)
     found = parsed(exposition(families(Reading(version="1", snapshot=Snapshot(host="x", gpus=()), jobs=jobs))))
-    assert value(found, "host_up") == 1
-    assert value(found, "job_info", user=name.replace("\udcff", "?")) == 1
+    assert (value(found, "host_up"), value(found, "job_info", user=name.replace("\udcff", "?"))) == (1, 1)
 
 
 def test_mps(cli: Cli, world: World) -> None:
@@ -149,10 +142,8 @@ def test_mps(cli: Cli, world: World) -> None:
     assert value(found, "gpu_sharing", way="mps") == 1
     assert value(found, "mps_daemon_up", UUID=world.uuid(), ours="true", user=user_name(os.geteuid())) == 1
     assert value(found, "mps_clients") == value(found, "mps_servers", status="ACTIVE") == 1
-    assert value(found, "mps_clients_limit") == 48
-    assert value(found, "mps_threads_limit_ratio") == 0.5
-    assert value(found, "mps_memory_limit_bytes") == 8 << 30
-    assert value(found, "mps_outside_processes") == 1
+    assert (value(found, "mps_clients_limit"), value(found, "mps_threads_limit_ratio")) == (48, 0.5)
+    assert (value(found, "mps_memory_limit_bytes"), value(found, "mps_outside_processes")) == (8 << 30, 1)
     assert value(found, "mps_leases") == 0
 
 
@@ -175,7 +166,13 @@ def test_several_foreign_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
     assert len(found) == 2
 
 
-def test_mig(cli: Cli, world: World) -> None:
+def test_mig_and_its_leases(cli: Cli, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:0")
+    assert value(samples(cli), "mig_instance_leases") == 0
+    lease = take_claim(world.host, uuid)
+    assert isinstance(lease, HeldClaim)
+    assert value(samples(cli), "mig_instance_leases") == 1
+    lease.release()
     world.mig("3g.71gb:0", "3g.71gb:4")
     with changing_names(world.host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=world.uuid(), profile="3g.71gb", start=4)
@@ -190,24 +187,6 @@ def test_mig(cli: Cli, world: World) -> None:
     assert value(found, "mig_free_memory_slices") == value(found, "mig_lost_memory_slices") == 0
     assert value(found, "mig_free_instances", profile="1g.18gb") == 0
     assert value(found, "gpu_sharing", way="mig") == 1
-
-
-def test_leases(cli: Cli, world: World) -> None:
-    (uuid,) = world.mig("1g.18gb:0")
-    assert value(samples(cli), "mig_instance_leases") == 0
-    lease = take_claim(world.host, uuid)
-    assert isinstance(lease, HeldClaim)
-    assert value(samples(cli), "mig_instance_leases") == 1
-    lease.release()
-
-
-def test_a_lost_gpu(cli: Cli) -> None:
-    world = World("sim:2xh200")
-    world.fault("lost", gpu="1")
-    found = samples(cli, world.spec)
-    assert [value(found, "gpu_up", gpu=gpu) for gpu in "01"] == [1, 0]
-    assert value(found, "gpu_time_slice_level", gpu="1") is None
-    assert value(found, "host_up") == 1
 
 
 def test_what_is_unknown_is_absent(cli: Cli, world: World) -> None:
@@ -244,23 +223,18 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
         patched.setattr(os, "fsync", full)
         answer = cli("export", "prometheus", "--textfile", str(path))
     assert (answer.code, "No space left" in answer.err) == (4, True)
-    assert path.read_text() == "old"
-    assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
+    assert (path.read_text(), [path.name for path in tmp_path.iterdir()]) == ("old", ["gpushare.prom"])
     cli("export", "prometheus", "--textfile", str(path)).ok()
     text = path.read_text()
     assert text.endswith("\n")
-    assert value(parsed(text), "host_up") == 1
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert (value(parsed(text), "host_up"), stat.S_IMODE(path.stat().st_mode)) == (1, 0o644)
     assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--textfile", "/nowhere/at/all/a.prom"), "not_written", 4),
-        (("--textfile", "/tmp/a.txt"), "bad_textfile", 2),
-        (("--rules", "--dashboard"), "bad_combination", 2),
-    ],
+@refusals(
+    "not_written 4: --textfile /nowhere/at/all/a.prom",
+    "bad_textfile 2: --textfile /tmp/a.txt",
+    "bad_combination 2: --rules --dashboard",
 )
 def test_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     text = refused("export", "prometheus", *words, code=code, exit_code=exit_code)
@@ -284,9 +258,7 @@ def test_address_in_use(refused: Refused) -> None:
 def test_the_server(real: Real, world: World, number: int) -> None:
     world.mig("1g.18gb:0")
     started = real("metrics", "--listen", "127.0.0.1:0")
-    assert started.process.stderr is not None
-    address = re.search(r"http://\S+", started.process.stderr.readline())
-    assert address is not None
+    address = sure(re.search(r"http://\S+", started.note()))
     for profiles in (["1g.18gb"], ["2g.35gb"]):
         # A change between two scrapes is seen: nothing of the first is kept.
         world.mig(*(f"{profile}:0" for profile in profiles))
@@ -317,12 +289,22 @@ def test_no_series_comes_twice(uuids: list[str | None], taken: float | None) -> 
     assert all(family.samples for family in found)
 
 
-def test_names_follow_the_conventions() -> None:
+def test_names_rules_and_dashboard(cli: Cli) -> None:
     for name, text in _HELP.items():
         assert re.fullmatch(r"gpushare_[a-z_]+[a-z]", name)
         assert text.endswith(".")
         # Base units: nothing in percent, milliseconds or MiB.
         assert not re.search(r"percent|milli|mib|_ms$|total$", name)
+    used = {name for text in expressions() for name in re.findall(r"\bgpushare_\w+", text)}
+    assert len(used) > 10
+    assert used <= set(_HELP)
+    groups = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"]
+    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert len(rules) > 12
+    assert all(rule["annotations"]["remedy"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
+    board = json.loads(cli("export", "prometheus", "--dashboard").ok().out)
+    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) > 8
+    assert {each["datasource"]["uid"] for panel in board["panels"] for each in panel["targets"]} == {"${datasource}"}
 
 
 def test_memory_that_waits_is_reserved_out_or_of_nobody(cli: Cli, world: World) -> None:
@@ -362,32 +344,11 @@ def expressions() -> list[str]:
     return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_rules_and_dashboard_use_metrics_that_exist() -> None:
-    used = {name for text in expressions() for name in re.findall(r"\bgpushare_\w+", text)}
-    assert len(used) > 10
-    assert used <= set(_HELP)
-
-
-def test_rules_name_the_command_that_fixes_it(cli: Cli) -> None:
-    groups = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"]
-    rules = [rule for group in groups for rule in group["rules"] if "alert" in rule]
-    assert len(rules) > 12
-    assert all(rule["annotations"]["remedy"] and rule["annotations"]["summary"] and rule["for"] for rule in rules)
-
-
 def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, write: Write) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     assert value(samples(cli), "gpu_exclusive_wanted") is None
     cli("apply", "-f", write("version: 1\ngpus:\n- match: all\n  exclusive: true\n")).ok()
     assert value(samples(cli), "gpu_exclusive_wanted", gpu="0", UUID=world.uuid()) == 1
-
-
-def test_the_dashboard_is_whole(cli: Cli) -> None:
-    board = json.loads(cli("export", "prometheus", "--dashboard").ok().out)
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"]) > 8
-    assert all(
-        target["datasource"]["uid"] == "${datasource}" for panel in board["panels"] for target in panel["targets"]
-    )
 
 
 @pytest.fixture

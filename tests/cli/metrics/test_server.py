@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gpushare.cli.metrics import MetricsServer
-from tests.cli.drive import Real
+from tests.cli.drive import Real, sure
 
 
 @pytest.fixture
@@ -32,9 +32,7 @@ def server(real: Real) -> Iterator[tuple[str, int, int]]:
         program=("-c", program),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
     )
-    assert started.process.stderr is not None
-    found = re.search(r"http://(\S+):(\d+)/", started.process.stderr.readline())
-    assert found is not None
+    found = sure(re.search(r"http://(\S+):(\d+)/", started.note()))
     yield found[1], int(found[2]), started.pid
     started.process.terminate()
     assert started.result().code == 0
@@ -138,8 +136,7 @@ def test_an_answer_is_compressed_for_who_asks(server: tuple[str, int, int]) -> N
     host, port, _ = server
     asked = urllib.request.Request(f"http://{host}:{port}/metrics", headers={"Accept-Encoding": "gzip"})
     with urllib.request.urlopen(asked, timeout=60) as answer:  # noqa: S310 - this test's own
-        assert answer.headers["Content-Encoding"] == "gzip"
-        assert answer.read(2) == b"\x1f\x8b"
+        assert (answer.headers["Content-Encoding"], answer.read(2)) == ("gzip", b"\x1f\x8b")
 
 
 SlowServer = tuple[MetricsServer, threading.Semaphore, threading.Event]

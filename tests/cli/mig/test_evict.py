@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, World, missing
 from tests.cli.mig.test_left import crashed
 
 A100, EIGHT = "sim:a100-80gb", "sim:8xa100-80gb"
-
-
-# -- evicting --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -26,8 +23,7 @@ def two_parts() -> tuple[World, list[int], list[str]]:
 def test_evicting_a_compute_instance_ends_only_its_programs(two_parts: tuple[World, list[int], list[str]]) -> None:
     host, (_, second, beside), ids = two_parts
     assert host.run("mig", "destroy", ids[0], "--evict", ids[0]).code == 0
-    assert set(host.pids()) == {second, beside}
-    assert len(host.devices()) == 2
+    assert (set(host.pids()), len(host.devices())) == ({second, beside}, 2)
 
 
 def test_a_named_part_is_no_leave_to_end_its_neighbours(two_parts: tuple[World, list[int], list[str]]) -> None:
@@ -45,34 +41,26 @@ def test_a_named_part_is_no_leave_to_end_its_neighbours(two_parts: tuple[World, 
 
 def test_evicting_all_makes_way_for_another_mode(two_parts: tuple[World, list[int], list[str]]) -> None:
     host, _, _ = two_parts
-    answer = host.run("mig", "disable", "--destroy", "--evict", "all")
-    assert answer.code == 0, answer
-    assert set(host.pids()) == set()
-    assert host.look()[0][:2] == (0, 0)
+    host.run("mig", "disable", "--destroy", "--evict", "all").ok()
+    assert (set(host.pids()), host.look()[0][:2]) == (set(), (0, 0))
 
 
 def test_programs_that_were_ended_are_not_said_to_be_back(two_parts: tuple[World, list[int], list[str]]) -> None:
     host, _, _ = two_parts
     before = host.look()
     host.fault("fail-step", 3)
-    answer = host.run("mig", "apply", "7g.80gb", "--evict", "all")
-    assert answer.code == 1
+    answer = host.run("mig", "apply", "7g.80gb", "--evict", "all").ends(1)
     assert answer.error["message"].endswith("GPU 0 is as before, except the processes that --evict ended")
     assert host.look() == before
-
-
-# -- after a crash ---------------------------------------------------------------------------------
 
 
 def test_the_next_change_undoes_what_was_interrupted_first(cli: Cli) -> None:
     host = World.new(EIGHT)
     crashed(host, "apply", "-g", "2", "1g.10gb*3", step=4)
     assert "was interrupted: gpushare mig recover" in cli("mig", "status", host=EIGHT).err
-    dry = cli("mig", "enable", "-g", "5", "--dry-run", host=EIGHT).ok()
-    assert "would be undone" in dry.err
+    assert "would be undone" in cli("mig", "enable", "-g", "5", "--dry-run", host=EIGHT).ok().err
     assert len(host.look()[2].instances) > 0
-    done = cli("mig", "enable", "-g", "5", host=EIGHT).ok()
-    assert "was undone" in done.err
+    assert "was undone" in cli("mig", "enable", "-g", "5", host=EIGHT).ok().err
     assert [gpu.mode for gpu in host.look()] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert not host.journal.exists()
 
@@ -103,14 +91,10 @@ def test_what_was_interrupted_is_undone_before_a_change_is_refused(cli: Cli) -> 
     crashed(host, "destroy", "train", step=1)
     before = host.look()
     # Who only looks, or may not, changes nothing.
-    assert cli("mig", "destroy", "0/99", "-n", host=A100).code == 6
-    assert host.look() == before
-    answer = cli("mig", "destroy", "0/99", host=A100)
-    assert answer.code == 6
-    assert "'destroy train', which was interrupted" in answer.err
-    assert "was undone" in answer.err
-    assert host.look()[0].instances == (("3g.40gb", 4, ((3, 0),)),)
-    assert list(host.names()) == ["train"]
+    assert (cli("mig", "destroy", "0/99", "-n", host=A100).code, host.look()) == (6, before)
+    answer = cli("mig", "destroy", "0/99", host=A100).ends(6)
+    assert missing(answer.err, "'destroy train', which was interrupted", "was undone") == []
+    assert (host.look()[0].instances, list(host.names())) == ((("3g.40gb", 4, ((3, 0),)),), ["train"])
 
 
 def test_a_name_given_in_vain_is_forgotten_and_one_that_was_there_stays() -> None:
@@ -119,8 +103,7 @@ def test_a_name_given_in_vain_is_forgotten_and_one_that_was_there_stays() -> Non
     assert host.run("mig", "create", "3g.40gb", "--name", "train").code == 0
     names = host.names()
     crashed(host, "create", "1g.10gb*2", "--name", "ann", step=3)
-    assert len(host.names()) == 3
-    assert host.run("mig", "recover").code == 0
+    assert (len(host.names()), host.run("mig", "recover").code) == (3, 0)
     assert host.names() == names
 
 
@@ -130,5 +113,4 @@ def test_recovering_finds_its_gpu_again_by_uuid() -> None:
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=4)
     with host.file.changed() as state:
         state.gpus.append(state.gpus.pop(0))
-    assert host.run("mig", "recover").code == 0
-    assert [gpu.mode for gpu in host.look()] == [0, 0, 0]
+    assert (host.run("mig", "recover").code, [gpu.mode for gpu in host.look()]) == (0, [0, 0, 0])

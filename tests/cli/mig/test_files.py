@@ -12,7 +12,7 @@ import yaml
 
 from gpushare.connect import connect
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused, World, Write
+from tests.cli.drive import Cli, Refused, World, Write, refusals
 
 HOST = "sim:2xh100"
 MIXED = "sim:h100,t4"
@@ -36,41 +36,34 @@ def cut(*profiles: str, host: str = HOST, gpu: str = "0") -> None:
     admin.set_mig(host, gpu, profiles)
 
 
-# -- check -------------------------------------------------------------------------------------------
-
-
-def test_as_asked(cli: Cli) -> None:
+def test_check_says_what_is_missing_and_too_much(cli: Cli) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
     done = cli("mig", "check", "3g", "1g.10gb*2", "-g", "0", host=HOST).ok()
-    assert done.out == "GPU 0: as asked\n"
-    assert done.err == ""
+    assert (done.out, done.err) == ("GPU 0: as asked\n", "")
     data = cli("mig", "check", "3g:4", "1g.10gb*2", "-g", "0", host=HOST, output="json").ok().data
     assert data["as_requested"] is True
     assert data["gpus"][0]["missing"] == data["gpus"][0]["extra"] == []
-
-
-def test_what_is_missing_and_too_much_is_said(cli: Cli) -> None:
-    cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
-    done = cli("mig", "check", "3g:0", "1g.10gb", "2g.20gb*2", "-g", "0", host=HOST)
-    assert done.code == 7
+    done = cli("mig", "check", "3g:0", "1g.10gb", "2g.20gb*2", "-g", "0", host=HOST).ends(7)
     assert done.out == "GPU 0: not as asked\n  missing: 3g.40gb:0, 2g.20gb*2\n  extra: 1g.10gb:1, 3g.40gb:4\n"
     assert "apply --dry-run" in done.err
-    answer = cli("mig", "check", "3g:0", "-g", "0", host=HOST, output="json")
-    assert answer.code == 7
+    answer = cli("mig", "check", "3g:0", "-g", "0", host=HOST, output="json").ends(7)
     assert answer.json["status"] == "ok"
     row = answer.data["gpus"][0]
     assert row["missing"] == [{"profile": "3g.40gb", "start": 0, "count": 1, "mig_device": True}]
     assert [instance["start"] for instance in row["extra"]] == [0, 1, 4]
 
 
-def test_every_gpu_is_looked_at_without_g(cli: Cli) -> None:
+def test_every_gpu_is_looked_at_also_a_lost_one(cli: Cli) -> None:
     cut("1g.10gb")
-    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json")
-    assert answer.code == 7
+    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json").ends(7)
     first, second = answer.data["gpus"]
     assert first["as_requested"] is True
     assert second["problem"] == "MIG is off; asked: on"
     assert second["missing"] == [{"profile": "1g.10gb", "start": None, "count": 1, "mig_device": True}]
+    admin.set_fault(HOST, "lost", "1", None)
+    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json").ends(7)
+    assert [row["as_requested"] for row in answer.data["gpus"]] == [True, False]
+    assert "lost" in answer.data["gpus"][1]["problem"].lower()
 
 
 def test_a_pending_mode_is_not_as_asked(cli: Cli, write: Write) -> None:
@@ -82,8 +75,7 @@ def test_a_pending_mode_is_not_as_asked(cli: Cli, write: Write) -> None:
     nvml.ask(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
     (gpu,) = nvml.sweep()
     assert (gpu.mig_enabled, gpu.mig_pending) == (False, True)
-    done = cli("mig", "check", "-f", write(TWO), "-c", "night", host=host)
-    assert done.code == 7
+    done = cli("mig", "check", "-f", write(TWO), "-c", "night", host=host).ends(7)
     assert "MIG is off, pending: on; asked: off" in done.out
     assert "MIG is off, pending: on; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
 
@@ -92,8 +84,7 @@ def test_check_of_a_file(cli: Cli, write: Write) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
     path = write(TWO)
     assert cli("mig", "check", "-f", path, "-c", "day", host=HOST).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
-    done = cli("mig", "check", "-f", path, "-c", "night", host=HOST)
-    assert done.code == 7
+    done = cli("mig", "check", "-f", path, "-c", "night", host=HOST).ends(7)
     assert "GPU 0: not as asked\n  MIG is on; asked: off\n  extra: 1g.10gb:0, 1g.10gb:1, 3g.40gb:4" in done.out
     assert cli("mig", "check", "-f", path, "-c", "night", "-g", "1", host=HOST).ok().out == "GPU 1: as asked\n"
 
@@ -119,75 +110,51 @@ def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, write: Wr
     text = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
     assert "config 'x' has no entry for GPU 1" in text
     cli("mig", "apply", "-f", path, host=HOST).ok()
-    done = cli("mig", "check", "-f", path, "--exact", host=HOST)
-    assert done.code == 7
+    done = cli("mig", "check", "-f", path, "--exact", host=HOST).ends(7)
     assert "GPU 1: not as asked\n  no entry of the config is for it" in done.out
     cli("mig", "check", "-f", path, "--exact", "-g", "0", host=HOST).ok()
     refused("mig", "check", "1g.10gb", "--exact", code="bad_combination", exit_code=2, host=HOST)
 
 
-def test_a_filter_that_matches_nothing_is_a_note(cli: Cli, refused: Refused, write: Write) -> None:
+def test_a_file_that_matches_no_gpu(cli: Cli, refused: Refused, write: Write) -> None:
     path = write(NO_MATCH)
     for words in (("apply",), ("apply", "-n"), ("check",)):
         assert "config 'x', entry 1 matches no GPU here" in cli("mig", *words, "-f", path, host=HOST).ok().err
     refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
     refused("mig", "apply", "-f", path, "-g", "0", code="no_gpu", exit_code=6, host=HOST)
     assert cli("mig", "check", "-f", path, "--exact", host=HOST).code == 7
-
-
-def test_the_filter_knows_the_model(cli: Cli, write: Write) -> None:
-    cut("1g.10gb", host=MIXED)
-    path = write(
-        'version: v1\nmig-configs:\n  x:\n  - device-filter: "0x233010DE"\n    devices: all\n    mig-enabled: true\n'
-        '    mig-devices: {"1g.10gb": 1}\n  - {device-filter: ["0x1EB810DE"], devices: all, mig-enabled: false}\n'
-    )
-    assert cli("mig", "check", "-f", path, host=MIXED).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
-
-
-def test_a_gpu_without_mig(cli: Cli, write: Write) -> None:
-    cut("1g.10gb", host=MIXED)
-    path = write('version: v1\nmig-configs: {x: [{devices: all, mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n')
-    done = cli("mig", "check", "-f", path, host=MIXED)
-    assert done.code == 7
-    assert done.out == "GPU 0: as asked\nGPU 1: not as asked\n  Tesla T4 has no MIG\n"
-    off = write("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: false}]}\n")
-    assert cli("mig", "check", "-f", off, host="sim:t4").ok().out == "GPU 0: as asked\n"
-
-
-def test_an_entry_for_no_gpu_changes_nothing(cli: Cli, write: Write) -> None:
     path = write("version: v1\nmig-configs: {x: [{devices: [], mig-enabled: false}]}\n")
     done = cli("mig", "apply", "-f", path, host=HOST).ok()
     assert "entry 1 matches no GPU here" in done.err
     assert "nothing to do" in done.out
 
 
-def test_a_lost_gpu_is_not_as_asked(cli: Cli) -> None:
-    cut("1g.10gb")
-    admin.set_fault(HOST, "lost", "1", None)
-    answer = cli("mig", "check", "1g.10gb", host=HOST, output="json")
-    assert answer.code == 7
-    assert [row["as_requested"] for row in answer.data["gpus"]] == [True, False]
-    assert "lost" in answer.data["gpus"][1]["problem"].lower()
+def test_gpus_of_other_models(cli: Cli, write: Write) -> None:
+    cut("1g.10gb", host=MIXED)
+    path = write(
+        'version: v1\nmig-configs:\n  x:\n  - device-filter: "0x233010DE"\n    devices: all\n    mig-enabled: true\n'
+        '    mig-devices: {"1g.10gb": 1}\n  - {device-filter: ["0x1EB810DE"], devices: all, mig-enabled: false}\n'
+    )
+    assert cli("mig", "check", "-f", path, host=MIXED).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
+    path = write('version: v1\nmig-configs: {x: [{devices: all, mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n')
+    done = cli("mig", "check", "-f", path, host=MIXED).ends(7)
+    assert done.out == "GPU 0: as asked\nGPU 1: not as asked\n  Tesla T4 has no MIG\n"
+    off = write("version: v1\nmig-configs: {x: [{devices: all, mig-enabled: false}]}\n")
+    assert cli("mig", "check", "-f", off, host="sim:t4").ok().out == "GPU 0: as asked\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        ([], "no_wish", 2),
-        (["1g.10gb", "-f", "x"], "no_wish", 2),
-        (["1g.10gb", "-c", "x"], "bad_combination", 2),
-        (["banana"], "bad_profile", 2),
-        (["9g.99gb"], "mig_profile_unknown", 3),
-        (["1g.10gb", "-g", "9"], "unknown_gpu", 6),
-        (["-f", "/nonexistent/mig.yaml"], "no_file", 6),
-        (["-f", "/"], "bad_file", 2),
-    ],
+@refusals(
+    "no_wish 2:  | 1g.10gb -f x",
+    "bad_combination 2: 1g.10gb -c x",
+    "bad_profile 2: banana",
+    "mig_profile_unknown 3: 9g.99gb",
+    "unknown_gpu 6: 1g.10gb -g 9",
+    "no_file 6: -f /nonexistent/mig.yaml",
+    "bad_file 2: -f /",
 )
 def test_check_refuses(refused: Refused, words: list[str], code: str, exit_code: int) -> None:
     refused("mig", "check", *words, code=code, exit_code=exit_code, host=HOST)
 
-
-# -- files that are none -----------------------------------------------------------------------------
 
 # Newer PyYAML merges each key once; each of these mappings still takes all of them.
 BOMB = (
@@ -255,8 +222,7 @@ def test_a_bad_file(refused: Refused, write: Write, content: str | bytes, said: 
 
 def test_a_bad_file_is_not_to_be_written_over(refused: Refused, write: Write) -> None:
     for content in ("version: v2\nmig-configs: {}\n", TWO.replace("true", "maybe"), "a: [1\n"):
-        said = refused("mig", "check", "-f", write(content), code="bad_file", exit_code=2, host=HOST)
-        assert " > " not in said
+        assert " > " not in refused("mig", "check", "-f", write(content), code="bad_file", exit_code=2, host=HOST)
 
 
 def test_a_file_that_may_not_be_read(refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,9 +257,6 @@ def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     cli("mig", "check", "-f", "-", "-c", "night", host=HOST).ok()
 
 
-# -- export ------------------------------------------------------------------------------------------
-
-
 def test_export_is_a_v1_file(cli: Cli) -> None:
     cut("3g.40gb:4", "1g.10gb:0")
     cut("3g.40gb:0", "1g.10gb:4", gpu="1")
@@ -323,8 +286,7 @@ def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) 
     done = cli("export", "mig-parted").ok()
     assert '"3g.71gb"' not in done.out
     assert "lost: a GPU instance without a compute instance" in done.err
-    answer = cli("mig", "check", "1g.18gb", output="json")
-    assert answer.code == 7
+    answer = cli("mig", "check", "1g.18gb", output="json").ends(7)
     assert answer.data["gpus"][0]["extra"] == [{"profile": "3g.71gb", "start": 4, "count": 1, "mig_device": False}]
     assert "extra: 3g.71gb:4 (no compute instance)" in cli("mig", "check", "1g.18gb").out
 
@@ -335,9 +297,7 @@ def _destroy_compute_instances(world: World) -> None:
 
     nvml = world.host.nvml
     (gpu,) = nvml.sweep()
-    instance = next(
-        instance for instance in MigReader(nvml).layout(gpu).instances if instance.profile.name == "3g.71gb"
-    )
+    instance = next(each for each in MigReader(nvml).layout(gpu).instances if each.profile.name == "3g.71gb")
     handle = nvml.handle(0)
 
     def destroy(api: object) -> None:
@@ -346,9 +306,6 @@ def _destroy_compute_instances(world: World) -> None:
         api.nvmlComputeInstanceDestroy(compute)  # type: ignore[attr-defined]
 
     nvml.demand(destroy)
-
-
-# -- what apply takes from a file --------------------------------------------------------------------
 
 
 def test_pci_ids_are_those_of_the_model() -> None:
@@ -360,9 +317,7 @@ def test_a_host_without_mig_is_refused_what_wants_it(cli: Cli, write: Write) -> 
     """`devices: all` skips a GPU without MIG, but not all of them."""
     text = "version: v1\nmig-configs:\n  a:\n  - devices: all\n    mig-enabled: true\n    mig-devices: {1g.5gb: 7}\n"
     assert cli("mig", "check", "-f", write(text), host="sim:t4").code != 0
-    refused = cli("mig", "apply", "-f", write(text), host="sim:t4")
-    assert refused.code == 3
-    assert "MIG" in refused.err
+    assert "MIG" in cli("mig", "apply", "-f", write(text), host="sim:t4").ends(3).err
 
 
 def test_diff_names_an_instance_without_a_compute_instance(cli: Cli, world: World, write: Write) -> None:

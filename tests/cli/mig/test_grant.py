@@ -37,9 +37,8 @@ def prepare() -> None:
     admin.set_mig(A100, "0", ["3g.40gb:0", "1g.10gb:4"])
     host = connect(A100)
     with changing_names(host) as names:
-        names["train"] = NamedInstance(
-            name="train", gpu_uuid=str(host.nvml.identities()[0].uuid), profile="3g.40gb", start=0
-        )
+        uuid = str(host.nvml.identities()[0].uuid)
+        names["train"] = NamedInstance(name="train", gpu_uuid=uuid, profile="3g.40gb", start=0)
 
 
 def granted() -> tuple[str, ...]:
@@ -56,33 +55,22 @@ def nodes(instance: int = 1) -> list[tuple[bool, NodeAccess | None]]:
 def test_a_grant_closes_both_nodes_to_everybody_else(cli: Cli) -> None:
     answer = cli("mig", "grant", "train", "nobody", host=A100).ok()
     assert answer.out == "train is granted to nobody only; undo: gpushare mig revoke train nobody -y\n"
-    assert nodes() == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
-    assert nodes(11) == [(True, OPEN)] * 2
-    assert granted() == ("nobody",)
-    assert cli("sim", "add", "--mig", "1", "--user", "nobody", host=A100).code == 0
+    assert (nodes(), nodes(11)) == ([(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2, [(True, OPEN)] * 2)
+    assert (granted(), cli("sim", "add", "--mig", "1", "--user", "nobody", host=A100).code) == (("nobody",), 0)
     assert "CUDA_ERROR_NO_DEVICE" in cli("sim", "add", "--mig", "1", "--user", "daemon", host=A100).err
     assert cli("sim", "add", "--mig", "11", "--user", "daemon", host=A100).code == 0
 
 
-def test_a_second_grant_adds_a_user(cli: Cli) -> None:
+def test_grants_are_added_and_taken_back(cli: Cli) -> None:
     cli("mig", "grant", "train", "nobody", host=A100).ok()
     cli("mig", "grant", "train", str(DAEMON), host=A100).ok()
     assert nodes() == [(False, NodeAccess(mode=0o400, users=(DAEMON, NOBODY)))] * 2
     assert granted() == ("nobody", "daemon")
     cli("mig", "revoke", "train", "nobody", host=A100).ok()
-    assert nodes() == [(False, NodeAccess(owner=DAEMON, mode=0o400))] * 2
-    assert granted() == ("daemon",)
-
-
-def test_the_last_revoke_opens_it_to_everybody(cli: Cli) -> None:
-    cli("mig", "grant", "train", "nobody", host=A100).ok()
-    answer = cli("mig", "revoke", "train", "nobody", host=A100).ok()
-    assert "every local user may then use train" in answer.err
-    assert nodes() == [(True, OPEN)] * 2
-    assert granted() == ()
-
-
-def test_revoke_without_a_user_takes_all_grants(cli: Cli) -> None:
+    assert (nodes(), granted()) == ([(False, NodeAccess(owner=DAEMON, mode=0o400))] * 2, ("daemon",))
+    # The last one opens it to everybody.
+    assert "every local user may then use train" in cli("mig", "revoke", "train", "daemon", host=A100).ok().err
+    assert (nodes(), granted()) == ([(True, OPEN)] * 2, ())
     for user in ("nobody", "daemon"):
         cli("mig", "grant", "train", user, host=A100).ok()
     answer = cli("mig", "revoke", "train", host=A100).ok()
@@ -172,8 +160,7 @@ def test_two_grants_at_once_are_both_kept(cli: Cli) -> None:
         ]
         # Both have planned, and wait.
         time.sleep(1.5)
-    assert [one.wait(60) for one in apart] == [0, 0]
-    assert sorted(granted()) == ["daemon", "nobody"]
+    assert ([one.wait(60) for one in apart], sorted(granted())) == ([0, 0], ["daemon", "nobody"])
     assert nodes() == [(False, NodeAccess(mode=0o400, users=(DAEMON, NOBODY)))] * 2
 
 
@@ -185,8 +172,7 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert host.run_apart("mig", "destroy", "train") == 137
     host.clear()
     assert host.look() != before
-    answer = cli("mig", "grant", "train", "nobody", host=A100).ok()
-    assert "'destroy train', which was interrupted" in answer.err
+    assert "'destroy train', which was interrupted" in cli("mig", "grant", "train", "nobody", host=A100).ok().err
     assert host.look() == before
     # Its instance was created again, with another id.
     (found,) = {instance.gpu_instance_id for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb"}
@@ -195,9 +181,8 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
 
 
 def test_what_is_not_there(refused: Refused) -> None:
-    assert "getent passwd nosuchuser" in refused(
-        "mig", "grant", "train", "nosuchuser", code="no_user", exit_code=6, host=A100
-    )
+    text = refused("mig", "grant", "train", "nosuchuser", code="no_user", exit_code=6, host=A100)
+    assert "getent passwd nosuchuser" in text
     refused("mig", "grant", "other", "nobody", code="no_name", exit_code=6, host=A100)
     refused("mig", "revoke", "other", code="no_name", exit_code=6, host=A100)
     refused("mig", "revoke", "train", "nobody", code="not_granted", exit_code=6, host=A100)
@@ -234,8 +219,7 @@ def test_grants_are_applied_again_after_a_re_creation(cli: Cli) -> None:
     admin.set_mig(A100, "0", ["1g.10gb:4"])
     assert reapplied() == 0
     admin.set_mig(A100, "0", ["3g.40gb:0"])
-    assert nodes() == [(True, OPEN)] * 2
-    assert reapplied() == 4
+    assert (nodes(), reapplied()) == ([(True, OPEN)] * 2, 4)
     assert nodes() == closed
 
 

@@ -22,7 +22,7 @@ from gpushare.mig.recover import Calls, leftovers, unrestored_differences, visib
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedGpuInstance, StateFile
-from tests.cli.drive import Answer, Cli, Refused, World
+from tests.cli.drive import Answer, Cli, Patch, Refused, World, missing
 
 A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
 
@@ -65,17 +65,13 @@ def test_status_of_a_user_names_what_root_has_to_recover(tmp_path: Path) -> None
     host = World.new(A100)
     crashed(host, "apply", "3g.40gb", step=2)
     theirs = replace(host.host, run_directory=tmp_path, shared_run_directories=(host.journal.parents[1],))
-    assert [str(leftover) for leftover in visible_leftovers(theirs)] == [
-        "'apply 3g.40gb' was interrupted: sudo gpushare mig recover"
-    ]
+    told = "'apply 3g.40gb' was interrupted: sudo gpushare mig recover"
+    assert [str(leftover) for leftover in visible_leftovers(theirs)] == [told]
     # The metrics count what status names.
     (host.journal.parents[2] / "users" / "1000").mkdir(parents=True)
     host.fault("user", "1000")
     assert "sudo gpushare mig recover" in host.run("status").err
     assert "gpushare_mig_change_interrupted 1" in host.run("export", "prometheus").out
-
-
-# -- a journal that cannot be read -----------------------------------------------------------------
 
 
 def emptied(path: Path) -> None:
@@ -94,7 +90,7 @@ BROKEN = pytest.mark.parametrize(("broken", "why"), [(emptied, "empty"), (torn, 
 
 
 @BROKEN
-def test_every_change_is_refused_while_the_journal_cannot_be_read(
+def test_an_unreadable_journal_refuses_every_change(
     refused: Refused, broken: Callable[[Path], None], why: str, host: World
 ) -> None:
     broken(host.journal)
@@ -103,10 +99,8 @@ def test_every_change_is_refused_while_the_journal_cannot_be_read(
         text = refused(*words, code="journal_unreadable", exit_code=1, host=A100)
         assert str(host.journal) in text
         assert why in text
-        assert "gpushare mig status" in text
-        assert "gpushare mig recover --forget" in text
-    assert host.journal.read_bytes() == kept
-    assert host.look() == before
+        assert missing(text, "gpushare mig status", "gpushare mig recover --forget") == []
+    assert (host.journal.read_bytes(), host.look()) == (kept, before)
 
 
 def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli, host: World) -> None:
@@ -120,8 +114,7 @@ def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli, host:
 
 def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli, host: World) -> None:
     torn(host.journal)
-    would = cli("mig", "recover", "--forget", "-n", host=A100).ok()
-    assert "would be" in would.out
+    assert "would be" in cli("mig", "recover", "--forget", "-n", host=A100).ok().out
     assert host.journal.exists()
     answer = cli("mig", "recover", "--forget", host=A100).ok()
     (aside,) = host.journal.parent.glob("set-aside-*.json")
@@ -130,9 +123,7 @@ def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli
     assert not host.journal.exists()
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
     cli("mig", "apply", "1g.10gb", host=A100).ok()
-
-
-def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
+    # One that was set aside before stays.
     host = World.new(A100)
     host.journal.parent.mkdir(parents=True, exist_ok=True)
     for number in (1, 2):
@@ -141,15 +132,11 @@ def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
     assert sorted(path.read_text() for path in host.journal.parent.glob("set-aside-*.json")) == ["{", "{{"]
 
 
-# -- what could not be restored ----------------------------------------------------------------------
-
-
 def lost(host: World) -> tuple[int, str]:
     """Let a change die, somebody begin to use what it made, and the undoing fail; return who, and what stayed."""
     crashed(host, "apply", "-g", "0", "1g.10gb*3", step=5)
     pid = host.add(host.devices()[0][1])
-    answer = host.run("mig", "recover")
-    assert (answer.code, answer.error["code"]) == (1, "not_restored")
+    answer = host.run("mig", "recover").ends(1, "not_restored")
     (left,) = host.look()[0].instances
     assert f"{left[0]}:{left[1]}" in answer.error["message"]
     # Who recovers in vain is told at once how to accept it.
@@ -173,8 +160,7 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
     for words in (["mig", "recover"], ["mig", "recover"]):
         text = refused(*words, code="not_restored", exit_code=1, host=A100)
         assert place in text
-        assert "gpushare mig disable -g 0 --destroy" in text
-        assert "gpushare mig recover --forget" in text
+        assert missing(text, "gpushare mig disable -g 0 --destroy", "gpushare mig recover --forget") == []
     assert place in cli("mig", "status", host=A100).ok().err
     by_key = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
     assert place in by_key["mig.not_restored"]["seen"]
@@ -231,9 +217,7 @@ def test_who_accepts_it_is_not_told_again(cli: Cli) -> None:
     assert "could not be restored" not in cli("mig", "status", host=A100).ok().err
 
 
-def test_forgetting_nothing_says_so_and_an_interrupted_change_is_undone_and_not_forgotten(
-    cli: Cli, refused: Refused
-) -> None:
+def test_forgetting_nothing_says_so_and_an_interrupted_change_is_not_forgotten(cli: Cli, refused: Refused) -> None:
     host = World.new(A100)
     assert "nothing to do" in cli("mig", "recover", "--forget", host=A100).ok().out
     crashed(host, "apply", "1g.10gb*3", step=4)
@@ -260,7 +244,7 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
     assert "nothing to do" in cli("mig", "recover", host=TWO).ok().out
 
 
-def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: Patch) -> None:
     """The same list, of a change that did not die: somebody came into what it had made already."""
     host = World.new(A100)
     before = host.look()
@@ -283,15 +267,11 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
     for pid in host.pids():
         admin.end_process(host.spec, pid)
     assert "it would be tried again" in cli("mig", "recover", "-n", host=A100).ok().out
-    assert host.run("mig", "recover").code == 0
-    assert host.look() == before
+    assert (host.run("mig", "recover").code, host.look()) == (0, before)
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
 
 
-# -- what the driver refuses for once --------------------------------------------------------------
-
-
-def refusing(monkeypatch: pytest.MonkeyPatch, host: World) -> Answer:
+def refusing(monkeypatch: Patch, host: World) -> Answer:
     """Recover while the driver refuses to take an instance away."""
 
     def refuse(*_: object) -> None:
@@ -303,13 +283,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch, host: World) -> Answer:
         return host.run("mig", "recover")
 
 
-def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monkeypatch: Patch) -> None:
     host = World.new(A100)
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
     for _ in range(2):
-        answer = refusing(monkeypatch, host)
-        assert answer.error["code"] == "not_restored"
+        assert refusing(monkeypatch, host).error["code"] == "not_restored"
         assert not host.journal.exists()
     assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     assert "is now undone" in cli("mig", "recover", host=A100).ok().out
@@ -317,13 +296,9 @@ def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monk
 
 
 @pytest.mark.parametrize("then", [("recover", "--forget"), ("apply", "1g.10gb*3")])
-def test_what_the_driver_refuses_is_in_nobodys_way(
-    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...], host: World
-) -> None:
-    answer = refusing(monkeypatch, host)
-    assert answer.error["hint"].startswith("try again: gpushare mig recover")
-    assert host.run("mig", *then).code == 0
-    assert host.run("mig", "recover").code == 0
+def test_what_the_driver_refuses_is_in_nobodys_way(monkeypatch: Patch, then: tuple[str, ...], host: World) -> None:
+    assert refusing(monkeypatch, host).error["hint"].startswith("try again: gpushare mig recover")
+    assert (host.run("mig", *then).code, host.run("mig", "recover").code) == (0, 0)
     assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
 
 
@@ -335,14 +310,13 @@ def test_who_tries_again_later_destroys_nothing_that_was_made_since() -> None:
     ((_, kept),) = MigLedger(connect(A100)).failed_changes()
     assert kept is not None
     assert kept.proof != NOTHING
-    assert host.run("mig", "destroy", "all").code == 0
-    assert host.run("mig", "create", "1g.10gb*2").code == 0
+    assert (host.run("mig", "destroy", "all").code, host.run("mig", "create", "1g.10gb*2").code) == (0, 0)
     here = host.look()
     host.run("mig", "recover")
     assert host.look()[0].instances == here[0].instances
 
 
-def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli) -> None:
+def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed() -> None:
     for verb, last in (("create", 6), ("destroy", 3)):
         words = (verb, "3g.40gb", "--name", "new") if verb == "create" else (verb, "new")
         for step in range(1, last):
@@ -362,7 +336,7 @@ def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli
             assert not host.journal.exists()
 
 
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
+def full(monkeypatch: Patch) -> None:
     """Let the disk be full for all that gpushare keeps."""
 
     def refuse(path: Path, *_: object, **__: object) -> None:
@@ -371,7 +345,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "replace_file", refuse)
 
 
-def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypatch: Patch) -> None:
     host = World.new(A100)
     assert host.run("mig", "enable").code == 0
     before = host.look()
@@ -390,9 +364,7 @@ def test_a_name_that_a_full_disk_kept_is_forgotten_by_recover(cli: Cli, monkeypa
     assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
 
 
-def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(cli: Cli, monkeypatch: Patch) -> None:
     host = with_an_instance()
     cli("mps", "start", "-g", host.devices()[0][1], "--threads", "40", host=A100).ok()
     before = host.look()
@@ -425,15 +397,10 @@ def test_a_daemon_whose_instance_is_gone_for_good_is_forgotten_by_recover(cli: C
             host.run("mig", "destroy", "new")
         finally:
             os._exit(99)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 137
-    assert host.look()[0].instances == ()
-    assert host.run("mig", *then).code == (0 if then == ("recover",) else 6)
-    assert host.state.daemons == []
+    assert (os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), host.look()[0].instances) == (137, ())
+    assert (host.run("mig", *then).code, host.state.daemons) == (0 if then == ("recover",) else 6, [])
     assert not host.journal.exists()
     assert host.names() == {}
-
-
-# -- what is told of it, and to whom ---------------------------------------------------------------
 
 
 def test_what_was_interrupted_is_told_with_the_step_in_which_it_died(host: World) -> None:
@@ -464,10 +431,7 @@ def test_what_another_made_beside_it_meanwhile_is_no_part_of_what_is_lost(cli: C
     assert unrestored_differences(connect(A100), entry)
 
 
-# -- undoing ---------------------------------------------------------------------------------------
-
-
-def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(monkeypatch: Patch) -> None:
     """What is not known to be undone is not forgotten."""
     host = World.new(A100)
     before = host.look()
@@ -489,8 +453,7 @@ def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(mon
     assert len(asked) == 2
     assert host.journal.exists()
     assert not list(host.journal.parent.glob("not-restored-*.json"))
-    assert host.run("mig", "recover").code == 0
-    assert host.look() == before
+    assert (host.run("mig", "recover").code, host.look()) == (0, before)
     assert not host.journal.exists()
 
 

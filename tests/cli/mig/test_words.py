@@ -6,12 +6,10 @@ import shlex
 
 import pytest
 
-from tests.cli.drive import Cli, Refused, World, Write
+from tests.cli.drive import Cli, Refused, World, Write, missing
+from tests.cli.run.test_mig import bind, divided
 
 A100, TWO, H100 = "sim:a100-80gb", "sim:2xh100", "sim:h100-80gb"
-
-
-# -- hints that hold -------------------------------------------------------------------------------
 
 
 def test_a_plan_names_what_may_evict(cli: Cli) -> None:
@@ -19,8 +17,7 @@ def test_a_plan_names_what_may_evict(cli: Cli) -> None:
     assert host.run("mig", "apply", "-g", "1", "3g.40gb*2").code == 0
     for _, uuid in host.devices():
         host.add(uuid)
-    answer = cli("mig", "plan", "-g", "1", "--exact", "7g.80gb", host=TWO)
-    assert answer.code == 19
+    answer = cli("mig", "plan", "-g", "1", "--exact", "7g.80gb", host=TWO).ends(19)
     (hint,) = answer.lines("hint")
     evict = shlex.split(hint[hint.index("--evict ") :])
     # What it says can be run with the words of the plan.
@@ -28,8 +25,6 @@ def test_a_plan_names_what_may_evict(cli: Cli) -> None:
     cli("mig", "apply", "-g", "1", "7g.80gb", *evict, host=TWO).ok()
     assert [instance[0] for instance in host.look()[1].instances] == ["7g.80gb"]
 
-
-# -- a mig-parted file for a GPU that is not here --------------------------------------------------
 
 PARTED = """\
 version: v1
@@ -54,8 +49,7 @@ def parted(write: Write) -> str:
     [("some", "entry 1 names GPU 9, not on this host"), ("more", "entry 2 names GPU 7, 9, not on this host")],
 )
 def test_a_gpu_of_the_file_that_is_not_here_is_said(cli: Cli, parted: str, config: str, said: str) -> None:
-    dry = cli("mig", "apply", "-n", "-f", parted, "-c", config, host=TWO).ok()
-    assert said in dry.err
+    assert said in cli("mig", "apply", "-n", "-f", parted, "-c", config, host=TWO).ok().err
     done = cli("mig", "apply", "-f", parted, "-c", config, host=TWO).ok()
     assert said in done.err
     assert "matches no GPU here" not in done.err
@@ -69,9 +63,6 @@ def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: s
     for words in (("mig", "apply"), ("mig", "apply", "-n"), ("mig", "check")):
         text = refused(*words, "-f", parted, "-c", "none", code="no_gpu", exit_code=6, host=TWO)
         assert "entry 1 names GPU 7, 9, not on this host" in text
-
-
-# -- what names an instance ------------------------------------------------------------------------
 
 
 def test_every_form_names_the_same_instance(cli: Cli) -> None:
@@ -123,5 +114,28 @@ def test_g_says_which_form_of_an_instance_it_takes(refused: Refused, form: str) 
     assert host.run("mig", "apply", "3g.40gb").code == 0
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
     text = refused("mps", "start", "-g", form, code="unknown_gpu", exit_code=6, host=A100)
-    assert "-g MIG-<uuid>" in text
-    assert "gpushare mig status" in text
+    assert missing(text, "-g MIG-<uuid>", "gpushare mig status") == []
+
+
+def test_env_prints_what_a_shell_takes(cli: Cli, world: World) -> None:
+    uuid, _ = world.mig("3g.71gb:4", "1g.18gb:0")
+    bind(world, "train", "3g.71gb", 4)
+    answer = cli("mig", "env", "train").ok()
+    assert (answer.out, answer.err) == (f"export CUDA_VISIBLE_DEVICES={uuid}\n", "")
+    assert shlex.split(answer.out) == ["export", f"CUDA_VISIBLE_DEVICES={uuid}"]
+    of_instance = {"name": "train", "uuid": uuid, "gpu": 0, "profile": "3g.71gb", "start": 4}
+    data = cli("mig", "env", "train", output="json").ok().data
+    assert data == {**of_instance, "environment": {"CUDA_VISIBLE_DEVICES": uuid}}
+    # Of a divided instance the first.
+    world.mig("3g.71gb:0")
+    divided(world, 1, 0)
+    bind(world, "train", "3g.71gb", 0)
+    answer = cli("mig", "env", "train").ok()
+    assert answer.out == f"export CUDA_VISIBLE_DEVICES={world.state.gpus[0].mig[0].uuid}\n"
+    assert "2 compute instances" in answer.err
+
+
+@pytest.mark.parametrize("word", ["1g.18gb", "19", "MIG-0123abcd-0000"])
+def test_only_a_name_says_which(refused: Refused, world: World, word: str) -> None:
+    world.mig("1g.18gb")
+    refused("mig", "env", word, code="not_a_name", exit_code=2)

@@ -20,7 +20,7 @@ from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swap
 from gpushare.run.moving import Mover
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from tests.cli.drive import Cli, Refused, World, until
+from tests.cli.drive import Cli, Patch, Refused, Words, World, sure, until
 
 SPEC = "sim:3xh200"
 
@@ -38,7 +38,7 @@ def gpu_of(world: World, pid: int) -> int:
     return [gpu.uuid for gpu in world.state.gpus].index(world.process(pid).gpu_uuid)
 
 
-def refuse_pairs(monkeypatch: pytest.MonkeyPatch, *but: int) -> None:
+def refuse_pairs(monkeypatch: Patch, *but: int) -> None:
     """Let the driver refuse each restore on another GPU, except of these processes."""
     real = Checkpoint.restore
 
@@ -59,8 +59,7 @@ def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None
     there = world.process(pid)
     assert (gpu_of(world, pid), there.checkpoint, there.memory_bytes) == (1, RUNNING, 20 * GIB)
     assert reservations(world.host) == []
-    swap = find_swap(world.host, pid)
-    assert swap is not None
+    swap = sure(find_swap(world.host, pid))
     assert (swap.state, swap.restored, swap.left_uuid) == (BACK, True, None)
     cli(*answer.data["undo"].split()[1:], host=SPEC).ok()
     assert gpu_of(world, pid) == 0
@@ -74,17 +73,14 @@ def test_a_job_needs_room_for_all_that_it_has_reserved(cli: Cli, refused: Refuse
     other = Place(world.host, Request(memory_bytes=70 * GIB, keys=(world.state.gpus[1].uuid,), client=False))
     other.take(*other.request.keys)
     refused("move", "train", "-g", "1", code="no_room", exit_code=19, host=SPEC)
-    text = refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
-    assert ") with 80.0 GiB" in text
+    assert ") with 80.0 GiB" in refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
     cli("move", "train", "-g", "1,2", host=SPEC).ok()
     assert gpu_of(world, *world.pids()) == 2
     cli("stop", "train", host=SPEC).ok()
 
 
 @pytest.mark.parametrize("words", [("--slice", "2ms"), ("--swap", "request")])
-def test_its_own_place_does_not_keep_a_job_from_moving_back(
-    cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
-) -> None:
+def test_its_own_place_does_not_keep_a_job_from_moving_back(cli: Cli, world: World, words: Words) -> None:
     cli("run", "-d", "-g", "0", *words, "--memory", "90G", "--name", "train", "--", "sleep", "300", host=SPEC).ok()
     mover = Mover(world.host, 0.0, print, quiet=True)
     (target,) = select("1", world.host.nvml.sweep())
@@ -101,9 +97,7 @@ def test_its_own_place_does_not_keep_a_job_from_moving_back(
     cli("stop", "train", host=SPEC).ok()
 
 
-def test_its_own_place_is_not_enough_where_others_have_taken_more_than_the_rest(
-    cli: Cli, refused: Refused, world: World
-) -> None:
+def test_its_own_place_is_not_enough_where_others_took_the_rest(cli: Cli, refused: Refused, world: World) -> None:
     words = ("--slice", "2ms", "--memory", "90G", "--name", "train")
     cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
     cli("move", "train", "-g", "1", host=SPEC).ok()
@@ -119,34 +113,35 @@ def test_a_job_of_several_gpus_stays_even_if_it_uses_only_one(cli: Cli, refused:
     words = ("--gpus", "2", "-g", "0,1", "--memory", "5G", "--name", "train")
     cli("run", "-d", *words, "--", "sleep", "300", host=SPEC).ok()
     for verb in (("move", "train", "-g", "2"), ("swap", "out", "train")):
-        assert "is on GPUs 0, 1, and only jobs on one GPU" in refused(
-            *verb, code="several_gpus", exit_code=3, host=SPEC
-        )
+        text = refused(*verb, code="several_gpus", exit_code=3, host=SPEC)
+        assert "is on GPUs 0, 1, and only jobs on one GPU" in text
     cli("stop", "train", host=SPEC).ok()
 
 
-def test_a_job_keeps_the_slice_that_gpushare_set(cli: Cli) -> None:
+def test_a_job_moves_with_its_slice_and_all_its_processes(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("timeslice", "set", "500us", pid, host=SPEC).ok()
     cli("move", pid, "-g", "1", host=SPEC).ok()
     (process,) = cli("timeslice", "show", output="json", host=SPEC).ok().data["processes"]
     assert (process["gpu"], process["slice_us"]) == (1, 500)
+    first = job()
+    pids = [first, *(job(0, 4 * GIB, parent_pid=first) for _ in range(2))]
+    cli("move", str(first), "-g", "2", host=SPEC).ok()
+    assert {gpu_of(world, pid) for pid in pids} == {2}
 
 
-def test_without_g_it_goes_where_most_is_free_and_a_dry_run_says_the_same(cli: Cli, world: World) -> None:
+def test_without_g_it_goes_where_most_is_free_and_is_listed_there(cli: Cli, world: World) -> None:
     pid = job()
     job(1, 100 * GIB)
     plan = cli("move", str(pid), "-n", output="json", host=SPEC).ok().data
     assert (plan["jobs"][0]["to_gpu"], gpu_of(world, pid)) == (2, 0)
     assert plan["steps"] == cli("move", str(pid), output="json", host=SPEC).ok().data["steps"]
     assert gpu_of(world, pid) == 2
-
-
-def test_all_processes_of_a_job_move_together(cli: Cli, world: World) -> None:
-    first = job()
-    pids = [first, *(job(0, 4 * GIB, parent_pid=first) for _ in range(2))]
-    cli("move", str(first), "-g", "2", host=SPEC).ok()
-    assert {gpu_of(world, pid) for pid in pids} == {2}
+    pid = job()
+    world.record("train", pid)
+    cli("move", "train", "-g", "1", host=SPEC).ok()
+    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
+    assert (row["gpu_indexes"], row["device"], row["device_uuids"]) == ([1], "GPU 1", [world.uuid(1)])
 
 
 def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> None:
@@ -160,7 +155,7 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
     assert cli("swap", "list", output="json", host=SPEC).ok().data["jobs"][0]["gpu"] == 0
 
 
-def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, cli: Cli, world: World) -> None:
+def test_a_part_that_is_out_moves_for_its_job_only_if_it_is_all_of_it(refused: Refused, cli: Cli, world: World) -> None:
     """Else the rest stays where it is, and the answer says that the job has moved."""
     first = job()
     child = job(0, 4 * GIB, parent_pid=first)
@@ -172,9 +167,6 @@ def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, c
     # By its own PID it does.
     cli("move", str(child), "-g", "1", host=SPEC).ok()
     assert [gpu_of(world, pid) for pid in (first, child)] == [0, 1]
-
-
-def test_the_only_part_on_a_gpu_moves_for_its_job(cli: Cli, world: World) -> None:
     first = job(0, 0)
     world.alter(first, gpu_uuid="")
     child = job(0, 4 * GIB, parent_pid=first)
@@ -184,18 +176,13 @@ def test_the_only_part_on_a_gpu_moves_for_its_job(cli: Cli, world: World) -> Non
 
 
 @pytest.mark.parametrize("uuid", ["nonsense", "GPU-00000000-0000-0000-0000-000000000000"])
-def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
-    refused: Refused, cli: Cli, world: World, uuid: str
-) -> None:
+def test_a_record_with_a_gpu_of_no_host_changes_nothing(refused: Refused, cli: Cli, world: World, uuid: str) -> None:
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
-    swap = find_swap(world.host, pid)
-    assert swap is not None
+    swap = sure(find_swap(world.host, pid))
     SWAPS.write(replace(swap, left_uuid=uuid))
     refused("swap", "in", str(pid), code="restore_refused", exit_code=1, host=SPEC)
-    now = find_swap(world.host, pid)
-    assert now is not None
-    assert (now.state, world.process(pid).checkpoint) == (OUT, CHECKPOINTED)
+    assert (sure(find_swap(world.host, pid)).state, world.process(pid).checkpoint) == (OUT, CHECKPOINTED)
 
 
 @pytest.mark.needs_root
@@ -220,14 +207,6 @@ def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None
     assert {row["pid"]: row["to_gpu"] for row in answer.data["jobs"]} == {large: 2, small: 2}
     assert {gpu_of(world, pid) for pid in (small, large)} == {2}
     assert cli("move", "--off", "0", host=SPEC).ok().out.startswith("nothing to do")
-
-
-def test_a_job_that_has_just_moved_is_listed_where_it_is(cli: Cli, world: World) -> None:
-    pid = job()
-    world.record("train", pid)
-    cli("move", "train", "-g", "1", host=SPEC).ok()
-    (row,) = cli("jobs", output="json", host=SPEC).ok().data["jobs"]
-    assert (row["gpu_indexes"], row["device"], row["device_uuids"]) == ([1], "GPU 1", [world.uuid(1)])
 
 
 def test_off_names_a_whole_gpu_that_a_job_has_reserved(cli: Cli, refused: Refused, world: World) -> None:
@@ -265,7 +244,7 @@ def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: 
     assert "; move the others one by one: gpushare move JOB" in text
 
 
-def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Refused, cli: Cli) -> None:
+def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Refused) -> None:
     mixed = World.new("sim:h200,h100,h200")
     pid = str(admin.add_process(mixed.spec, "0", memory_bytes=GIB))
     refused("move", pid, "-g", "1", code="other_model", exit_code=3, host=mixed.spec)
@@ -277,21 +256,18 @@ def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Ref
     refused("move", pid, "-g", "2", code="driver_too_old", exit_code=3, host=mixed.spec)
 
 
-def test_a_job_that_the_driver_refuses_is_where_it_was(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_the_driver_refuses_is_where_it_was(cli: Cli, world: World, monkeypatch: Patch) -> None:
     first = job()
     second = job(0, 4 * GIB, parent_pid=first)
     # The second process comes in first, and has to go back.
     with monkeypatch.context() as patch:
         refuse_pairs(patch, second)
         error = cli("move", str(first), "-g", "1", output="json", host=SPEC).error
-    assert error["code"] == "move_refused"
-    assert {gpu_of(world, pid) for pid in (first, second)} == {0}
+    assert (error["code"], {gpu_of(world, pid) for pid in (first, second)}) == ("move_refused", {0})
     assert {world.process(pid).checkpoint for pid in (first, second)} == {RUNNING}
 
 
-def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_job_without_room_at_home_stays_out_and_can_go_on(cli: Cli, world: World, monkeypatch: Patch) -> None:
     pid = job()
     real = Checkpoint.restore
 
@@ -315,8 +291,7 @@ def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
 def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: World) -> None:
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
-    swap = find_swap(world.host, pid)
-    assert swap is not None
+    swap = sure(find_swap(world.host, pid))
     SWAPS.write(replace(move.retargeted(swap, world.state.gpus[1].uuid), state=RETURNING))
     repair(world.host)
     assert (gpu_of(world, pid), world.process(pid).checkpoint) == (1, RUNNING)

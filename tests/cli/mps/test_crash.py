@@ -17,7 +17,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
 from gpushare.sim.programs import SimulatedPrograms
-from tests.cli.drive import Cli, World
+from tests.cli.drive import Cli, Patch, World
 
 START = ("mps", "start", "--threads", "25", "--exclusive")
 
@@ -146,9 +146,7 @@ def test_a_stop_that_was_killed_is_completed(cli: Cli, world: World, clean: Call
         clean()
 
 
-def test_a_stop_that_was_killed_does_not_hide_the_mode_from_a_start(
-    cli: Cli, world: World, clean: Callable[[], None]
-) -> None:
+def test_a_killed_stop_does_not_hide_the_mode_from_a_start(cli: Cli, world: World, clean: Callable[[], None]) -> None:
     def started() -> None:
         if not world.state.daemons:
             cli(*START).ok()
@@ -160,9 +158,7 @@ def test_a_stop_that_was_killed_does_not_hide_the_mode_from_a_start(
         clean()
 
 
-def test_a_rollback_that_was_killed_is_completed(
-    cli: Cli, world: World, clean: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_rollback_is_completed(cli: Cli, world: World, clean: Callable[[], None], monkeypatch: Patch) -> None:
     """The daemon does not take a limit, the start takes itself back, and is killed on the way."""
     with monkeypatch.context() as patched:
         patched.setattr(MpsControl, "threads", lambda *_: 99.0)

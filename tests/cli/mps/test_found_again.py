@@ -15,22 +15,14 @@ from gpushare.base.units import GIB
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import home_of, pipe_directory
+from gpushare.mps.home import pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
-from tests.cli.drive import Cli, Real, World
+from tests.cli.drive import Cli, Patch, Real, World
 
 
 def shown(cli: Cli) -> dict[str, Any]:
     (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
     return dict(daemon)
-
-
-def test_a_daemon_of_ours_without_a_record(cli: Cli, world: World) -> None:
-    cli("mps", "start", "--threads", "25").ok()
-    (home_of(world.host.run_directory, world.uuid()).directory / "daemon.json").unlink()
-    assert shown(cli)["ours"] is True
-    cli("mps", "stop").ok()
-    assert world.state.daemons == []
 
 
 def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> None:
@@ -41,8 +33,7 @@ def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> No
     # Anybody can say that it listens there.
     assert unit_device(dataclasses.replace(daemon, trusted=False), gpus) is None
     world.send(daemon.daemon.pid or 0, signal.SIGKILL)
-    other = _found(world, pipe_directory("GPU-ffffffff-0000-0000-0000-000000000000"), "0")
-    assert unit_device(other, gpus) is None
+    assert unit_device(_found(world, pipe_directory("GPU-ffffffff-0000-0000-0000-000000000000"), "0"), gpus) is None
 
 
 def _found(world: World, pipe: str, visible: str) -> Any:
@@ -52,7 +43,7 @@ def _found(world: World, pipe: str, visible: str) -> Any:
 
 
 @pytest.mark.parametrize(("device", "value", "limit"), [("0", "3G", 3 * GIB), ("UUID", "3G", None)])
-def test_a_limit_that_another_set_is_shown_and_captured(
+def test_a_limit_of_another_is_shown_and_captured(
     cli: Cli, world: World, device: str, value: str, limit: int | None
 ) -> None:
     """Of a limit by UUID the daemon prints nothing."""
@@ -79,7 +70,7 @@ def test_a_limit_in_the_environment_of_a_foreign_daemon_is_shown(cli: Cli, world
     assert shown(cli)["memory_limit_bytes"] == 5 * GIB
 
 
-def test_a_stopped_daemon_is_still_mps(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_daemon_is_still_mps(cli: Cli, world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gpushare.mps.daemons.LOOK_SECONDS", 0.2)
     cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
@@ -101,11 +92,10 @@ def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_d
     assert "not asked" in cli("mps", "status").ok().out
     checks = {check["id"]: check["verdict"] for check in cli("doctor", output="json").data["checks"]}
     assert checks["mps.foreign"] == "warn"
-    text = cli("export", "prometheus").ok().out
-    assert "gpushare_mps_daemon_up{" not in text
+    assert "gpushare_mps_daemon_up{" not in cli("export", "prometheus").ok().out
 
 
-def test_a_daemon_whose_first_answer_is_late_is_waited_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_whose_first_answer_is_late_is_waited_for(cli: Cli, monkeypatch: Patch) -> None:
     """On a machine that is very busy, or while somebody else's conversation with it stands still."""
     run = SimulatedPrograms.run
     cli("status").ok()
@@ -128,9 +118,7 @@ def test_a_daemon_whose_first_answer_is_late_is_waited_for(cli: Cli, monkeypatch
     assert cli("mps", "start", output="json").error["code"] == "daemon_hangs"
 
 
-def test_a_daemon_that_dies_right_after_its_start_is_noticed_at_once(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_daemon_that_dies_right_after_its_start_is_noticed(cli: Cli, world: World, monkeypatch: Patch) -> None:
     run = SimulatedPrograms.run
     cli("status").ok()
 

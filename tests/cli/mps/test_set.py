@@ -10,7 +10,7 @@ import pytest
 from gpushare.base.units import GIB, MIB
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Patch, Refused, Words, World, refusals, sure
 
 TWO = "sim:2xh200"
 
@@ -42,9 +42,7 @@ def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
     for words in (("status",), ("mps", "status")):
         (daemon,) = cli(*words, output="json").ok().data["mps_daemons"]
         clients = [client for server in daemon["servers"] for client in server["clients"]]
-        found.append(
-            {client["pid"]: tuple(client[f"{w}{key}"] for w in ("", "next_") for key in keys) for client in clients}
-        )
+        found.append({one["pid"]: tuple(one[f"{w}{key}"] for w in ("", "next_") for key in keys) for one in clients})
     assert found[0] == found[1]
     return found[0]
 
@@ -52,8 +50,7 @@ def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
 @pytest.mark.usefixtures("daemon")
 def test_a_client_is_shown_with_the_limits_that_it_has(cli: Cli, world: World) -> None:
     first = world.client()
-    answer = cli("mps", "set", "--threads", "20", "--memory", "2G").ok()
-    assert "running clients keep" in answer.err
+    assert "running clients keep" in cli("mps", "set", "--threads", "20", "--memory", "2G").ok().err
     second = world.client()
     for pid, limits_of_it in ((first, (50.0, 8 * GIB)), (second, (20.0, 2 * GIB))):
         assert (world.process(pid).threads, world.process(pid).memory_limit_bytes) == limits_of_it
@@ -87,13 +84,12 @@ def test_limits_changed_by_hand_leave_those_at_attachment_unknown(cli: Cli, worl
     (server,) = world.state.daemons[-1].servers
     MpsControl(world.host.programs, world.state.daemons[-1].pipe_directory).set_threads(10.0, server.pid)
     shown = shown_clients(cli)
-    assert shown[before][0] == 50.0
-    assert shown[after][:4] == (None, None, None, 10.0)
+    assert (shown[before][0], shown[after][:4]) == (50.0, (None, None, None, 10.0))
     assert "- (10 % from now on)" in cli("mps", "status").ok().out
 
 
 @pytest.mark.usefixtures("daemon")
-def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, monkeypatch: Patch) -> None:
     pid = world.client()
     (record,) = world.directory.glob("run/mps/*/daemon.json")
     before = record.read_text()
@@ -101,45 +97,36 @@ def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, mon
         patch.setattr(MpsControl, "set_memory", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cli("mps", "set", "--threads", "40", "--memory", "2G", "--debug")
-    assert record.read_text() == before
-    assert shown_clients(cli)[pid][0] == 50.0
+    assert (record.read_text(), shown_clients(cli)[pid][0]) == (before, 50.0)
 
 
 def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
     cli("mps", "start", "-g", "all", "--threads", "50", host=TWO).ok()
-    data = cli("mps", "set", "-g", "all", "--threads", "1=25", host=TWO, output="json").ok().data
-    assert len(data["steps"]) == 2
-    shown = cli("mps", "status", host=TWO, output="json").ok().data["mps_daemons"]
-    assert {one["gpu_index"]: one["threads_percent"] for one in shown} == {0: 50.0, 1: 25.0}
+    assert len(cli("mps", "set", "-g", "all", "--threads", "1=25", host=TWO, output="json").ok().data["steps"]) == 2
+    assert limits(cli, TWO) == [(50.0, None, "normal"), (25.0, None, "normal")]
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ((), "nothing_to_set"),
-        (("--memory", "0"), "bad_size"),
-        (("--memory", "500G"), "limit_above_gpu"),
-        (("--threads", "5=25"), "bad_limit"),
-    ],
+@refusals(
+    "nothing_to_set 2: ",
+    "bad_size 2: --memory 0",
+    "limit_above_gpu 2: --memory 500G",
+    "bad_limit 2: --threads 5=25",
 )
 @pytest.mark.usefixtures("daemon")
-def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> None:
-    said = refused("mps", "set", *words, code=code, exit_code=2)
-    assert ("'0' is below 1 MiB" in said) == (code == "bad_size")
+def test_wrong_limits(refused: Refused, words: Words, code: str, exit_code: int) -> None:
+    text = refused("mps", "set", *words, code=code, exit_code=exit_code)
+    assert ("'0' is below 1 MiB" in text) == (code == "bad_size")
 
 
-def test_without_a_daemon(refused: Refused) -> None:
+def test_without_a_daemon_or_with_a_dead_one(refused: Refused, cli: Cli, world: World) -> None:
     assert "gpushare mps start -g 0" in refused("mps", "set", "--threads", "5", code="no_daemon", exit_code=6)
-
-
-@pytest.mark.usefixtures("daemon")
-def test_dead_daemon(refused: Refused, world: World) -> None:
+    cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     assert "gpushare mps stop -g 0" in refused("mps", "set", "--threads", "5", code="dead_daemon", exit_code=6)
 
 
 @pytest.mark.usefixtures("daemon")
-def test_hanging_daemon(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_daemon(refused: Refused, world: World, monkeypatch: Patch) -> None:
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     pipe = world.state.daemons[0].pipe_directory
@@ -159,8 +146,8 @@ def simulated(world: World) -> tuple[object, ...]:
 
 @pytest.mark.parametrize(("getter", "of_server"), [("memory", False), ("priority", False), ("memory", True)])
 @pytest.mark.usefixtures("daemon")
-def test_a_limit_that_does_not_hold_restores_all_of_them(
-    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, of_server: bool
+def test_a_limit_that_does_not_hold(
+    refused: Refused, world: World, monkeypatch: Patch, getter: str, of_server: bool
 ) -> None:
     world.client()
     (server,) = world.state.daemons[0].servers
@@ -176,15 +163,12 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
 
     monkeypatch.setattr(MpsControl, getter, lying)
     words = ("--threads", "25", "--memory", "2G", "--priority", "low")
-    text = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
-    assert "could not be undone" not in text
+    assert "could not be undone" not in refused("mps", "set", *words, code="limit_not_held", exit_code=1)
     assert simulated(world) == before
 
 
 @pytest.mark.parametrize("at_first", [(), ("--memory", "8G")])
-def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
-    cli: Cli, world: World, at_first: tuple[str, ...]
-) -> None:
+def test_memory_none_removes_the_limit_and_the_undo_restores_it(cli: Cli, world: World, at_first: Words) -> None:
     cli("mps", "start", *at_first).ok()
     world.client()
     before, held = limits(cli), simulated(world)
@@ -200,7 +184,7 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
         assert simulated(world) == held
 
 
-def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: Patch) -> None:
     """The other one sets its limit after this one has made its first plan, and before it has the lock."""
     cli("mps", "start").ok()
     proper, others = DaemonHome.locked, iter([("--threads", "25")])
@@ -213,8 +197,7 @@ def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.Monke
     monkeypatch.setattr(DaemonHome, "locked", locked)
     cli("mps", "set", "--memory", "2G").ok()
     assert limits(cli) == [(25.0, 2 * GIB, "normal")]
-    record = next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json"))
-    assert record is not None
+    record = sure(next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json")))
     assert (record.limits.threads_percent, record.limits.memory_limit_bytes) == (25.0, 2 * GIB)
 
 
@@ -229,7 +212,7 @@ def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize(
     "words", [("--threads", "50"), ("--memory", "8G"), ("--threads", "50", "--memory", "8G", "--priority", "normal")]
 )
-def test_what_the_daemon_holds_already_is_not_set_again(cli: Cli, world: World, words: tuple[str, ...]) -> None:
+def test_what_the_daemon_holds_already_is_not_set_again(cli: Cli, world: World, words: Words) -> None:
     world.client()
     answer = cli("mps", "set", *words, output="json").ok()
     assert (answer.data["steps"], answer.data["undo"]) == ([], None)
@@ -244,10 +227,12 @@ def test_a_daemon_without_a_memory_limit_needs_none_taken_away(cli: Cli) -> None
 @pytest.mark.usefixtures("daemon")
 def test_a_limit_that_was_changed_by_hand_is_set_again(cli: Cli, world: World) -> None:
     world.client()
-    home = DaemonHome.at_pipe(
-        cli("mps", "status", output="json").ok().data["mps_daemons"][0]["pipe_directory"], world.host.run_directories
+    home = sure(
+        DaemonHome.at_pipe(
+            cli("mps", "status", output="json").ok().data["mps_daemons"][0]["pipe_directory"],
+            world.host.run_directories,
+        )
     )
-    assert home is not None
     control = MpsControl(world.host.programs, str(home.pipe))
     control.set_threads(70, control.servers()[0])
     assert cli("mps", "set", "--threads", "50", output="json").ok().data["steps"]

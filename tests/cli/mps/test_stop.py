@@ -21,7 +21,7 @@ from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import DaemonHome, home_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
-from tests.cli.drive import Cli, Real, Refused, World
+from tests.cli.drive import Cli, Patch, Real, Refused, Words, World
 
 TWO = "sim:2xh200"
 
@@ -33,7 +33,7 @@ def daemon(cli: Cli, world: World) -> int:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: Patch) -> None:
     """Let what does not answer be given up soon."""
     monkeypatch.setattr(stop, "_PROBE_SECONDS", 0.1)
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
@@ -47,9 +47,7 @@ def test_stop(cli: Cli, world: World, daemon: int) -> None:
     assert not list((world.directory / "run").rglob("pipe/*"))
 
 
-def test_a_dry_run_shows_the_steps_that_are_carried_out(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_shows_the_steps_that_are_carried_out(cli: Cli, world: World, monkeypatch: Patch) -> None:
     cli("mps", "start", "--exclusive").ok()
     (daemon,) = world.state.daemons
     planned = cli("mps", "stop", "-n", output="json").ok().data
@@ -81,7 +79,7 @@ def test_clients_are_waited_for_also_by_two_stops_at_once(real: Real, world: Wor
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def slept(monkeypatch: Patch) -> list[float]:
     """Let only waiting take time, and return for how long was waited: the message says so."""
     now = [0.0]
 
@@ -95,9 +93,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.usefixtures("daemon", "slept")
-def test_clients_that_stay_are_not_forced_unasked(
-    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clients_that_stay_are_not_forced_unasked(refused: Refused, world: World, monkeypatch: Patch) -> None:
     pid = world.client()
     monkeypatch.setattr("gpushare.cli.mps.note", lambda _: None)
     text = refused("mps", "stop", code="clients_left", exit_code=19)
@@ -113,7 +109,10 @@ def test_force_does_not_wait(cli: Cli, world: World, slept: list[float]) -> None
     assert (row["forced"], slept) == (True, [0.0])
 
 
-def test_force_asks_about_a_run_without_a_client(refused: Refused, world: World, daemon: int) -> None:
+@pytest.mark.usefixtures("daemon")
+def test_force_asks_about_a_run_without_a_client(
+    refused: Refused, world: World, daemon: int, monkeypatch: Patch
+) -> None:
     """Its program has no CUDA context yet."""
     home = home_of(world.host.run_directory, world.uuid())
     with home.locked():
@@ -121,10 +120,7 @@ def test_force_asks_about_a_run_without_a_client(refused: Refused, world: World,
     text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
     assert f"used by gpushare run: {os.getpid()}" in text
     lease.release()
-
-
-@pytest.mark.usefixtures("daemon")
-def test_force_asks_where_leases_cannot_be_read(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    # So it does where leases cannot be read.
     monkeypatch.setattr(DaemonHome, "live_leases", lambda _: None)
     text = refused("mps", "stop", "--force", asks=True, code="needs_consent", exit_code=19)
     assert "may be used by gpushare run: its leases cannot be read" in text
@@ -141,13 +137,10 @@ def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_hanging_daemon_is_not_forced_unasked(refused: Refused, world: World, daemon: int) -> None:
+@pytest.mark.usefixtures("impatient", "daemon")
+def test_a_hanging_daemon_is_stopped_only_by_force(refused: Refused, world: World, daemon: int, cli: Cli) -> None:
     world.send(daemon, signal.SIGSTOP)
     assert "--force" in refused("mps", "stop", code="daemon_hangs", exit_code=1)
-
-
-@pytest.mark.usefixtures("impatient", "daemon")
-def test_force_on_a_daemon_that_never_answers(cli: Cli, world: World) -> None:
     world.fault("hang", "nvidia-cuda-mps-control")
     (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
     assert row["forced"]
@@ -182,8 +175,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
     assert f"to do it: gpushare mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
     (row,) = cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p/", "--yes", output="json").ok().data["stopped"]
-    assert row["pid"] == pid
-    assert world.state.daemons == []
+    assert (row["pid"], world.state.daemons) == (pid, [])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +188,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
     ],
 )
 @pytest.mark.usefixtures("daemon")
-def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, hint: str) -> None:
+def test_wrong_usage(refused: Refused, words: Words, code: str, hint: str) -> None:
     assert hint in refused("mps", "stop", *words, code=code, exit_code=2)
 
 
@@ -213,9 +205,6 @@ def test_several_gpus(refused: Refused, cli: Cli) -> None:
     cli("mps", "stop", "-g", "0", host=TWO).ok()
     assert world.state.daemons == []
     refused("mps", "stop", code="no_daemon", exit_code=6, host=TWO)
-
-
-def test_one_in_use_does_not_keep_the_other(cli: Cli) -> None:
     world = World(TWO)
     cli("mps", "start", "-g", "all", "--exclusive", host=TWO).ok()
     world.fault("lost", gpu="0")
@@ -230,8 +219,7 @@ def test_all_in_use_is_an_error_after_one_wait(cli: Cli, slept: list[float]) -> 
         world.client(index=index, daemon=index)
     answer = cli("mps", "stop", "-g", "all", host=TWO, output="json")
     assert (answer.code, answer.json["status"]) == (19, "error")
-    assert answer.data["stopped"] == []
-    assert [error["gpu"] for error in answer.json["errors"]] == ["0", "1"]
+    assert (answer.data["stopped"], [error["gpu"] for error in answer.json["errors"]]) == ([], ["0", "1"])
     assert all("still has 1 client after" in error["message"] for error in answer.json["errors"])
     # Ten seconds for all of them, not for each.
     assert 10.0 <= slept[0] < 11.0
@@ -252,8 +240,7 @@ def test_all_with_one_in_use_is_partial(cli: Cli) -> None:
 def test_mig(refused: Refused, cli: Cli, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     cli("mps", "start", "-g", ",".join(uuids)).ok()
-    text = refused("mps", "stop", code="no_daemon", exit_code=6)
-    assert "(-g)" in text
+    assert "(-g)" in refused("mps", "stop", code="no_daemon", exit_code=6)
     cli("mps", "stop", "-g", uuids[0]).ok()
     assert [daemon.visible for daemon in world.state.daemons] == [[uuids[1]]]
     # The only one that is left needs no name.
@@ -263,14 +250,12 @@ def test_mig(refused: Refused, cli: Cli, world: World) -> None:
     assert world.state.daemons == []
 
 
-def test_mode_that_cannot_be_restored(refused: Refused, cli: Cli, world: World) -> None:
+def test_mode_that_cannot_be_restored(cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     pipe = world.state.daemons[0].pipe_directory
     uuid = world.uuid()
     world.fault("not-supported", "nvmlDeviceSetComputeMode")
-    answer = cli("mps", "stop", "--pipe-directory", pipe, output="json")
-    assert answer.code == 1
-    assert answer.json["errors"][0]["code"] == "not_restored"
+    answer = cli("mps", "stop", "--pipe-directory", pipe, output="json").ends(1, "not_restored")
     assert f"sudo nvidia-smi -i {uuid} -c DEFAULT" in answer.err
     assert world.state.daemons == []
     # It is still noted: the next stop tries again.
@@ -283,9 +268,8 @@ def test_another_users_daemon(refused: Refused, world: World) -> None:
     world.fault("user", "61000")
     owner = user_name(os.geteuid())
     assert f"belongs to user {owner}\n" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
-    assert "sudo gpushare mps stop -g 0 --force" in refused(
-        "mps", "stop", "--force", code="not_your_daemon", exit_code=4
-    ).replace(world.uuid(), "0")
+    said = refused("mps", "stop", "--force", code="not_your_daemon", exit_code=4).replace(world.uuid(), "0")
+    assert "sudo gpushare mps stop -g 0 --force" in said
     text = refused("mps", "start", code="daemon_exists", exit_code=19)
     assert "run in it: gpushare run -g 0 -- CMD; its owner and root can change its limits" in text
     assert "needs root" in refused("timeslice", "set", "long", code="no_permission", exit_code=4)
@@ -301,7 +285,7 @@ def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int)
 
 
 @pytest.mark.usefixtures("daemon")
-def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.0)
     pid, proper, entered = world.client(), stop.clients_of, []
 
@@ -314,8 +298,7 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
 
     monkeypatch.setattr(stop, "clients_of", waiting)
     cli("mps", "stop", "--drain", "600s").ok()
-    assert entered == [pid]
-    assert world.state.daemons == []
+    assert (entered, world.state.daemons) == ([pid], [])
 
 
 def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(cli: Cli, world: World) -> None:
@@ -327,9 +310,7 @@ def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(c
     stop.Stop(world.host, transient, None, drain_seconds=0, force=False).run()
 
 
-def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
-    cli: Cli, world: World, sim_dir: Path
-) -> None:
+def test_a_process_that_claims_a_daemons_directory_is_not_stopped_for_it(cli: Cli, world: World, sim_dir: Path) -> None:
     """The unit of a daemon stops it by its directory; any user can start a process that names the same one."""
     cli("status").ok()
     world.fault("user", "61000")
@@ -344,7 +325,7 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
     assert [daemon.pid for daemon in world.state.daemons] == [forged]
 
 
-def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
+def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli, world: World) -> None:
     cli("mps", "start", "--threads", "30", "--memory", "4G").ok()
     undo = "gpushare mps start -g 0 --threads 30 --memory 4G"
     planned = cli("mps", "stop", "-n", output="json").ok().data
@@ -354,6 +335,13 @@ def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
     cli(*undo.split()[1:]).ok()
     (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
     assert (daemon["threads_percent"], daemon["memory_limit_bytes"]) == (30.0, 4 << 30)
+    # With the limits that others set since.
+    (found,) = find_daemons(world.host, [world.host.nvml.gpu(0)])
+    control = found.control(world.host)
+    control.set_threads(12)
+    control.set_memory(7 * GIB)
+    answer = cli("mps", "stop", "-g", "0", "-n", output="json").ok()
+    assert "gpushare mps start -g 0 --threads 12 --memory 7G" in {step["undo"] for step in answer.data["steps"]}
 
 
 @pytest.mark.parametrize(
@@ -365,18 +353,8 @@ def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_a_dry_run_names_the_undo(cli: Cli, words: tuple[str, ...], undo: str) -> None:
+def test_a_dry_run_names_the_undo(cli: Cli, words: Words, undo: str) -> None:
     answer = cli(*words, "-n", host="sim:2xh100", output="table").ok()
     assert f"note: undo: {undo}" in answer.err
     assert "undo: none" not in answer.out
     assert cli(*words, "-n", host="sim:2xh100", output="json").ok().data["undo"] == undo
-
-
-def test_the_undo_names_the_limits_that_others_set_since(cli: Cli, world: World) -> None:
-    cli("mps", "start", "-g", "0", "--threads", "50", "--memory", "4G").ok()
-    (found,) = find_daemons(world.host, [world.host.nvml.gpu(0)])
-    control = found.control(world.host)
-    control.set_threads(12)
-    control.set_memory(7 * GIB)
-    answer = cli("mps", "stop", "-g", "0", "-n", output="json").ok()
-    assert "gpushare mps start -g 0 --threads 12 --memory 7G" in {step["undo"] for step in answer.data["steps"]}

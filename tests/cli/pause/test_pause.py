@@ -15,7 +15,7 @@ import gpushare
 from gpushare.host.records import replace_file
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
-from tests.cli.drive import H200, Cli, Real, Refused, World, until
+from tests.cli.drive import H200, Cli, Real, Refused, World, missing, refusals, until
 
 OFF = sorted(CHANNELS)
 
@@ -49,8 +49,7 @@ def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> No
     (job,) = cli("pause", "list", output="json").ok().data["jobs"]
     assert (job["pid"], job["state"], job["until"], job["guarded"]) == (pid, "paused", None, True)
     data = cli("resume", str(pid), output="json").ok().data
-    assert [each["pid"] for each in data["jobs"]] == [pid]
-    assert off(world, pid) == []
+    assert ([each["pid"] for each in data["jobs"]], off(world, pid)) == ([pid], [])
     assert not record(world, pid).exists()
     assert "no job is paused" in cli("pause", "list", output="table").ok().out
 
@@ -77,8 +76,7 @@ def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid:
     cli("pause", str(pid), "--timeout", "10m").ok()
     before = record(world, pid).read_text()
     answer = cli("pause", str(pid)).ok()
-    assert f"process {pid} is already paused, since " in answer.out
-    assert ", until " in answer.out
+    assert missing(answer.out, f"process {pid} is already paused, since ", ", until ") == []
     assert "undo" not in answer.out
     assert record(world, pid).read_text() == before
     data = cli("pause", str(pid), output="json").ok().data
@@ -105,7 +103,7 @@ def test_the_guard_resumes_at_the_timeout(cli: Cli, world: World, pid: int) -> N
     assert off(world, pid) == []
 
 
-def test_a_resume_needs_no_guard(cli: Cli, world: World, pid: int) -> None:
+def test_a_guard_that_is_gone(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
     kill_guard(world, pid)
     assert f"process {pid}: the guard of its pause is gone" in cli("pause", "list").ok().err
@@ -115,9 +113,7 @@ def test_a_resume_needs_no_guard(cli: Cli, world: World, pid: int) -> None:
     ]
     cli("resume", str(pid)).ok()
     assert off(world, pid) == []
-
-
-def test_a_pause_whose_guard_is_gone_gets_another(cli: Cli, world: World, pid: int) -> None:
+    # A second pause gives it another.
     cli("pause", str(pid)).ok()
     kill_guard(world, pid)
     assert not cli("pause", str(pid), output="json").ok().data["already_paused"]
@@ -126,14 +122,7 @@ def test_a_pause_whose_guard_is_gone_gets_another(cli: Cli, world: World, pid: i
     cli("resume", str(pid)).ok()
 
 
-def test_the_record_goes_with_the_job(cli: Cli, world: World, pid: int) -> None:
-    cli("pause", str(pid)).ok()
-    admin.end_process(H200, pid)
-    assert world.run("pause", "list").ok().data["jobs"] == []
-    until(lambda: not record(world, pid).exists(), "the record is gone")
-
-
-def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int) -> None:
+def test_the_guard_pauses_what_the_job_creates_and_ends_with_it(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
     world.alter(pid, channels_off=[])
     # As if the recorded channels were others: what the guard finds on the GPU is new.
@@ -143,6 +132,10 @@ def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int)
     until(lambda: off(world, pid) == OFF, "the channels are off")
     cli("resume", str(pid)).ok()
     assert off(world, pid) == []
+    cli("pause", str(pid)).ok()
+    admin.end_process(H200, pid)
+    assert world.run("pause", "list").ok().data["jobs"] == []
+    until(lambda: not record(world, pid).exists(), "the record is gone")
 
 
 def test_status_marks_it(cli: Cli, pid: int) -> None:
@@ -168,20 +161,13 @@ def test_all_jobs(cli: Cli, world: World, pid: int) -> None:
     assert "no job is paused" in cli("resume", "--all").ok().out
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("pause",), "usage", 2),
-        (("pause", "999999999"), "no_job", 6),
-        (("pause", "nobody"), "no_job", 6),
-        (("pause", "no body"), "bad_name", 2),
-        (("pause", "1"), "no_context", 6),
-        (("pause", "list", "--timeout", "3s"), "bad_combination", 2),
-        (("resume",), "usage", 2),
-        (("resume", "1"), "not_paused", 6),
-        (("resume", "nobody"), "not_paused", 6),
-        (("resume", "1", "--all"), "bad_combination", 2),
-    ],
+@refusals(
+    "usage 2: pause | resume",
+    "no_job 6: pause 999999999 | pause nobody",
+    "bad_name 2: pause 'no body'",
+    "no_context 6: pause 1",
+    "bad_combination 2: pause list --timeout 3s | resume 1 --all",
+    "not_paused 6: resume 1 | resume nobody",
 )
 def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused(*words, code=code, exit_code=exit_code)
@@ -194,9 +180,7 @@ def test_wrong_timeout(refused: Refused, pid: int, timeout: str) -> None:
 
 def test_nothing_under_mps_is_paused(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
-    client = world.client()
-    message = refused("pause", str(client), code="under_mps", exit_code=3)
-    assert "a pause would stop all of them" in message
+    assert "a pause would stop all of them" in refused("pause", str(world.client()), code="under_mps", exit_code=3)
     daemon = world.state.daemons[0]
     for pid in (daemon.pid, daemon.servers[0].pid):
         refused("pause", str(pid), code="under_mps" if world.state.daemons else "not_on_gpu", exit_code=3)
@@ -217,8 +201,7 @@ def test_a_driver_that_refuses_leaves_all_on(refused: Refused, world: World, pid
 def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
     world.set(channel_statuses={hex(0x2080110B): 0x62})
-    answer = cli("resume", str(pid), output="json")
-    assert (answer.code, answer.error["code"]) == (1, "driver_failed")
+    answer = cli("resume", str(pid), output="json").ends(1, "driver_failed")
     assert f"try again: gpushare resume {pid}" in answer.error["hint"]
     assert off(world, pid) == OFF
     world.set(channel_statuses={})
@@ -230,9 +213,8 @@ def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> N
 def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: World) -> None:
     world.run("status")
     pid = admin.add_process(H200, user="daemon")
-    assert f"pauses process {pid} (of daemon)" in refused(
-        "pause", str(pid), code="needs_consent", exit_code=19, asks=True
-    )
+    text = refused("pause", str(pid), code="needs_consent", exit_code=19, asks=True)
+    assert f"pauses process {pid} (of daemon)" in text
     cli("pause", str(pid), "-y", asks=True).ok()
     assert off(world, pid) == OFF
     planned = cli("resume", str(pid), "-n", output="json").ok().data["undo"]
@@ -259,8 +241,7 @@ def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Real) -> None:
         "print(os.getpid(), flush=True)\n"
         "while True: time.sleep(0.05)\n"
     )
-    mig = world.mig("1g.18gb")[0]
-    assert mig
+    assert world.mig("1g.18gb")[0]
     state = world.directory / "state.json"
     started: Any = real("run", "--mig", "1g.18gb", "--", sys.executable, "-c", program, str(state))
     pid = int(started.process.stdout.readline())

@@ -25,25 +25,20 @@ def test_only_its_run_resumes_it(real: Real, world: World, busy: int) -> None:
         f"note: 'batch' (process {pid}): its gpushare run pauses it while production works, and resumes it"
     ]
     for words in (("pause", str(pid)), ("resume", str(pid)), ("resume", "batch"), ("swap", "out", "batch")):
-        answer = world.run(*words)
-        assert (answer.code, answer.error["code"]) == (19, "paused_by_run")
-        assert answer.error["hint"].endswith("gpushare stop batch")
+        assert world.run(*words).ends(19, "paused_by_run").error["hint"].endswith("gpushare stop batch")
     assert "gpushare resume" not in world.run("status").err
     assert world.run("resume", "--all").data["jobs"] == []
     # On a slow machine production may seem idle for a moment.
     until(lambda: world.process(pid).channels_off, "it is still paused")
     # As the hint says.
     world.run("stop", str(pid)).ok()
-    assert started.result().code == 128 + signal.SIGTERM
-    assert paused_jobs(world.host) == []
+    assert (started.result().code, paused_jobs(world.host)) == (128 + signal.SIGTERM, [])
     assert not list((world.directory / "run" / "pause").glob("*.json"))
 
 
 def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(real: Real, world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
-    guards = [
-        process for process in psutil.Process(started.pid).children() if process.cmdline()[1:2][0].endswith("guard.py")
-    ]
+    guards = [each for each in psutil.Process(started.pid).children() if each.cmdline()[1:2][0].endswith("guard.py")]
     assert guards
     for process in (*guards, psutil.Process(started.pid)):
         process.kill()
@@ -71,8 +66,7 @@ def test_a_job_with_a_name_is_paused_by_it(real: Real, world: World) -> None:
     # By its name in the record, even where no job has it any more.
     (job,) = world.run("resume", "train").ok().data["jobs"]
     # Until gpushare has seen its program, the job is gpushare with its children.
-    assert job["processes"] == [process.pid]
-    assert world.process(process.pid).channels_off == []
+    assert (job["processes"], world.process(process.pid).channels_off) == ([process.pid], [])
     world.run("pause", "train").ok()
     # Its end resumes it first.
     assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM

@@ -16,7 +16,7 @@ from gpushare.mig import on_demand
 from gpushare.mig.change import MigChange
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.on_demand import ON_DEMAND, OnDemand
-from tests.cli.drive import Cli, Real, Refused, World, until
+from tests.cli.drive import Cli, Patch, Real, Refused, Words, World, refusals, until
 
 PRINT = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 CREATE = ("run", "--mig", "1g", "--create")
@@ -43,7 +43,7 @@ def test_an_instance_is_made_and_is_gone_afterwards(real: Real, cli: Cli, on: Wo
 
 
 @pytest.mark.parametrize("more", [(), ("-n",), ("--create",), ("--create", "-n"), ("--create", "--wait", "-n")])
-def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: World, more: tuple[str, ...]) -> None:
+def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: World, more: Words) -> None:
     world.mig("1g.18gb:4")
     world.host.run_directory.mkdir(parents=True, exist_ok=True)
     (world.host.run_directory / "claims").write_text("")
@@ -53,8 +53,8 @@ def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: W
 
 
 @pytest.mark.parametrize("more", [(), ("--create",)])
-def test_nobody_waits_where_only_the_claims_on_instances_cannot_be_read(
-    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+def test_nobody_waits_where_only_claims_are_unreadable(
+    refused: Refused, world: World, monkeypatch: Patch, more: Words
 ) -> None:
     world.mig("1g.18gb:4")
     # Another user has written too many files.
@@ -74,9 +74,7 @@ def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
 @pytest.mark.parametrize("daemon", [False, True])
 def test_one_that_somebody_else_uses_stays(real: Real, cli: Cli, on: World, daemon: bool) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
-    (uuid,) = until(
-        lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
-    )
+    (uuid,) = until(lambda: [each.uuid for each in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
     cli(*(("mps", "start", "-g", uuid) if daemon else ("sim", "add", "--mig", uuid))).ok()
     kept = "an MPS daemon serves it" if daemon else "another program is in it"
     assert f"stays: {kept}" in started.result().err
@@ -105,14 +103,11 @@ def test_what_nobody_removed_is_removed_by_the_next_change(cli: Cli, on: World) 
     assert "it would be destroyed" in cli("mig", "create", "1g.18gb", "-n").ok().err
     assert "1g.18gb:0" in cli("mig", "recover").ok().out
     # The other place has an instance that it does not speak of.
-    assert instances(on) == ["2g.35gb:4"]
-    assert ON_DEMAND.all(on.host) == []
+    assert (instances(on), ON_DEMAND.all(on.host)) == (["2g.35gb:4"], [])
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_an_instance_whose_making_failed_is_known_while_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, cli: Cli, on: World, made: bool
-) -> None:
+def test_an_instance_whose_making_failed_is_known(monkeypatch: Patch, cli: Cli, on: World, made: bool) -> None:
     real = on_demand.transact
 
     def fails(host: Host, ledger: MigLedger, change: MigChange) -> None:
@@ -152,18 +147,12 @@ def test_a_job_waits_for_room_and_then_makes_its_own(real: Real, cli: Cli, on: W
     assert instances(on) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--create", "--mig", "train"), "bad_mig", 2),
-        (("--create", "--mig", "1c.3g.71gb"), "bad_mig", 2),
-        (("--create", "--mig", "9g.99gb"), "mig_profile_unknown", 3),
-        (("--create", "--mig", "1g", "--memory", "40G"), "limit_above_gpu", 2),
-    ],
+@refusals(
+    "bad_mig 2: --create --mig train | --create --mig 1c.3g.71gb",
+    "mig_profile_unknown 3: --create --mig 9g.99gb",
+    "limit_above_gpu 2: --create --mig 1g --memory 40G",
 )
-def test_what_is_refused_leaves_nothing(
-    refused: Refused, on: World, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_what_is_refused_leaves_nothing(refused: Refused, on: World, words: Words, code: str, exit_code: int) -> None:
     refused("run", *words, "--", "true", code=code, exit_code=exit_code)
     assert instances(on) == []
 

@@ -46,8 +46,7 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world:
     assert reserved(world) == [50 * GIB] * 2
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["jobs_reserved_bytes"] == 100 * GIB
-    answer = cli("run", "--wait", "--timeout", "0.2s", "--memory", "60G", "--", "true")
-    assert answer.code == 19
+    cli("run", "--wait", "--timeout", "0.2s", "--memory", "60G", "--", "true").ends(19)
     room = cli("-o", "json", "run", "-n", "--wait", "--memory", "60G", "--", "true").ok().data["room"]
     assert [holder["memory_bytes"] for holder in room["devices"][0]["held_by"]] == [50 * GIB] * 2
     farm.end()
@@ -137,13 +136,9 @@ def test_a_farm_waits_for_others_and_says_so_once(real: Real, world: World) -> N
     (waiting,) = [reservation for reservation in reservations(world.host) or [] if reservation.waits]
     assert waiting.memory_bytes == 60 * GIB
     other.end()
-    answer = farm.result()
-    assert answer.code == 0
-    assert len([line for line in farm.said if "waiting for" in line]) == 1
-    assert reservations(world.host) == []
-
-
-def test_a_farm_waits_for_memory_of_programs_that_are_no_jobs(real: Real, world: World) -> None:
+    farm.result().ok()
+    assert (len([line for line in farm.said if "waiting for" in line]), reservations(world.host)) == (1, [])
+    # So it does for programs that are no jobs.
     pid = admin.add_process(world.spec, memory_bytes=100 * GIB)
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
     farm.says("waiting for 60.0 GiB")
@@ -174,7 +169,7 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(real: Real, world: W
 
 # What a user may reserve is shared out, or bounds how many run at the same time.
 @pytest.mark.parametrize(("given", "running"), [((), 2), (("--memory", "30G"), 1)])
-def test_copies_keep_to_the_limit_of_their_user(
+def test_copies_keep_to_a_users_limit(
     real: Real, cli: Cli, world: World, write: Write, given: tuple[str, ...], running: int
 ) -> None:
     file = write(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: 40G\n")
@@ -185,9 +180,7 @@ def test_copies_keep_to_the_limit_of_their_user(
     assert len(sizes) == running
     assert sum(size or 0 for size in sizes) <= 40 * GIB
     farm.end()
-    answer = cli("farm", "--copies", "2", "--memory", "50G", "--", "true")
-    assert answer.code == 4
-    assert "you may reserve 40.0 GiB" in answer.err
+    assert "you may reserve 40.0 GiB" in cli("farm", "--copies", "2", "--memory", "50G", "--", "true").ends(4).err
 
 
 def test_without_the_ledger_a_farm_is_refused(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,13 +188,8 @@ def test_without_the_ledger_a_farm_is_refused(cli: Cli, world: World, monkeypatc
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
 
     monkeypatch.setattr("gpushare.run.farm.Place", refuse)
-    answer = cli("farm", "--copies", "2", "--memory", "10G", "--", "true")
-    assert answer.code == 1
-    assert answer.lines("error") == ["error: the ledger is read-only"]
-    assert world.state.daemons == []
-
-
-# -- the limit of a copy -----------------------------------------------------------------------------
+    answer = cli("farm", "--copies", "2", "--memory", "10G", "--", "true").ends(1)
+    assert (answer.lines("error"), world.state.daemons) == (["error: the ledger is read-only"], [])
 
 
 def over(number: int) -> tuple[str, ...]:
@@ -212,8 +200,7 @@ def over(number: int) -> tuple[str, ...]:
 
 
 def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: World) -> None:
-    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", *over(1))
-    assert answer.code == 1
+    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", *over(1)).ends(1)
     copies = answer.json["data"]["copies"]
     ends = [(copy["state"], copy["reason"]) for copy in copies]
     assert ends == [("done", None), ("failed", "memory_limit"), ("done", None)]
@@ -222,30 +209,11 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     assert error["code"] == "memory_limit"
     assert error["message"].startswith("copy 1: the job holds ")
     assert error["hint"].startswith("give it more with --memory")
-    assert world.state.processes == []
-    assert reserved(world) == []
-
-
-def test_the_sum_over_the_processes_of_a_copy_counts(real: Real, world: World) -> None:
-    farm = real("farm", "--copies", "2", "--memory", "8G", "--", *JOB, "--footprint", "5G", "--seconds", "3")
-    on_gpu(world, 2)
-    until(lambda: all(process.memory_bytes == 5 * GIB for process in world.state.processes), "both hold their memory")
-    copy_pid = min(world.pids())
-    admin.add_process(world.spec, memory_bytes=5 * GIB, parent_pid=copy_pid)
-    answer = farm.result()
-    assert answer.code == 1
-    (error,) = answer.lines("error")
-    assert "the job holds 10.0 GiB, over its limit of 8.0 GiB (2 processes; process" in error
-
-
-def test_a_process_over_the_limit_is_refused_its_memory_by_mps(cli: Cli) -> None:
-    answer = cli("farm", "--copies", "1", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
-    assert answer.lines("error") == ["error: copy 0: exit code 1: error: CUDA_ERROR_OUT_OF_MEMORY"]
+    assert (world.state.processes, reserved(world)) == ([], [])
 
 
 def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
-    answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", sys.executable, "-c", STRAY)
-    assert answer.code == 1
+    answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", sys.executable, "-c", STRAY).ends(1)
     (error,) = answer.lines("error")
     assert error.startswith("error: copies 0-2: the job holds ")
     assert error.endswith("ended (copy 0; the others likewise)")
@@ -258,11 +226,13 @@ def test_a_copy_that_was_ended_for_its_memory_is_started_again_as_often_as_asked
     assert (copy["tries"], copy["reason"]) == (2, "memory_limit")
 
 
-def test_a_warning_names_the_copy_and_leaves_it_alone(cli: Cli) -> None:
+def test_what_a_warning_and_mps_do_above_the_limit(cli: Cli) -> None:
     words = ("--copies", "1", "--memory", "8G", "--over", "warn")
     answer = cli("farm", *words, "--", *JOB, "--footprint", "9G", "--seconds", "1.5").ok()
     (line,) = [line for line in answer.lines("note") if "over its limit" in line]
     assert line.startswith("note: copy 0: the job holds 9.0 GiB")
+    answer = cli("farm", "--copies", "1", "--memory", "8G", "--", *JOB, "--footprint", "9G", "--seconds", "60")
+    assert answer.lines("error") == ["error: copy 0: exit code 1: error: CUDA_ERROR_OUT_OF_MEMORY"]
 
 
 def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Real, world: World) -> None:
@@ -271,8 +241,7 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Real, world
     for _ in range(2):
         farm.says("stopped (SIGSTOP): it cannot grow")
     assert [process.memory_bytes for process in world.state.processes] == [9 * GIB] * 2
-    answer = farm.end()
-    assert answer.code == 130, answer
+    answer = farm.end().ends(130)
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["ended"] * 2
     assert world.state.processes == []
 
@@ -299,9 +268,7 @@ def test_each_client_of_mps_gets_the_memory_but_one_context(cli: Cli, action: st
     ("action", "shown"),
     [("end", "end each copy"), ("warn", "warn of each copy"), ("pause", "stop (SIGSTOP) each copy")],
 )
-def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
-    cli: Cli, world: World, action: str, shown: str
-) -> None:
+def test_a_plan_says_what_copies_reserve_and_their_limit(cli: Cli, world: World, action: str, shown: str) -> None:
     words = ("--copies", "2", "--memory", "8G", "--over", action)
     steps = cli("-o", "json", "farm", "-n", *words, "--", "true").ok().data["steps"]
     texts = [step["what"] for step in steps]
@@ -310,7 +277,7 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
     assert reserved(world) == []
 
 
-def test_jobs_that_wait_and_a_farm_starve_each_other_not_and_never_have_more_than_there_is(
+def test_waiting_jobs_and_a_farm_starve_each_other_not_and_never_have_more_than_there_is(
     real: Real, world: World
 ) -> None:
     total = world.host.nvml.gpu(0).memory_total_bytes or 0
@@ -327,6 +294,5 @@ def test_jobs_that_wait_and_a_farm_starve_each_other_not_and_never_have_more_tha
     until(done, "the jobs, which came later, have all had their turn", seconds=60.0)
     # They did not have to wait for the end of the farm.
     assert farm.process.poll() is None
-    assert [job.result().code for job in jobs] == [0] * 4
-    assert farm.result().code == 0
+    assert ([job.result().code for job in jobs], farm.result().code) == ([0] * 4, 0)
     assert 100 * GIB < most <= total

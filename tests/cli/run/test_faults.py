@@ -17,7 +17,7 @@ from gpushare.base.selection import select_one
 from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin
-from tests.cli.drive import H200, Cli, World, until
+from tests.cli.drive import H200, Cli, Refused, World, until
 
 
 def gpushare(*words: str, stderr: int | object = subprocess.PIPE) -> subprocess.Popen[str]:
@@ -113,9 +113,7 @@ def test_a_file_that_may_not_be_executed(cli: Cli, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text("exit 0\n", encoding="utf-8")
     os.chmod(script, 0o644)
-    refused = cli("run", "--", str(script))
-    assert refused.code == 126
-    assert "no permission to execute" in refused.err
+    assert "no permission to execute" in cli("run", "--", str(script)).ends(126).err
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.EAGAIN])
@@ -129,9 +127,40 @@ def test_a_guard_that_does_not_start_is_said(cli: Cli, monkeypatch: pytest.Monke
         return real(argv, *rest, **named)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    answer = cli("run", "--", "false", output="json")
-    assert answer.code == 1
+    answer = cli("run", "--", "false", output="json").ends(1)
     (line,) = answer.lines("error")
     assert "the guard, which ends the program if gpushare dies, does not start" in line
     assert answer.lines("hint")
     assert World().state.daemons == []
+
+
+# A client that fails; for the first tries as the servers' log shows it after a fatal error of a kernel.
+CLIENT = """
+echo try >> %s
+%s -S -m gpushare.sim.job --seconds 0.3 >/dev/null
+if [ $(wc -l < %s) -le %d ]; then
+  echo "[2026-11-25 12:00:00.000 Server 4194306] Client {PID: 4267, Context ID: 0} encountered a fatal GPU error." \\
+    >> $CUDA_MPS_PIPE_DIRECTORY/../log/server.log
+fi
+exit %d
+"""
+
+
+def client(path: Path, faults: int, code: int = 7) -> tuple[str, ...]:
+    return "bash", "-c", CLIENT % (path, sys.executable, path, faults, code)
+
+
+def test_a_client_is_started_again_only_after_a_fault(cli: Cli, refused: Refused, tmp_path: Path) -> None:
+    refused("run", "--restart-on", "rain", "--", "true", code="bad_restart", exit_code=2)
+    tries = tmp_path / "tries"
+    answer = cli("run", "--restart-on", "mps-fault", "--threads", "50", "--", *client(tries, 1))
+    # The second try failed by itself.
+    assert (answer.code, tries.read_text().count("try")) == (7, 2)
+    assert "its MPS server died: started again (1 of at most 3 times)" in answer.err
+    tries.unlink()
+    answer = cli("run", "--restart-on", "mps-fault", "--threads", "50", "--", *client(tries, 9))
+    assert (answer.code, tries.read_text().count("try")) == (7, 4)
+    assert "(3 of at most 3 times)" in answer.err
+    tries.unlink()
+    assert cli("run", "--threads", "50", "--", *client(tries, 9)).code == 7
+    assert tries.read_text().count("try") == 1

@@ -52,9 +52,7 @@ def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(cli: Cli, 
     # The limit holds on the new GPU.
     pid = next(process.pid for process in world.state.processes if process.memory_bytes == 8 * GIB)
     admin.add_process(SPEC, "1", memory_bytes=4 * GIB, parent_pid=pid)
-    result = job.result()
-    assert result.code == 1
-    assert "over its limit of 9.0 GiB" in result.err
+    assert "over its limit of 9.0 GiB" in job.result().ends(1).err
 
 
 def test_it_moves_for_a_job_that_waits_and_for_nobody_else(real: Real, start: Real, world: World) -> None:
@@ -62,13 +60,11 @@ def test_it_moves_for_a_job_that_waits_and_for_nobody_else(real: Real, start: Re
     job = start("--movable", "--memory", "9G", "--name", "train")
     large = real("run", "--wait", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
     job.says("on GPU 1 now, to make room for")
-    assert large.result().code == 0
-    assert gpus(world) == [1]
+    assert (large.result().code, gpus(world)) == (0, [1])
     # It has room nowhere else now.
     admin.add_process(SPEC, "0", memory_bytes=20 * GIB)
     waiting = real("run", "--wait", "--timeout", "2s", "-g", "1", "--memory", "12G", "--", "true", host=SPEC)
-    assert waiting.result().code == 19
-    assert gpus(world) == [1]
+    assert (waiting.result().code, gpus(world)) == (19, [1])
     admin.end_process(SPEC, other)
     job.end()
 
@@ -78,14 +74,12 @@ def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(real: Real, st
     world.lease(1, 1000)
     job = start("--movable", "--memory", "9G", "--name", "train")
     large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
-    assert large.result().code == 19
-    assert gpus(world) == [0]
+    assert (large.result().code, gpus(world)) == (19, [0])
     job.end()
 
 
 def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> None:
     job = start("--swap", "request", "--memory", "9G")
     large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
-    assert large.result().code == 19
-    assert gpus(world) == [0]
+    assert (large.result().code, gpus(world)) == (19, [0])
     job.end()

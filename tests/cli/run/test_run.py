@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.units import MIB
-from tests.cli.drive import Cli, Real, Refused, Started, World, environment, until
+from tests.cli.drive import Cli, Patch, Real, Refused, Started, Words, World, environment, missing, refusals, until
 from tests.cli.run.test_mig import PRINT, variables
 
 TWO = "sim:2xh200"
@@ -20,7 +20,8 @@ TWO = "sim:2xh200"
 
 @pytest.mark.parametrize("code", [0, 1, 7, 255])
 def test_own_exit_code(cli: Cli, world: World, code: int) -> None:
-    assert cli("run", "--", "sh", "-c", f"exit {code}").code == code
+    for dashes in (("--",), ()):
+        assert cli("run", *dashes, "sh", "-c", f"exit {code}").code == code
     assert world.state.daemons == []
 
 
@@ -29,37 +30,25 @@ def test_ended_by_a_signal_of_its_own(cli: Cli, number: int) -> None:
     assert cli("run", "--", "sh", "-c", f"kill -{int(number)} $$").code == 128 + number
 
 
-def test_a_program_of_this_directory_is_not_said_to_be_forbidden(
-    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_of_this_directory_is_not_forbidden(refused: Refused, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train").write_text("#!/bin/sh\n")
     (tmp_path / "train").chmod(0o755)
     assert "./train" in refused("run", "--", "train", code="command_not_found", exit_code=127)
 
 
-def test_own_options_without_dashes(cli: Cli) -> None:
-    assert cli("run", "sh", "-c", "exit 3").code == 3
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--", "no-such-program"), "command_not_found", 127),
-        (("-n", "--", "no-such-program"), "command_not_found", 127),
-        (("--", "/etc/passwd"), "command_not_executable", 126),
-        ((), "usage", 2),
-        (("--",), "usage", 2),
-        (("--threads", "0", "--", "true"), "bad_percentage", 2),
-        (("--memory", "x", "--", "true"), "bad_size", 2),
-        (("--memory", "1T", "--", "true"), "limit_above_gpu", 2),
-        (("--priority", "x", "--", "true"), "bad_priority", 2),
-        (("--grace", "x", "--", "true"), "bad_duration", 2),
-        (("-g", "4", "--", "true"), "unknown_gpu", 6),
-        (("--nonsense", "--", "true"), "usage", 2),
-    ],
+@refusals(
+    "command_not_found 127: -- no-such-program | -n -- no-such-program",
+    "command_not_executable 126: -- /etc/passwd",
+    "usage 2:  | -- | --nonsense -- true",
+    "bad_percentage 2: --threads 0 -- true",
+    "bad_size 2: --memory x -- true",
+    "limit_above_gpu 2: --memory 1T -- true",
+    "bad_priority 2: --priority x -- true",
+    "bad_duration 2: --grace x -- true",
+    "unknown_gpu 6: -g 4 -- true",
 )
-def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, words: Words, code: str, exit_code: int) -> None:
     refused("run", *words, code=code, exit_code=exit_code)
 
 
@@ -78,7 +67,7 @@ def test_several_gpus(refused: Refused, cli: Cli) -> None:
         ("missing", "nvidia-cuda-mps-control", "program_missing", 3),
     ],
 )
-def test_a_host_that_cannot(
+def test_an_unfit_host(
     refused: Refused, world: World, fault: str, value: str | None, code: str, exit_code: int
 ) -> None:
     world.fault(fault, value)
@@ -92,8 +81,7 @@ def test_foreign_daemon(refused: Refused, world: World, sim_dir: Path) -> None:
 
 def test_dry_run(cli: Cli, world: World) -> None:
     data = cli("run", "-n", "--threads", "25", "--", "sh", "-c", "exit 3", output=None).ok()
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0" in data.out
-    assert "sh -c 'exit 3'" in data.out
+    assert missing(data.out, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0", "sh -c 'exit 3'") == []
     assert world.state.daemons == []
     steps = cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]
     assert [step["what"].split()[0] for step in steps] == ["create", "record", "start", "record", "run"]
@@ -117,9 +105,7 @@ def test_environment_of_the_program(real: Real, world: World) -> None:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3584M",
         "CUDA_MPS_CLIENT_PRIORITY": "1",
     }
-
-
-def test_users_own_variables(real: Real, world: World) -> None:
+    # The user's own variables.
     own = {
         "CUDA_VISIBLE_DEVICES": "7",
         "CUDA_MPS_PIPE_DIRECTORY": "/elsewhere",
@@ -141,8 +127,7 @@ def test_users_own_variables(real: Real, world: World) -> None:
 
 def test_attached_line_and_limits_in_status(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--threads", "25", "--memory", "4G", "--priority", "low", "--", "sleep", "600")
-    assert started.process.stderr is not None
-    line = started.process.stderr.readline()
+    line = started.note()
     assert "is attached to MPS server" in line
     assert "(threads 25 %, memory limit 3.5 GiB, low priority)" in line
     (daemon,) = cli("status", output="json").ok().data["mps_daemons"]
@@ -165,37 +150,25 @@ def test_quiet_says_nothing(real: Real, world: World) -> None:
     assert (answer.code, answer.out, answer.err) == (0, "out\n", "")
 
 
-def test_a_short_program_is_proved_by_the_log(cli: Cli) -> None:
+def test_the_proof_of_a_short_program(cli: Cli, world: World, monkeypatch: Patch) -> None:
     answer = cli("run", "--", "true")
     assert "was attached to MPS on GPU 0" in answer.err
     assert "not proved" not in answer.err
-
-
-def test_a_program_that_makes_no_context_is_not_proved(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "6000")
-    answer = cli("run", "--", "true")
-    assert answer.code == 0
-    assert "is not proved" in answer.err
+    assert "is not proved" in cli("run", "--", "true").ok().err
     assert world.state.daemons == []
 
 
-def test_outside_is_said_loudly(real: Real) -> None:
+def test_outside_is_said_loudly(real: Real, world: World) -> None:
     # Also when nobody wants notes.
     for words in ((), ("-q",)):
         started = with_input(real, *words, "run", "--", "cat", env={"GPUSHARE_SIM_OUTSIDE": "1"})
         assert started.says("outside MPS").startswith("error: ")
         assert started.says("hint: ")
         assert started.result().code == 0
-
-
-def test_strict_ends_what_runs_outside(real: Real, world: World) -> None:
-    answer = real("run", "--strict", "--", "sleep", "600", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result()
-    assert answer.code == 1
+    answer = real("run", "--strict", "--", "sleep", "600", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result().ends(1)
     assert "outside MPS" in answer.err
     assert (world.state.daemons, world.pids()) == ([], [])
-
-
-def test_strict_leaves_what_is_attached(real: Real) -> None:
     started = with_input(real, "run", "--strict", "--", "sh", "-c", "cat; exit 4")
     started.says("is attached to MPS server")
     assert started.result().code == 4
@@ -205,21 +178,17 @@ def test_another_users_clients_make_it_wait(real: Real, cli: Cli, world: World) 
     cli("mps", "start").ok()
     world.client(user="nobody")
     started = real("run", "--", "sleep", "600")
-    assert started.process.stderr is not None
-    assert "waits: another user's clients hold the MPS server" in started.process.stderr.readline()
+    assert "waits: another user's clients hold the MPS server" in started.note()
     until(lambda: [job["state"] for job in cli("jobs", output="json").ok().data["jobs"]] == ["waiting"], "it is said")
     assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
 
 
-def test_streams_are_untouched(real: Real) -> None:
+def test_streams_are_untouched(real: Real, sim_dir: Path) -> None:
     started = real("run", "--", "cat", stdin=subprocess.PIPE)
     data = os.urandom(200_000).hex()
     out, err = started.process.communicate(data, timeout=120)
     assert (started.process.returncode, out) == (0, data)
     assert "gpushare:" in err
-
-
-def test_binary_output_through_a_pipe(sim_dir: Path) -> None:
     code = "import os; os.write(1, bytes(range(256)) * 300)"
     done = subprocess.run(
         [sys.executable, "-m", "gpushare", "--host", "sim:h200", "run", "--", sys.executable, "-c", code],
@@ -231,18 +200,14 @@ def test_binary_output_through_a_pipe(sim_dir: Path) -> None:
     assert done.stdout == bytes(range(256)) * 300
 
 
-def test_a_daemon_of_mps_start_is_left_alone(cli: Cli, world: World) -> None:
+def test_a_daemon_of_mps_start(cli: Cli, world: World) -> None:
     cli("mps", "start", "--threads", "50").ok()
     pid = world.state.daemons[0].pid
     assert cli("run", "--threads", "80", "--", "true").code == 0
     assert [daemon.pid for daemon in world.state.daemons] == [pid]
-
-
-def test_a_dead_daemon_is_replaced(cli: Cli, world: World) -> None:
-    cli("mps", "start").ok()
+    # A dead one is replaced.
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    assert cli("run", "--", "sh", "-c", "exit 5").code == 5
-    assert world.state.daemons == []
+    assert (cli("run", "--", "sh", "-c", "exit 5").code, world.state.daemons) == (5, [])
 
 
 def test_not_root(cli: Cli, world: World) -> None:
@@ -256,15 +221,12 @@ def test_two_share_one_daemon_and_the_last_one_stops_it(real: Real, world: World
     second = real("run", "--", "sleep", "600")
     until(lambda: len(world.attached()) == 2, "the second")
     (daemon,) = world.state.daemons
-    assert first.end().code == 130
-    assert [each.pid for each in world.state.daemons] == [daemon.pid]
+    assert (first.end().code, [each.pid for each in world.state.daemons]) == (130, [daemon.pid])
     (process,) = world.state.processes
     assert not process.broken
     assert second.end().code == 130
     until(lambda: world.state.daemons == [], "no daemon")
-
-
-def test_six_at_the_same_moment(real: Real, world: World) -> None:
+    # Six at the same moment.
     world.host.nvml.identities()
     started = [with_input(real, "run", "--", "sh", "-c", "cat; exit 4") for _ in range(6)]
     for job in started:
@@ -286,7 +248,7 @@ def test_client_kept_after_the_program_keeps_the_daemon(real: Real, world: World
     until(lambda: world.state.daemons == [], "no daemon")
 
 
-def test_its_help_leaves_rare_options_to_all_of_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_help_leaves_rare_options_to_all_of_it(cli: Cli, monkeypatch: Patch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     short, long = cli("run", "--help").ok().out, cli("run", "--help-all").ok().out
     assert len([line for line in short.splitlines() if line.startswith("  -")]) <= 24

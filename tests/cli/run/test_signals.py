@@ -36,8 +36,7 @@ def program(*numbers: int, then: str = "sys.exit(5)") -> tuple[str, ...]:
 
 
 def ready(started: Started) -> None:
-    assert started.process.stdout is not None
-    assert started.process.stdout.readline() == "ready\n"
+    assert started.line() == "ready\n"
 
 
 def child_of(world: World) -> int:
@@ -48,8 +47,7 @@ def child_of(world: World) -> int:
 
 def attached(started: Started) -> None:
     """Wait until gpushare says that the program is attached: its guard knows the program by then."""
-    assert started.process.stderr is not None
-    assert "is attached" in started.process.stderr.readline()
+    assert "is attached" in started.note()
 
 
 def gone(world: World) -> None:
@@ -68,13 +66,22 @@ def test_a_program_with_a_handler_ends_itself(real: Real, world: World, number: 
     gone(world)
 
 
-def test_a_program_gets_time_to_end(real: Real, world: World) -> None:
-    started = real(
-        "run", "--", *program(signal.SIGINT, then="time.sleep(0.7); print('saved', flush=True); sys.exit(0)")
-    )
+def test_the_grace_of_a_program(real: Real, world: World) -> None:
+    started = real("run", "--", *program(signal.SIGINT, then="time.sleep(0.7); print('saved', flush=True); exit(0)"))
     ready(started)
     answer = started.end()
     assert (answer.code, answer.out) == (0, "got 2\nsaved\n")
+    gone(world)
+    # It ignores its signal.
+    started = real("run", "--grace", "0.3s", "--", *program(signal.SIGINT, then="pass"))
+    ready(started)
+    assert "and killed" in started.end().ends(130).err
+    gone(world)
+    # A second Ctrl-C hurries.
+    started = real("run", "--grace", "600s", "--", *program(signal.SIGINT, then="pass"))
+    ready(started)
+    started.signal(signal.SIGINT)
+    assert (started.line(), started.end().code) == ("got 2\n", 130)
     gone(world)
 
 
@@ -94,14 +101,13 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, w
     [((), ()), (("--slice", "2ms"), ()), (("--slice", "2ms"), ("bash", "-c", 'exec -a -bash "$@"', "-"))],
     ids=["mps", "slice", "login"],
 )
-def test_a_shell_that_runs_programs_one_after_the_other_ends_at_once(
+def test_a_shell_that_runs_programs_in_turn_ends_at_once(
     real: Real, world: World, options: tuple[str, ...], start: tuple[str, ...]
 ) -> None:
     """bash catches SIGINT, and goes on if the program for which it waits does not die of SIGINT."""
     script = "while :; do sh -c 'echo $PPID; exec sleep 600'; done"
     started = real("run", *options, "--grace", "600s", "--", *start, "bash", "-c", script)
-    assert started.process.stdout is not None
-    shell = int(started.process.stdout.readline())
+    shell = int(started.line())
     until(lambda: world.host.processes.catches(shell, signal.SIGINT), "bash waits for its child")
     assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     until(lambda: not alive(shell), "bash is gone")
@@ -115,29 +121,9 @@ def test_the_end_breaks_no_neighbour(real: Real, world: World) -> None:
     assert not world.process(neighbour).broken
 
 
-def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Real, world: World) -> None:
-    started = real("run", "--grace", "0.3s", "--", *program(signal.SIGINT, then="pass"))
-    ready(started)
-    answer = started.end()
-    assert answer.code == 130
-    assert "and killed" in answer.err
-    gone(world)
-
-
-def test_a_second_ctrl_c_hurries(real: Real, world: World) -> None:
-    started = real("run", "--grace", "600s", "--", *program(signal.SIGINT, then="pass"))
-    ready(started)
-    assert started.process.stdout is not None
-    started.signal(signal.SIGINT)
-    assert started.process.stdout.readline() == "got 2\n"
-    assert started.end().code == 130
-    gone(world)
-
-
 def test_all_processes_of_the_program_end(real: Real, world: World) -> None:
     started = real("run", "--", "sh", "-c", "sleep 601 & echo $!; sleep 602")
-    assert started.process.stdout is not None
-    below = int(started.process.stdout.readline())
+    below = int(started.line())
     child_of(world)
     assert started.end(signal.SIGTERM).code == 128 + signal.SIGTERM
     until(lambda: not alive(below), "the one below is gone")
@@ -148,14 +134,12 @@ def test_all_processes_of_the_program_end(real: Real, world: World) -> None:
 def test_other_signals_are_passed_on(real: Real, world: World, number: int) -> None:
     started = real("run", "--", *program(number, signal.SIGINT, then="sys.exit(5) if number == 2 else None"))
     ready(started)
-    assert started.process.stdout is not None
     started.signal(number)
-    assert started.process.stdout.readline() == f"got {int(number)}\n"
-    assert started.end().code == 5
+    assert (started.line(), started.end().code) == (f"got {int(number)}\n", 5)
     gone(world)
 
 
-def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Real, world: World) -> None:
+def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Real, world: World, tmp_path: Path) -> None:
     started = real("run", "--", "sleep", "600")
     attached(started)
     child = child_of(world)
@@ -164,9 +148,7 @@ def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Real, world: Wo
     until(lambda: not alive(child), "the program is gone")
     gone(world)
     until(lambda: not list(world.directory.rglob("daemon.json")), "its record is cleared away")
-
-
-def test_death_of_gpushare_lets_the_program_end_itself(real: Real, world: World, tmp_path: Path) -> None:
+    # A program with a handler ends itself.
     mark = tmp_path / "mark"
     then = f"open({str(mark)!r}, 'w').write('saved'); sys.exit(0)"
     started = real("run", "--", *program(signal.SIGINT, then=then))
@@ -207,7 +189,7 @@ def guard_of(pid: int) -> int:
     return 0
 
 
-def test_death_of_the_guard_does_not_end_the_program(real: Real, world: World) -> None:
+def test_death_of_the_guard_does_not_end_the_program_and_it_hears_no_signal_of_ours(real: Real, world: World) -> None:
     started = real("run", "--", *program(signal.SIGINT))
     ready(started)
     os.kill(until(lambda: guard_of(started.pid), "the guard"), signal.SIGKILL)
@@ -215,6 +197,14 @@ def test_death_of_the_guard_does_not_end_the_program(real: Real, world: World) -
     until(lambda: guard_of(started.pid) == 0 or not alive(guard_of(started.pid)), "no guard")
     assert alive(child)
     assert started.end().code == 5
+    gone(world)
+    started = real("run", "--", *program(signal.SIGINT), start_new_session=True)
+    ready(started)
+    guard = until(lambda: guard_of(started.pid), "the guard")
+    assert os.getsid(guard) != os.getsid(started.pid)
+    os.killpg(started.pid, signal.SIGINT)
+    assert started.result().code == 5
+    until(lambda: not alive(guard), "the guard has ended with it")
     gone(world)
 
 
@@ -234,17 +224,6 @@ def test_a_limit_that_nobody_watches_is_said(real: Real, cli: Cli, world: World)
     assert not alive(child)
 
 
-def test_the_guard_hears_no_signal_of_ours(real: Real, world: World) -> None:
-    started = real("run", "--", *program(signal.SIGINT), start_new_session=True)
-    ready(started)
-    guard = until(lambda: guard_of(started.pid), "the guard")
-    assert os.getsid(guard) != os.getsid(started.pid)
-    os.killpg(started.pid, signal.SIGINT)
-    assert started.result().code == 5
-    until(lambda: not alive(guard), "the guard has ended with it")
-    gone(world)
-
-
 def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Real, world: World) -> None:
     started = real("run", "--", *program(signal.SIGINT))
     ready(started)
@@ -259,8 +238,7 @@ def test_a_start_that_is_ended_rolls_back(real: Real, world: World, number: int)
     started = real("mps", "start", "--exclusive")
     until(lambda: world.state.gpus[0].compute_mode == 3, "half way")
     answer = started.end(number)
-    assert answer.code == 128 + number
-    assert answer.lines("error") == ["error: interrupted"]
+    assert (answer.code, answer.lines("error")) == (128 + number, ["error: interrupted"])
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], 0)
 
 

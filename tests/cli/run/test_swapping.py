@@ -28,7 +28,7 @@ from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.drive import Cli, Real, Started, World, until
+from tests.cli.drive import Cli, Patch, Real, Started, Words, World, sure, until
 
 A30 = "sim:a30"
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
@@ -43,7 +43,7 @@ def world() -> World:
 def start(real: Real, world: World) -> Real:
     """Return what starts a job, and waits until it is on the GPU."""
 
-    def begin(*words: str, size: str = "8G", program: tuple[str, ...] | None = None) -> Started:
+    def begin(*words: str, size: str = "8G", program: Words | None = None) -> Started:
         before = {process.pid for process in world.state.processes}
         wanted = parse_memory_limit(size) if program is None else DEFAULT_MEMORY_BYTES
         job = real("run", *words, "--", *((*JOB, "--footprint", size) if program is None else program), host=world.spec)
@@ -57,7 +57,7 @@ def _there(process: SimulatedProcess, before: set[int], size: int) -> bool:
     return process.pid not in before and process.memory_bytes == size
 
 
-def opportunistic(size: str) -> tuple[str, ...]:
+def opportunistic(size: str) -> Words:
     return ("--opportunistic", "--yield", "swap", "--memory", size)
 
 
@@ -69,9 +69,6 @@ def finish(*jobs: Started) -> list[str]:
 
 def out_of(world: World) -> list[int]:
     return [process.pid for process in world.state.processes if process.checkpoint == CHECKPOINTED]
-
-
-# -- who leaves for production -----------------------------------------------------------------------------------------
 
 
 def test_the_one_that_came_last_leaves_if_that_is_enough(start: Real, world: World) -> None:
@@ -132,8 +129,7 @@ def test_who_cannot_leave_says_why_and_production_is_told(start: Real, real: Rea
     first, second = start(*opportunistic("8G")), start(*opportunistic("8G"))
     world.set(host_memory_bytes=GIB)
     web = real("run", "--production", "web", "--wait", "--memory", "12G", "--", *JOB, host=A30)
-    line = second.says("host memory")
-    assert "tried again from time to time" in line
+    assert "tried again from time to time" in second.says("host memory")
     # So the other one has to, and cannot either.
     first.says("host memory")
     waiting = real("run", "--production", "w2", "--wait", "--memory", "12G", "--", "true", host=A30)
@@ -150,15 +146,10 @@ def test_many_turns_are_not_said_one_by_one(start: Real, world: World) -> None:
         assert output.count("out of the GPU: ") == 3
 
 
-# -- moved by hand -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "words", [("--swap", "idle=60s"), ("--swap", "turns=60s"), opportunistic("8G"), ("--swap", "request")]
 )
-def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
-    start: Real, cli: Cli, world: World, words: tuple[str, ...]
-) -> None:
+def test_a_job_swapped_by_hand_stays_out_until_brought_in(start: Real, cli: Cli, world: World, words: Words) -> None:
     more = () if "--memory" in words else ("--memory", "8G")
     job = start(*words, *more, "--name", "train")
     cli("swap", "out", "train", host=A30).ok()
@@ -194,9 +185,7 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(start: Real, 
 
 
 def identified(pid: int) -> Identity:
-    identity = identity_of(pid)
-    assert identity is not None
-    return identity
+    return sure(identity_of(pid))
 
 
 def _child_of(pid: int) -> Identity:
@@ -214,11 +203,10 @@ def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Real, cli: Cli, 
     (pid,) = world.pids()
     cli("swap", "out", str(pid), host=A30).ok()
     assert f"sudo gpushare swap in {pid}" in job.says("swapped out by hand")
-    assert job.end().code == 0
-    assert swaps(world.host) == []
+    assert (job.end().code, swaps(world.host)) == (0, [])
 
 
-def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
+def test_a_job_brought_back_by_hand_from_its_own_swap_holds_its_place_again(
     start: Real, cli: Cli, world: World
 ) -> None:
     job = start(*opportunistic("16G"), "--name", "batch", size="16G")
@@ -405,13 +393,10 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     production.leave()
 
 
-# -- the end of a job that is out --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("words", [("--swap", "request"), ("--swap", "idle=0.5s")])
-def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
-    start: Real, cli: Cli, world: World, words: tuple[str, ...], number: int
+def test_a_job_that_is_ended_while_out_comes_back(
+    start: Real, cli: Cli, world: World, words: Words, number: int
 ) -> None:
     job = start(*words, "--name", "train")
     if words == ("--swap", "request"):
@@ -425,8 +410,7 @@ def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
     answer = job.end(number)
     assert "back on the GPU: 8.0 GiB" in answer.err
     assert answer.code == 0, answer
-    assert world.state.processes == []
-    assert swaps(world.host) == []
+    assert (world.state.processes, swaps(world.host)) == ([], [])
     assert reservations(world.host) == []
 
 
@@ -434,8 +418,7 @@ def test_a_job_without_room_ends_out_of_the_gpu(start: Real, cli: Cli, world: Wo
     job = start("--swap", "request", "--name", "train", size="16G")
     cli("swap", "out", "train", host=A30).ok()
     other = admin.add_process(A30, memory_bytes=16 * GIB)
-    answer = job.end()
-    assert answer.code == 0, answer
+    job.end().ok()
     assert [process.pid for process in world.state.processes] == [other]
     assert not list((world.directory / "run" / "swap").glob("*.json"))
 
@@ -463,10 +446,7 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(start: Real, w
     assert job.result().code == 0
 
 
-# -- turns ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Real, world: World) -> None:
+def test_a_turn_goes_on_while_nobody_would_gain(start: Real, world: World) -> None:
     """Else it would be out until the job that is in the way of both has ended, and nobody would use its room."""
     other = admin.add_process(world.spec, memory_bytes=9 * GIB, name="stays")
     job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
@@ -477,10 +457,7 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Real, world: 
     until(lambda: any(swap.state == OUT for swap in swaps(world.host)), "it has left")
     large.leave()
     finish(job)
-
-
-def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Real, world: World) -> None:
-    """It is about to start."""
+    # The next one has room without that, and is about to start.
     job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
     small = Place(world.host, Request(memory_bytes=8 * GIB, keys=(world.uuid(),), client=False))
     time.sleep(2.0)
@@ -513,9 +490,7 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Real, world: W
         stopped.wait()
 
 
-def test_a_job_that_never_takes_its_place_ends_one_turn_only(
-    start: Real, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_never_takes_its_place_ends_one_turn_only(start: Real, world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
     job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
     never = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))

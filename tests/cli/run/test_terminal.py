@@ -101,8 +101,7 @@ def test_ctrl_c_reaches_gpushare_and_the_program_once(screens: list[Screen], wor
     screens.append(screen := on_terminal(*gpushare_run("--", sys.executable, "-c", HANDLES)))
     screen.until("ready")
     screen.type("\x03")
-    assert screen.wait() == 5
-    assert screen.text.count("handled") == 1
+    assert (screen.wait(), screen.text.count("handled")) == (5, 1)
     assert world.state.daemons == []
 
 
@@ -111,8 +110,7 @@ def test_ctrl_c_does_not_kill_a_client_with_its_queue(screens: list[Screen], wor
     screen.until("is attached")
     screen.type("\x03")
     screen.until("was stopped, its queue drained")
-    assert screen.wait() == 130
-    assert world.state.daemons == []
+    assert (screen.wait(), world.state.daemons) == (130, [])
 
 
 def test_the_program_gets_what_is_typed(screens: list[Screen]) -> None:
@@ -121,9 +119,7 @@ def test_the_program_gets_what_is_typed(screens: list[Screen]) -> None:
     screen.type("hello\n")
     screen.until("got hello")
     assert screen.wait() == 3
-
-
-def test_the_program_reads_again_and_again(screens: list[Screen]) -> None:
+    # Again and again.
     script = "for i in 1 2 3; do read x; echo got $i $x; done"
     screens.append(screen := on_terminal(*gpushare_run("--", "sh", "-c", script)))
     for number, word in enumerate(("a", "b", "c"), 1):
@@ -162,8 +158,7 @@ def test_ctrl_z_stops_both_and_fg_lets_both_go_on(screens: list[Screen], world: 
     screen.until("was stopped, its queue drained")
     screen.type("echo code $?; exit 0\n")
     screen.until("code 130")
-    assert screen.wait() == 0
-    assert world.state.daemons == []
+    assert (screen.wait(), world.state.daemons) == (0, [])
 
 
 def test_a_background_job_that_reads_stops_until_it_is_in_front(screens: list[Screen]) -> None:

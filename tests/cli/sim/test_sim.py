@@ -13,12 +13,12 @@ from gpushare.base.units import GIB
 from gpushare.cli.sim import fault
 from gpushare.host import capabilities
 from gpushare.sim.faults import ENTRY_POINTS, KINDS
-from tests.cli.drive import H200, Cli, Real, Refused, World, until
+from tests.cli.drive import H200, Cli, Patch, Real, Refused, Words, World, refusals, until
 
 TWO = "sim:2xt4,a30"
 
 
-def test_list(cli: Cli) -> None:
+def test_list_of_hosts_and_models(cli: Cli) -> None:
     assert "no simulated hosts yet" in cli("sim", "list", host=None).ok().out
     assert cli("sim", "list", host=None, output="json").ok().data == {"hosts": []}
     cli("status", host=TWO).ok()
@@ -27,9 +27,6 @@ def test_list(cli: Cli) -> None:
     assert [(host["spec"], host["gpus"], host["daemons"]) for host in hosts] == [(TWO, 3, 0), (H200, 1, 1)]
     for form in ("table", "plain", "csv", "yaml"):
         assert TWO in cli("sim", "list", host=None, output=form).ok().out
-
-
-def test_models(cli: Cli) -> None:
     models = cli("sim", "list", "--models", host=None, output="json").ok().data["models"]
     assert len(models) > 20
     h200 = next(model for model in models if model["host"] == H200)
@@ -54,8 +51,7 @@ def test_show(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize("verb", ["show", "reset", "mig", "fault", "add"])
 def test_no_simulated_host(cli: Cli, verb: str) -> None:
     words = ("fault", "lost") if verb == "fault" else (verb,)
-    answer = cli("sim", *words, host=None, output="json")
-    assert (answer.code, answer.json["errors"][0]["code"]) == (2, "no_sim_host")
+    cli("sim", *words, host=None, output="json").ends(2, "no_sim_host")
     assert cli("sim", *words, host="local").code == 2
     if verb == "reset":
         said = cli("sim", "reset", "foo").err
@@ -71,8 +67,7 @@ def test_reset(cli: Cli, world: World) -> None:
     assert world.state.daemons
     assert cli("sim", "reset").ok().out == f"{H200}: reset\n"
     assert not world.directory.exists()
-    assert world.uuid() == before
-    assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO}: reset\n"
+    assert (world.uuid(), cli("sim", "reset", TWO, host=None).ok().out) == (before, f"{TWO}: reset\n")
 
 
 def test_reset_of_all_is_asked_for(refused: Refused, cli: Cli) -> None:
@@ -91,8 +86,7 @@ def test_reset_leaves_real_programs_alone(cli: Cli, real: Real, world: World) ->
     (pid,) = world.pids()
     waits = real("run", "--wait", "--memory", "100G", "--name", "next", "--", "true")
     until(lambda: "next" in cli("jobs").ok().out, "it waits")
-    answer = cli("sim", "reset").ok()
-    assert answer.err.endswith(f"left running; end them: kill {pid} {waits.pid}\n")
+    assert cli("sim", "reset").ok().err.endswith(f"left running; end them: kill {pid} {waits.pid}\n")
     for process in (pid, waits.pid):
         os.kill(process, 0)
         os.kill(process, signal.SIGTERM)
@@ -110,13 +104,15 @@ def test_add_and_end(cli: Cli, world: World) -> None:
     assert (shown["pid"], shown["user"], shown["sm_percent"]) == (pid, "nobody", 30)
     cli("sim", "end", str(pid)).ok()
     assert world.pids() == []
+    cli("sim", "add", "--graphics", "-g", "1", host=TWO).ok()
+    (process,) = cli("status", "-g", "1", host=TWO, output="json").ok().data["gpus"][0]["processes"]
+    assert (process["graphics"], process["compute"]) == (True, False)
 
 
 def test_add_a_client(refused: Refused, cli: Cli, world: World) -> None:
     refused("sim", "add", "--mps", code="no_daemon", exit_code=6)
     cli("mps", "start", "--threads", "25").ok()
-    pid = cli("sim", "add", "--mps", output="json").ok().data["pid"]
-    assert world.process(pid).threads == 25.0
+    assert world.process(cli("sim", "add", "--mps", output="json").ok().data["pid"]).threads == 25.0
 
 
 def test_add_a_client_on_a_mig_instance(cli: Cli, world: World) -> None:
@@ -129,24 +125,14 @@ def test_add_a_client_on_a_mig_instance(cli: Cli, world: World) -> None:
     assert world.process(again).mps_server == world.process(pid).mps_server
 
 
-def test_add_graphics(cli: Cli) -> None:
-    cli("sim", "add", "--graphics", "-g", "1", host=TWO).ok()
-    (process,) = cli("status", "-g", "1", host=TWO, output="json").ok().data["gpus"][0]["processes"]
-    assert (process["graphics"], process["compute"]) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--memory", "x"), "bad_size", 2),
-        (("--queue", "x"), "bad_duration", 2),
-        (("--user", " "), "bad_user", 2),
-        (("--user", "99999999999"), "bad_user", 2),
-        (("--mig", "5"), "not_found", 6),
-        (("-g", "9"), "unknown_gpu", 6),
-    ],
+@refusals(
+    "bad_size 2: --memory x",
+    "bad_duration 2: --queue x",
+    "bad_user 2: --user ' ' | --user 99999999999",
+    "not_found 6: --mig 5",
+    "unknown_gpu 6: -g 9",
 )
-def test_wrong_add(refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_add(refused: Refused, world: World, words: Words, code: str, exit_code: int) -> None:
     world.host.nvml.identities()
     refused("sim", "add", *words, code=code, exit_code=exit_code)
 
@@ -166,36 +152,32 @@ def test_end_by_a_signal(cli: Cli, world: World, name: str) -> None:
     assert world.process(second).broken == (name != "int")
 
 
-def test_stop_and_continue(cli: Cli, world: World) -> None:
+def test_stop_continue_and_wrong_words(cli: Cli, world: World, refused: Refused) -> None:
     world.fault("busy")
     (pid,) = world.pids()
     cli("sim", "end", str(pid), "--signal", "STOP").ok()
     assert world.process(pid).stopped_at is not None
     cli("sim", "end", str(pid), "--signal", "CONT").ok()
     assert world.process(pid).stopped_at is None
-
-
-def test_wrong_end(refused: Refused, world: World) -> None:
-    world.fault("busy")
     refused("sim", "end", "1", code="not_found", exit_code=6)
     for name in ("NOPE", "WINCH", "USR1"):
         message = refused("sim", "end", str(world.pids()[0]), "--signal", name, code="bad_signal", exit_code=2)
         assert "give KILL, TERM, INT, HUP, QUIT, ABRT, STOP or CONT" in message
 
 
-def test_the_example_of_a_fault_is_a_plausible_value(refused: Refused) -> None:
+def test_the_example_of_a_fault_is_a_plausible_value(refused: Refused, world: World) -> None:
+    world.host.nvml.identities()
     assert refused("sim", "fault", "power-cap", code="bad_fault", exit_code=2).endswith("power-cap 300\n")
     assert refused("sim", "fault", "shm", code="bad_fault", exit_code=2).endswith("shm 64M\n")
+    for kind in ("unlisted-memory", "shm", "host-memory"):
+        assert f"for example {kind} 4G" in refused("sim", "fault", kind, "20000000", code="bad_size", exit_code=2)
 
 
-def test_mig(cli: Cli, world: World) -> None:
+def test_mig(cli: Cli, world: World, refused: Refused) -> None:
     assert cli("sim", "mig", "3g.71gb", "1g.18gb:4").ok().out == "GPU 0: 3g.71gb, 1g.18gb:4\n"
     assert world.look()[0].places == {("3g.71gb", 0), ("1g.18gb", 4)}
     assert cli("sim", "mig").ok().out == "GPU 0: MIG off\n"
     assert (world.state.gpus[0].mig, world.state.gpus[0].mig_mode) == ([], 0)
-
-
-def test_wrong_mig(refused: Refused, world: World) -> None:
     refused("sim", "mig", "7g.141gb", "1g.18gb", code="never_fits", exit_code=1)
     refused("sim", "mig", "-g", "4", "1g.18gb", code="not_found", exit_code=6)
     world.fault("busy")
@@ -242,8 +224,7 @@ def test_fault(cli: Cli, world: World, kind: str) -> None:
     cli("sim", "fault", kind, *([value] if value else [])).ok()
     assert holds(world)
     assert cli("sim", "show").ok().out
-    cleared = cli("sim", "fault", "--clear").ok().out
-    assert cleared == f"{world.spec}: no faults\n"
+    assert cli("sim", "fault", "--clear").ok().out == f"{world.spec}: no faults\n"
     # Processes, MIG and the driver's version are no faults.
     assert bool(holds(world)) == (kind in {"driver", "busy", "collide"})
 
@@ -254,23 +235,14 @@ def test_fault_of_one_gpu(cli: Cli) -> None:
     assert [gpu.lost for gpu in World(TWO).state.gpus] == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *(("nonsense",), (), ("lost", "--clear"), ("hang",), ("hang", "vi"), ("user",), ("driver",), ("driver", "x")),
-        *(("not-supported",), ("not-supported", "x"), ("lost", "-g", "7")),
-    ],
+@refusals(
+    "bad_fault 2: nonsense || lost --clear | hang | hang vi | user | driver | driver x | not-supported",
+    "bad_fault 2: not-supported x",
+    "not_found 6: lost -g 7",
 )
-def test_wrong_fault(refused: Refused, world: World, words: tuple[str, ...]) -> None:
+def test_wrong_fault(refused: Refused, world: World, words: Words, code: str, exit_code: int) -> None:
     world.host.nvml.identities()
-    code, exit_code = ("not_found", 6) if "-g" in words else ("bad_fault", 2)
     refused("sim", "fault", *words, code=code, exit_code=exit_code)
-
-
-@pytest.mark.parametrize("kind", ["unlisted-memory", "shm", "host-memory"])
-def test_a_fault_takes_a_size_with_its_unit(refused: Refused, world: World, kind: str) -> None:
-    world.host.nvml.identities()
-    assert f"for example {kind} 4G" in refused("sim", "fault", kind, "20000000", code="bad_size", exit_code=2)
 
 
 def test_the_help_of_a_fault_lists_the_fields() -> None:
@@ -294,9 +266,7 @@ def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.parametrize("words", [("list",), ("show",), ("reset",), ("add",)])
-def test_state_that_cannot_be_written(
-    cli: Cli, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_state_that_cannot_be_written(cli: Cli, sim_dir: Path, monkeypatch: Patch, words: Words) -> None:
     blocked = sim_dir / "file"
     blocked.write_text("")
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(blocked))

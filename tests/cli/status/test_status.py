@@ -16,7 +16,7 @@ from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
 from gpushare.run import look
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, World, until
+from tests.cli.drive import Cli, Real, Refused, Words, World, missing, refusals, sure, until
 
 MIXED = "sim:2xt4,a30"
 
@@ -29,11 +29,9 @@ def test_plain_off_a_terminal_and_table_when_asked(cli: Cli) -> None:
     assert "H200" in table
 
 
-def test_gpus_are_shown_in_the_order_of_the_option(cli: Cli, refused: Refused) -> None:
+def test_gpus_are_shown_in_the_order_of_the_option(cli: Cli) -> None:
     rows = csv.DictReader(io.StringIO(cli("status", "-g", "2,0", host=MIXED, output="csv").ok().out))
     assert [int(row["gpu_index"]) for row in rows] == [2, 0]
-    refused("status", "-g", "3", code="unknown_gpu", exit_code=6, host=MIXED)
-    refused("status", "-g", "", code="bad_gpu", exit_code=2, host=MIXED)
 
 
 def test_all_gpus_lost_fail(cli: Cli, world: World) -> None:
@@ -48,8 +46,7 @@ def test_one_lost_gpu_hides_no_other(cli: Cli) -> None:
     assert answer.json["status"] == "partial"
     assert [gpu["error"] is None for gpu in answer.data["gpus"]] == [True, False, True]
     assert answer.data["gpus"][1]["memory_used_bytes"] is None
-    assert [error["gpu"] for error in answer.json["errors"]] == ["1"]
-    assert answer.code == 1
+    assert ([error["gpu"] for error in answer.json["errors"]], answer.code) == (["1"], 1)
     # Named alone, the others say nothing of it.
     assert cli("status", "-g", "0,2", host=MIXED, output="json").json["status"] == "ok"
 
@@ -87,14 +84,13 @@ def test_daemons_and_clients(cli: Cli, world: World) -> None:
     cli("mps", "start", "--threads", "25").ok()
     pid = world.client()
     (daemon,) = cli("status", output="json").ok().data["mps_daemons"]
-    assert daemon["servers"][0]["clients"][0]["pid"] == pid
-    assert daemon["threads_percent"] == 25.0
+    assert (daemon["servers"][0]["clients"][0]["pid"], daemon["threads_percent"]) == (pid, 25.0)
     assert cli("status", "-g", "0", output="json").ok().data["mps_daemons"] == [daemon]
 
 
-@pytest.mark.parametrize("text", ["0", "50ms", "1x", "x"])
-def test_wrong_interval(refused: Refused, text: str) -> None:
-    refused("status", "-w", text, code="bad_duration", exit_code=2)
+@refusals("bad_duration 2: -w 0 | -w 50ms | -w 1x | -w x", "unknown_gpu 6: -w 1s -g 7 | -g 3", "bad_gpu 2: -g ''")
+def test_wrong_words(refused: Refused, words: Words, code: str, exit_code: int) -> None:
+    refused("status", *words, code=code, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("words", [("-w",), ("--watch",), ("-qw",), ("-w", "-q"), ("-w", "--host", "sim:h200")])
@@ -104,10 +100,6 @@ def test_watch_without_a_time_is_two_seconds(cli: Cli, monkeypatch: pytest.Monke
     cli("status", *words).ok()
     cli("status", *words[:1], "0.5s", *words[1:]).ok()
     assert seen == [2.0, 0.5]
-
-
-def test_watch_of_a_wrong_gpu_ends(refused: Refused) -> None:
-    refused("status", "-w", "1s", "-g", "7", code="unknown_gpu", exit_code=6)
 
 
 def test_watch_writes_json_lines_and_ends_clean(real: Real, tmp_path: Path) -> None:
@@ -142,9 +134,8 @@ def test_watch_sees_a_fault_come_and_go(real: Real, world: World, tmp_path: Path
 
 def test_watch_ends_when_its_reader_is_gone(real: Real) -> None:
     started = real("status", "-w", "0.1s", "-o", "json")
-    assert started.process.stdout is not None
-    started.process.stdout.readline()
-    started.process.stdout.close()
+    started.line()
+    sure(started.process.stdout).close()
     assert started.process.wait(timeout=120) == 128 + 13
 
 
@@ -168,9 +159,7 @@ def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
         ]
         assert waiting[0]["since_seconds"] < 60
         text = cli("status", host="sim:2xt4").ok().out
-        assert "reserved" in text
-        assert "waiting for room" in text
-        assert "6.0 GiB" in text
+        assert missing(text, "reserved", "waiting for room", "6.0 GiB") == []
         # Of one GPU, only its own.
         only = cli("status", "-g", "1", host="sim:2xt4", output="json").ok().data
         assert [job["name"] for job in only["waiting_jobs"]] == ["big"]
@@ -178,6 +167,7 @@ def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
         for place in places:
             place.leave()
     assert "waiting" not in cli("status", host="sim:2xt4").ok().out
+    assert look.LEDGER == ledger.PREFIX
 
 
 def test_many_waiting_jobs_are_counted(cli: Cli) -> None:
@@ -200,17 +190,11 @@ def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
     assert cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"] == []
 
 
-def test_the_ledger_is_found_by_its_name() -> None:
-    assert look.LEDGER == ledger.PREFIX
-
-
 def test_vgpu_sessions_of_a_hypervisor(cli: Cli) -> None:
     assert "vGPU" not in cli("status", host="sim:h200").ok().out
     words = ("sim", "vgpu", "NVIDIA H200-35C", "--memory", "35G", "--vm", "win-1")
     uuid = cli(*words, host="sim:h200").ok().out.strip()
     answer = cli("status", host="sim:h200").ok()
-    assert "vGPU sessions" in answer.out
-    assert "win-1" in answer.out
-    assert "17.5 / 35.0 GiB" in answer.out
+    assert missing(answer.out, "vGPU sessions", "win-1", "17.5 / 35.0 GiB") == []
     (session,) = cli("status", host="sim:h200", output="json").ok().json["data"]["vgpu_sessions"]
     assert (session["uuid"], session["type"], session["vm"]) == (uuid, "NVIDIA H200-35C", "win-1")

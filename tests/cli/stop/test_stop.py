@@ -17,7 +17,7 @@ from gpushare.host.identity import Identity, is_stopped
 from gpushare.run import stop as module
 from gpushare.run.jobs import JobRecord, find_record
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until, until_it_runs
+from tests.cli.drive import Cli, Patch, Real, Refused, Started, World, alive, refusals, sure, until, until_it_runs
 from tests.cli.test_consent import typed
 
 
@@ -26,9 +26,6 @@ def runs(real: Real, world: World, *options: str, program: tuple[str, ...] = ("s
     started = real("run", *options, "--name", "train", "--", *program)
     until_it_runs(world, started, "train")
     return started
-
-
-# -- what gpushare runs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G")])
@@ -46,8 +43,7 @@ def test_its_gpushare_ends_it_unasked(real: Real, cli: Cli, world: World, option
 @pytest.mark.parametrize("which", ["program", "gpushare"])
 def test_a_job_by_pid(real: Real, cli: Cli, world: World, which: str) -> None:
     started = runs(real, world)
-    record = find_record(world.host, "train")
-    assert record is not None
+    record = sure(find_record(world.host, "train"))
     answer = cli("stop", str(record.pid if which == "program" else started.pid), asks=True).ok()
     assert answer.out.startswith(f"'train' (process {record.pid}) is gone after ")
     assert started.result().code == 143
@@ -57,8 +53,7 @@ def test_several_jobs_each_once(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world)
     pid = admin.add_process(world.spec, name="python3")
     jobs = cli("stop", "train", str(pid), str(started.pid), output="json").ok().data["jobs"]
-    assert [job["ended_by"] for job in jobs] == ["gpushare", "signal"]
-    assert world.pids() == []
+    assert ([job["ended_by"] for job in jobs], world.pids()) == (["gpushare", "signal"], [])
 
 
 def test_those_that_are_there_end_beside_one_that_has_ended(real: Real, cli: Cli, world: World) -> None:
@@ -67,20 +62,16 @@ def test_those_that_are_there_end_beside_one_that_has_ended(real: Real, cli: Cli
     assert started.process.poll() is None
     planned = cli("stop", "nosuch", "train", "-n")
     assert (planned.code, "no job 'nosuch'" in planned.err, "train" in planned.out) == (6, True, True)
-    answer = cli("stop", "nosuch", "train", output="json")
-    assert (answer.code, answer.error["code"]) == (6, "no_job")
+    answer = cli("stop", "nosuch", "train", output="json").ends(6, "no_job")
     # It has ended by then, so the hint does not name it.
     assert "train" not in answer.error["hint"]
-    assert [job["name"] for job in answer.data["jobs"]] == ["train"]
-    assert started.result().code == 143
+    assert ([job["name"] for job in answer.data["jobs"]], started.result().code) == (["train"], 143)
 
 
 STUBBORN = ("sh", "-c", "trap '' TERM INT; echo here >&2; while :; do sleep 0.1; done")
 
 
-def test_a_second_try_cuts_its_grace_period_short(
-    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_try_cuts_its_grace_period_short(real: Real, cli: Cli, world: World, monkeypatch: Patch) -> None:
     started = runs(real, world, "--slice", "2ms", "--grace", "600s", program=STUBBORN)
     with monkeypatch.context() as patched:
         patched.setattr(module, "BOUND_SECONDS", 0.4)
@@ -94,8 +85,8 @@ def test_a_second_try_cuts_its_grace_period_short(
 
 
 @pytest.mark.parametrize("earliest_look", [1, 2], ids=["stopped", "stopped after it was asked"])
-def test_a_stopped_gpushare_continues_to_end_its_job(
-    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, earliest_look: int
+def test_a_stopped_gpushare_goes_on_to_end(
+    real: Real, cli: Cli, world: World, monkeypatch: Patch, earliest_look: int
 ) -> None:
     started = runs(real, world)
     started.signal(signal.SIGSTOP)
@@ -117,9 +108,7 @@ def test_a_waiting_job_leaves_the_line(real: Real, cli: Cli, world: World) -> No
     listed: list[dict[str, Any]] = []
     for name in ("one", "two"):
         waiting.append(real("run", "--wait", "--memory", "60G", "--name", name, "--", "true"))
-        listed = until(
-            lambda: len(jobs := cli("jobs", output="json").data["jobs"]) == len(waiting) and jobs, f"{name} waits"
-        )
+        listed = until(lambda: len(jobs := cli("jobs", output="json").data["jobs"]) == len(waiting) and jobs, name)
     assert [(job["name"], job["state"], job["line"]["place"]) for job in listed] == [
         ("one", "waiting", 1),
         ("two", "waiting", 2),
@@ -138,9 +127,7 @@ def test_of_several_those_that_wait_leave_the_line_first_from_its_end(real: Real
     started = runs(real, world, "--memory", "100G")
     for name in ("two", "three"):
         real("run", "--wait", "--memory", "60G", "--name", name, "--", "touch", str(world.directory / name))
-        until(
-            lambda name=name: name in {job["name"] for job in cli("jobs", output="json").data["jobs"]}, f"{name} waits"
-        )
+        until(lambda name=name: name in {job["name"] for job in cli("jobs", output="json").data["jobs"]}, "it waits")
     jobs = cli("stop", "train", "two", "three", output="json", asks=True).ok().data["jobs"]
     assert [(job["name"], job["ended_by"]) for job in jobs] == [
         ("three", "line"),
@@ -151,27 +138,16 @@ def test_of_several_those_that_wait_leave_the_line_first_from_its_end(real: Real
     assert not any((world.directory / name).exists() for name in ("two", "three"))
 
 
-def test_a_paused_job_ends(real: Real, cli: Cli, world: World) -> None:
+@pytest.mark.parametrize(("verb", "state"), [(("pause",), "paused"), (("swap", "out"), "out")])
+def test_a_job_off_the_gpu_ends(real: Real, cli: Cli, world: World, verb: tuple[str, ...], state: str) -> None:
     started = runs(real, world, "--slice", "2ms")
-    cli("pause", "train").ok()
-    assert [job["state"] for job in cli("jobs", output="json").data["jobs"]] == ["paused"]
+    cli(*verb, "train").ok()
+    (job,) = cli("jobs", output="json").data["jobs"]
+    assert (job["state"], job["memory_used_bytes"] == 0, bool(job["swapped_bytes"])) == (state, *[state == "out"] * 2)
     cli("stop", "train", asks=True).ok()
     assert started.result().code == 143
     assert "no job is paused" in cli("pause", "list").out
-
-
-def test_a_job_that_is_out_ends_where_it_is(real: Real, cli: Cli, world: World) -> None:
-    started = runs(real, world, "--slice", "2ms")
-    cli("swap", "out", "train").ok()
-    (job,) = cli("jobs", output="json").data["jobs"]
-    assert (job["state"], job["memory_used_bytes"]) == ("out", 0)
-    assert job["swapped_bytes"] > 0
-    cli("stop", "train", asks=True).ok()
-    assert started.result().code == 143
     assert cli("swap", "list", output="json").data["jobs"] == []
-
-
-# -- what it does not run ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -186,27 +162,20 @@ def test_a_process_of_one_self_is_asked_for(refused: Refused, cli: Cli, world: W
     (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
     assert (job["name"], job["ended_by"]) == (None, "signal")
     assert world.pids() == []
-
-
-def test_a_program_without_a_handler_is_killed_after_the_grace(cli: Cli, world: World) -> None:
+    # One that catches its signals is killed after the grace.
     pid = admin.add_process(world.spec, catches=(signal.SIGTERM, signal.SIGINT))
     cli("stop", str(pid), "--grace", "0.1s").ok()
     assert pid not in world.pids()
 
 
-def test_a_paused_process_ends(cli: Cli, world: World, pid: int) -> None:
-    cli("pause", str(pid)).ok()
-    data = cli("stop", str(pid), "-n", output="json").ok().data
-    assert data["steps"][0]["what"].startswith("resume it, so that it can end, then end process")
+@pytest.mark.parametrize("verb", [("pause",), ("swap", "out")])
+def test_a_process_off_the_gpu_ends(cli: Cli, world: World, pid: int, verb: tuple[str, ...]) -> None:
+    cli(*verb, str(pid)).ok()
+    step = cli("stop", str(pid), "-n", output="json").ok().data["steps"][0]
+    assert step["what"].startswith("resume it, so that it can end, then end process") == (verb == ("pause",))
     cli("stop", str(pid)).ok()
     assert world.pids() == []
     assert "no job is paused" in cli("pause", "list").out
-
-
-def test_a_process_that_is_out_ends(cli: Cli, world: World, pid: int) -> None:
-    cli("swap", "out", str(pid)).ok()
-    cli("stop", str(pid)).ok()
-    assert world.pids() == []
     assert cli("swap", "list", output="json").data["jobs"] == []
 
 
@@ -220,8 +189,8 @@ def test_a_job_whose_gpushare_was_killed_is_the_users_own(cli: Cli, world: World
     assert "gpushare killed" in cli("jobs").ok().out
 
 
-def test_root_is_asked_before_the_record_of_another_user_ends_a_process(
-    refused: Refused, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+def test_root_is_asked_before_a_users_record_ends_a_process(
+    refused: Refused, world: World, pid: int, monkeypatch: Patch
 ) -> None:
     record = replace(write_orphan(world, pid), keeper_uid=4242)
     monkeypatch.setattr(module, "running_record", lambda *_: record)
@@ -245,7 +214,7 @@ def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: i
         supervisor.kill()
 
 
-def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatch: Patch) -> None:
     identity = "0123456789ab" + "0" * 52
     pid = admin.add_process(world.spec, container=identity[:12])
     asked: list[tuple[str, ...]] = []
@@ -266,7 +235,7 @@ def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatc
     assert asked[-1] == ("docker", "stop", "-t", "3", "0123456789ab")
 
 
-def test_an_engine_that_does_not_stop_a_container(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_stop_a_container(cli: Cli, world: World, monkeypatch: Patch) -> None:
     pid = admin.add_process(world.spec, container="0123456789ab")
     monkeypatch.setattr("gpushare.run.container.ask_engine", lambda *_, **__: "0123456789ab" + "0" * 52)
     monkeypatch.setattr(module, "_GONE_SECONDS", 0.1)
@@ -275,27 +244,17 @@ def test_an_engine_that_does_not_stop_a_container(cli: Cli, world: World, monkey
 
 
 @pytest.mark.parametrize("name", ["--help", "web", "0123"])
-def test_a_name_of_a_container_is_no_id(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_name_of_a_container_is_no_id(cli: Cli, world: World, monkeypatch: Patch, name: str) -> None:
     pid = admin.add_process(world.spec, container=name)
     monkeypatch.setattr("gpushare.run.container.ask_engine", lambda *_, **__: pytest.fail("an engine was asked"))
     cli("stop", str(pid)).ok()
     assert world.pids() == []
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("nosuch",), "no_job", 6),
-        (("4190000",), "no_job", 6),
-        (("0",), "no_job", 6),
-        (("99999999999999",), "no_job", 6),
-        (("bad name",), "bad_name", 2),
-        (("",), "bad_name", 2),
-        (("list",), "bad_name", 2),
-        (("train", "--grace", "soon"), "bad_duration", 2),
-        (("train", "--grace", "-1"), "bad_duration", 2),
-        (("train", "--grace", "31d"), "bad_duration", 2),
-    ],
+@refusals(
+    "no_job 6: nosuch | 4190000 | 0 | 99999999999999",
+    "bad_name 2: 'bad name' | '' | list",
+    "bad_duration 2: train --grace soon | train --grace -1 | train --grace 31d",
 )
 def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("stop", *words, code=code, exit_code=exit_code)
@@ -328,9 +287,6 @@ def test_names_of_running_jobs_are_offered(real: Real, cli: Cli, world: World) -
     cli("stop", "train").ok()
 
 
-# -- clients of MPS ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def daemon(cli: Cli, world: World) -> int:
     cli("mps", "start").ok()
@@ -342,13 +298,6 @@ def idle(world: World, daemon: int) -> int:
     """A client that does nothing."""
     assert daemon
     return world.client(sm_percent=0)
-
-
-def test_idle_client(cli: Cli, world: World, idle: int) -> None:
-    (job,) = cli("stop", str(idle), "--grace", "600s", output="json").ok().data["jobs"]
-    assert (job["pid"], job["ended_by"], job["server_status"]) == (idle, "mps", "ACTIVE")
-    assert job["drain"]["by"] == "idle"
-    assert world.pids() == []
 
 
 @pytest.mark.usefixtures("daemon")
@@ -369,9 +318,8 @@ def test_busy_neighbour_survives_the_end_of_a_deep_queue(cli: Cli, world: World)
 def test_neighbours_that_hide_the_fall_cost_the_bound(cli: Cli, world: World) -> None:
     victim = world.client(sm_percent=5, queue_seconds=0.2)
     world.client(sm_percent=95)
-    assert (
-        "neighbours kept the GPU busy for the whole time limit" in cli("stop", str(victim), "--grace", "0.4s").ok().out
-    )
+    said = cli("stop", str(victim), "--grace", "0.4s").ok().out
+    assert "neighbours kept the GPU busy for the whole time limit" in said
 
 
 @pytest.mark.usefixtures("daemon")
@@ -379,9 +327,7 @@ def test_fault_of_an_earlier_plain_kill_is_explained(cli: Cli, world: World) -> 
     first, second, third = (world.client(queue_seconds=0.3) for _ in range(3))
     world.send(first, signal.SIGKILL)
     assert world.process(second).broken
-    answer = cli("stop", str(second), output="json")
-    assert answer.code == 1
-    assert answer.error["code"] == "server_fault"
+    answer = cli("stop", str(second), output="json").ends(1, "server_fault")
     assert "is in state FAULT" in answer.error["message"]
     assert "gpushare stop PID" in answer.error["hint"]
     # The way out that the hint names.
@@ -395,14 +341,16 @@ def test_what_serves_the_clients_is_left_alone(refused: Refused, world: World, d
         assert "gpushare mps stop" in refused("stop", str(each), code="serves_clients", exit_code=2)
 
 
-def test_dry_run_of_a_client(cli: Cli, world: World, idle: int) -> None:
+def test_an_idle_client_ends_as_planned(cli: Cli, world: World, idle: int) -> None:
     data = cli("stop", str(idle), "-n", output="json").ok().data
     commands = [step["command"] for step in data["steps"]]
-    assert commands[0] == f"kill -STOP {idle}"
-    assert commands[2] == f"kill -KILL {idle}"
+    assert (commands[0], commands[2]) == (f"kill -STOP {idle}", f"kill -KILL {idle}")
     assert commands[3].startswith("echo get_server_status ")
     assert len(data["consent"]) == 1
     assert world.process(idle).stopped_at is None
+    (job,) = cli("stop", str(idle), "--grace", "600s", output="json").ok().data["jobs"]
+    assert (job["pid"], job["ended_by"], job["server_status"]) == (idle, "mps", "ACTIVE")
+    assert (job["drain"]["by"], world.pids()) == ("idle", [])
 
 
 @pytest.mark.usefixtures("daemon")
@@ -417,8 +365,7 @@ def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> No
     world.foreign_daemon(sim_dir)
     pid = world.client(sm_percent=0)
     (job,) = cli("stop", str(pid), output="json").ok().data["jobs"]
-    assert job["ended_by"] == "mps"
-    assert world.pids() == []
+    assert (job["ended_by"], world.pids()) == ("mps", [])
 
 
 @pytest.mark.usefixtures("daemon")
@@ -427,9 +374,7 @@ def test_interrupted_while_it_drains_lets_the_client_go_on(real: Real, world: Wo
     world.client(sm_percent=90, queue_seconds=60)
     started = real("stop", str(pid), "-y", "--grace", "600s")
     until(lambda: world.process(pid).stopped_at is not None, "stopped")
-    answer = started.end()
-    assert answer.code == 130
-    assert answer.lines("error") == ["error: interrupted"]
+    assert started.end().ends(130).lines("error") == ["error: interrupted"]
     assert world.process(pid).stopped_at is None
 
 
@@ -441,9 +386,6 @@ def test_client_on_a_mig_instance(cli: Cli, world: World) -> None:
     # Utilization does not cover an instance: only GPM sees its end.
     assert job["drain"]["by"] != "bound"
     assert world.pids() == []
-
-
-# -- other users -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("daemon")
@@ -484,9 +426,8 @@ def test_root_ends_the_job_of_a_user_after_a_question(refused: Refused, cli: Cli
     error = cli("stop", "train", output="json").error
     assert (error["code"], all(str(pid) in error["hint"] for pid in pids)) == ("ambiguous_job", True)
     assert len(cli("jobs", output="json").ok().data["jobs"]) == 2
-    assert f"'train' (process {pids[0]}) (of nobody)" in refused(
-        "stop", str(pids[0]), asks=True, code="needs_consent", exit_code=19
-    )
+    text = refused("stop", str(pids[0]), asks=True, code="needs_consent", exit_code=19)
+    assert f"'train' (process {pids[0]}) (of nobody)" in text
     cli("stop", str(pids[0])).ok()
     world.fault("user", uids[1])
     assert [job["pid"] for job in cli("jobs", output="json").ok().data["jobs"]] == [pids[1]]

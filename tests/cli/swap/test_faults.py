@@ -25,7 +25,7 @@ from gpushare.memory.room import room_kept
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Swap, find_swap, swaps
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Patch, Refused, World, sure
 
 SPEC = "sim:h200"
 
@@ -56,7 +56,7 @@ Before = Callable[[str, Callable[[int], object]], None]
 
 
 @pytest.fixture
-def before(monkeypatch: pytest.MonkeyPatch) -> Before:
+def before(monkeypatch: Patch) -> Before:
     """Return a function that lets something happen right before each call of the driver with this name."""
 
     def patch(name: str, act: Callable[[int], object]) -> None:
@@ -82,13 +82,9 @@ def once(act: Callable[[], object]) -> Callable[[int], None]:
     return call
 
 
-# -- processes that end ------------------------------------------------------------------------------------------------
-
-
 def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World, pid: int) -> None:
     admin.end_process(SPEC, pid)
-    answer = cli("swap", "in", str(pid), output="json")
-    assert (answer.code, answer.error["code"]) == (6, "no_job")
+    answer = cli("swap", "in", str(pid), output="json").ends(6, "no_job")
     assert answer.error["message"] == f"process {pid} ended while it was swapped out"
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
     assert not SWAPS.path(world.host, pid).exists()
@@ -128,36 +124,25 @@ def test_a_job_that_ends_during_a_repair_leaves_no_record(cli: Cli, world: World
     assert not swap.path.exists()
 
 
-@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+@pytest.mark.parametrize("call", ["lock", "checkpoint", "restore", "unlock"])
 def test_a_process_that_ends_on_the_way_is_left_out(cli: Cli, world: World, before: Before, call: str) -> None:
-    """Between the lock of the first process and the copy of the last one, one of three ends."""
+    """Between the lock of the first process and the copy of the last one, or on the way back, one of three ends."""
     first, second, third = family()
     before(call, once(lambda: admin.end_process(SPEC, second)))
-    answer = cli("swap", "out", str(first), output="json").ok()
-    assert answer.data["job"]["state"] == "out"
-    assert [world.process(pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
-    (row,) = cli("swap", "list", output="json").ok().data["jobs"]
-    # What is left of it, which is what coming back needs room for.
-    assert row["memory_bytes"] == 24 * GIB
+    cli("swap", "out", str(first), output="json").ok()
+    if call in {"lock", "checkpoint"}:
+        assert [world.process(pid).checkpoint for pid in (first, third)] == [CHECKPOINTED] * 2
+        (row,) = cli("swap", "list", output="json").ok().data["jobs"]
+        # What is left of it, which is what coming back needs room for.
+        assert (row["state"], row["memory_bytes"]) == ("out", 24 * GIB)
     cli("swap", "in", str(third)).ok()
-    assert [world.process(pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
-
-
-@pytest.mark.parametrize("call", ["restore", "unlock"])
-def test_a_process_that_ends_on_the_way_back_is_left_out(cli: Cli, world: World, before: Before, call: str) -> None:
-    first, second, third = family()
-    cli("swap", "out", str(first)).ok()
-    before(call, once(lambda: admin.end_process(SPEC, second)))
-    cli("swap", "in", str(first)).ok()
     assert [world.process(pid).checkpoint for pid in (first, third)] == [RUNNING] * 2
 
 
 def test_a_job_that_ends_altogether_on_the_way_is_named(cli: Cli, world: World, before: Before) -> None:
     pid = job()
     before("checkpoint", lambda _pid: admin.end_process(SPEC, pid))
-    answer = cli("swap", "out", str(pid), output="json")
-    assert (answer.code, answer.error["code"]) == (6, "no_job")
-    assert "has ended" in answer.error["message"]
+    assert "has ended" in cli("swap", "out", str(pid), output="json").ends(6, "no_job").error["message"]
     assert not SWAPS.path(world.host, pid).exists()
 
 
@@ -171,15 +156,11 @@ def test_the_rest_of_a_job_comes_back_after_its_first_process_has_ended(cli: Cli
     assert world.process(second).checkpoint == RUNNING
 
 
-# -- processes that start ----------------------------------------------------------------------------------------------
-
-
 def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, before: Before) -> None:
     first = job()
     started: list[int] = []
     before("lock", once(lambda: started.append(job(2 * GIB, parent_pid=first))))
-    data = cli("swap", "out", str(first), output="json").ok().data["job"]
-    assert data["processes"] == [first, *started]
+    assert cli("swap", "out", str(first), output="json").ok().data["job"]["processes"] == [first, *started]
     assert world.process(started[0]).checkpoint == CHECKPOINTED
     cli("swap", "in", str(first)).ok()
     assert world.process(started[0]).checkpoint == RUNNING
@@ -201,19 +182,15 @@ def test_a_job_that_grows_beyond_host_memory_before_it_is_locked_stays(cli: Cli,
     pid = job()
     world.set(host_memory_bytes=40 * GIB)
     before("lock", once(lambda: world.alter(pid, memory_bytes=60 * GIB)))
-    answer = cli("swap", "out", str(pid), output="json")
-    assert (answer.code, answer.error["code"]) == (19, "host_memory")
-    assert world.process(pid).checkpoint == RUNNING
-    assert swaps(world.host) == []
+    cli("swap", "out", str(pid), output="json").ends(19, "host_memory")
+    assert (world.process(pid).checkpoint, swaps(world.host)) == (RUNNING, [])
 
 
 def test_a_job_that_never_stops_starting_processes_stays(cli: Cli, world: World, before: Before) -> None:
     first = job()
     before("lock", lambda _pid: job(GIB, parent_pid=first))
-    answer = cli("swap", "out", str(first), output="json")
-    assert (answer.code, answer.error["code"]) == (1, "job_grows")
-    assert {program.checkpoint for program in world.state.processes} == {RUNNING}
-    assert swaps(world.host) == []
+    cli("swap", "out", str(first), output="json").ends(1, "job_grows")
+    assert ({program.checkpoint for program in world.state.processes}, swaps(world.host)) == ({RUNNING}, [])
 
 
 def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Refused, world: World) -> None:
@@ -221,16 +198,10 @@ def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Refuse
     world.fault("user", "65534")
     first = job()
     job(GIB, parent_pid=first, user="root")
-    text = refused("swap", "out", str(first), code="other_user", exit_code=4)
-    assert "belongs to root" in text
+    assert "belongs to root" in refused("swap", "out", str(first), code="other_user", exit_code=4)
 
 
-# -- processes that stop -----------------------------------------------------------------------------------------------
-
-
-def test_a_driver_that_does_not_answer_leaves_the_record(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_does_not_answer_leaves_the_record(cli: Cli, world: World, monkeypatch: Patch) -> None:
     """As with a process that is stopped after the check: the lock takes effect when it continues."""
     pid = job()
     hangs = [True]
@@ -253,14 +224,7 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
     Checkpoint.lock(world.host.open_checkpoint(), pid, 1.0)
     assert world.process(pid).checkpoint == LOCKED
     cli("swap", "in", str(pid))
-    assert world.process(pid).checkpoint == RUNNING
-    assert swaps(world.host) == []
-
-
-def test_a_stopped_job_is_refused(refused: Refused, world: World) -> None:
-    pid = job()
-    world.send(pid, signal.SIGSTOP)
-    assert f"kill -CONT {pid}" in refused("swap", "out", str(pid), code="stopped", exit_code=19)
+    assert (world.process(pid).checkpoint, swaps(world.host)) == (RUNNING, [])
 
 
 @pytest.mark.parametrize(
@@ -277,17 +241,18 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(cli: Cli, world: World, before
             raise KeyboardInterrupt
 
     before(call, interrupt)
-    answer = cli("swap", verb, str(first), output="json")
-    assert (answer.code, answer.error["code"]) == (130, "interrupted")
+    cli("swap", verb, str(first), output="json").ends(130, "interrupted")
     assert [world.process(pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
-def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cli: Cli, world: World, pid: int) -> None:
+def test_a_stopped_job_is_refused_also_while_it_is_out(refused: Refused, cli: Cli, world: World, pid: int) -> None:
     """A restore of it would not return, and take effect when it continues, with room or without."""
-    world.send(pid, signal.SIGSTOP)
-    for words in (("swap", "in", str(pid)), ("swap", "in", str(pid), "--wait")):
-        assert f"kill -CONT {pid}" in refused(*words, code="stopped", exit_code=19)
+    other = job()
+    for each in (other, pid):
+        world.send(each, signal.SIGSTOP)
+    for words in (("out", str(other)), ("in", str(pid)), ("in", str(pid), "--wait")):
+        assert f"kill -CONT {words[1]}" in refused("swap", *words, code="stopped", exit_code=19)
     (swap,) = swaps(world.host)
     assert swap.state == OUT
     SWAPS.write(replace(swap, state=RETURNING))
@@ -299,9 +264,7 @@ def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cl
     assert world.process(pid).checkpoint == RUNNING
 
 
-def test_ctrl_c_waits_for_a_guard_that_takes_long(
-    monkeypatch: pytest.MonkeyPatch, world: World, tmp_path: Path
-) -> None:
+def test_ctrl_c_waits_for_a_guard_that_takes_long(monkeypatch: Patch, world: World, tmp_path: Path) -> None:
     """A large job takes seconds to come back; Popen would wait for a quarter of a second."""
     slow = tmp_path / "guard.py"
     slow.write_text(
@@ -316,9 +279,6 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
     assert messages == ["waits until the guard has finished the interrupted swap"]
 
 
-# -- the end of a job that was restored --------------------------------------------------------------------------------
-
-
 def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(cli: Cli, world: World, before: Before) -> None:
     pid = job()
     # One that was never restored can be killed as it is.
@@ -327,8 +287,7 @@ def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(cli: Cli,
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
     before("checkpoint", once(_refuse))
-    assert cli("swap", "out", str(pid)).code == 1
-    assert [swap.state for swap in swaps(world.host)] == [BACK]
+    assert (cli("swap", "out", str(pid)).code, [swap.state for swap in swaps(world.host)]) == (1, [BACK])
     module.checkpoint_before_kill(world.host, [pid])
     assert world.process(pid).checkpoint == CHECKPOINTED
 
@@ -343,8 +302,7 @@ def test_a_job_on_its_way_back_is_laid_down_too(world: World, pid: int) -> None:
     world.host.open_checkpoint().restore(pid, swap.memory_bytes)
     SWAPS.write(replace(swap, state=RETURNING))
     module.checkpoint_before_kill(world.host, [pid])
-    assert world.process(pid).checkpoint == CHECKPOINTED
-    assert [each.state for each in swaps(world.host)] == [OUT]
+    assert (world.process(pid).checkpoint, [each.state for each in swaps(world.host)]) == (CHECKPOINTED, [OUT])
 
 
 def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, before: Before) -> None:
@@ -352,16 +310,12 @@ def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, be
     first, second, _ = family()
     cli("swap", "out", str(first)).ok()
     before("restore", lambda pid: job(130 * GIB) if pid == second else None)
-    answer = cli("swap", "in", str(first), output="json")
-    assert answer.error["code"] == "job_lost"
+    assert cli("swap", "in", str(first), output="json").error["code"] == "job_lost"
     assert {world.process(pid).memory_bytes for pid in (first, second)} == {0}
 
 
-# -- disks and locks ---------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
-def full_disk(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[None]:
+def full_disk(monkeypatch: Patch, after: int = 0) -> Iterator[None]:
     """Let no record be written, but for the first ``after``."""
     real, count = store.replace_file, [0]
 
@@ -378,22 +332,18 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int = 0) -> Iterator[None]
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_full_disk_loses_nothing_on_the_way_out(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
+def test_a_full_disk_loses_nothing_on_the_way_out(cli: Cli, world: World, monkeypatch: Patch, after: int) -> None:
     pid = job()
     with full_disk(monkeypatch, after):
-        answer = cli("swap", "out", str(pid), output="json")
-        assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
+        cli("swap", "out", str(pid), output="json").ends(1, "file_unwritable")
     repair(world.host)
     assert world.process(pid).checkpoint == RUNNING
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
-def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int) -> None:
+def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: Patch, pid: int) -> None:
     with full_disk(monkeypatch):
-        answer = cli("swap", "in", str(pid), output="json")
-        assert "is back on the GPU, but" in answer.error["message"]
+        assert "is back on the GPU, but" in cli("swap", "in", str(pid), output="json").error["message"]
     assert world.process(pid).checkpoint == RUNNING
     # It may say that the job is out; the next command corrects that.
     cli("swap", "in", str(pid))
@@ -401,9 +351,7 @@ def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("size", [20 * GIB, 100 * GIB], ids=["room", "no room"])
-def test_a_full_directory_of_claims_keeps_no_job_out(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, size: int
-) -> None:
+def test_a_full_directory_of_claims_keeps_no_job_out(cli: Cli, world: World, monkeypatch: Patch, size: int) -> None:
     """``/run/lock`` is often small, and every user can fill it."""
     pid = job(size)
     cli("swap", "out", str(pid)).ok()
@@ -426,9 +374,7 @@ def test_a_full_directory_of_claims_keeps_no_job_out(
     assert world.process(pid).checkpoint == RUNNING
 
 
-def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(cli: Cli, world: World, monkeypatch: Patch) -> None:
     messages: list[str] = []
     monkeypatch.setattr(swapped, "SAY_SECONDS", 0.0)
     with swapped.locked(world.host):
@@ -440,9 +386,6 @@ def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
         # Those who only read do not wait.
         cli("swap", "list").ok()
     assert messages == ["waits until another gpushare of this user has swapped its job"]
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def record(world: World, pid: int) -> tuple[Path, dict[str, Any]]:
@@ -474,12 +417,11 @@ def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(world: W
     swap = find_swap(world.host, pid)
     assert isinstance(swap, Swap)
     SWAPS.write(replace(swap, pid=4242, state=BACK, path=SWAPS.path(world.host, 4242)))
-    swap = find_swap(world.host, pid)
-    assert swap is not None
+    swap = sure(find_swap(world.host, pid))
     assert swap.state == OUT
 
 
-def test_a_process_of_unknown_size_is_refused(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_sizes_are_refused(refused: Refused, world: World, monkeypatch: Patch) -> None:
     """Without its size no room could be reserved for its way back, and the driver would lose it."""
     pid = job()
     real = NvmlReader.processes
@@ -488,34 +430,24 @@ def test_a_process_of_unknown_size_is_refused(refused: Refused, world: World, mo
         listed = real(self, index)
         return listed and tuple(replace(process, memory_used_bytes=None) for process in listed)
 
-    monkeypatch.setattr(NvmlReader, "processes", processes)
-    text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(NvmlReader, "processes", processes)
+        text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
     assert f"does not say how much memory process {pid} holds" in text
-    assert world.process(pid).checkpoint == RUNNING
-
-
-def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Refused, world: World) -> None:
-    pid = job()
     world.fault("not-supported", "memory")
-    assert "does not say how much memory GPU 0 has" in refused(
-        "swap", "out", str(pid), code="memory_unknown", exit_code=3
-    )
+    text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
+    assert "does not say how much memory GPU 0 has" in text
     assert world.process(pid).checkpoint == RUNNING
 
 
-# -- a driver that is missing, or does not tell ------------------------------------------------------------------------
-
-
-def _without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_library(monkeypatch: Patch) -> None:
     def missing(_self: Checkpoint, name: str) -> Any:
         raise NotSupported(f"this driver has no {name}", "driver 570 or later is needed", code="driver_too_old")
 
     monkeypatch.setattr(Checkpoint, "_driver_function", missing)
 
 
-def test_without_the_calls_of_the_driver_nothing_begins(
-    cli: Cli, refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_drivers_calls_nothing_begins(cli: Cli, refused: Refused, world: World, monkeypatch: Patch) -> None:
     pid, other = job(), job(4 * GIB)
     cli("swap", "out", str(other)).ok()
     with monkeypatch.context() as without:
@@ -528,9 +460,7 @@ def test_without_the_calls_of_the_driver_nothing_begins(
 
 
 @pytest.mark.parametrize("state", [LEAVING, RETURNING])
-def test_a_record_stays_while_the_driver_is_missing(
-    world: World, monkeypatch: pytest.MonkeyPatch, state: str, pid: int
-) -> None:
+def test_a_record_stays_while_the_driver_is_missing(world: World, monkeypatch: Patch, state: str, pid: int) -> None:
     """As between the upgrade of a driver and the reboot: the job is out, and must not be taken for one that is back."""
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=state))
@@ -543,9 +473,7 @@ def test_a_record_stays_while_the_driver_is_missing(
     assert world.process(pid).checkpoint == RUNNING
 
 
-def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int
-) -> None:
+def test_a_driver_that_hides_the_state_leaves_the_record(cli: Cli, world: World, monkeypatch: Patch, pid: int) -> None:
     with monkeypatch.context() as silent:
         silent.setattr(Checkpoint, "state", lambda *_: None)
         # Its guard asks the driver itself, and would complete it.
@@ -555,15 +483,11 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
     assert [swap.pid for swap in swaps(world.host)] == [pid]
     # The repair brings it back, and nothing is left to do.
     answer = cli("swap", "in", str(pid), output="json").ok()
-    assert answer.data["job"]["state"] == "back"
-    assert world.process(pid).checkpoint == RUNNING
+    assert (answer.data["job"]["state"], world.process(pid).checkpoint) == ("back", RUNNING)
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
 
 
-# -- room ----------------------------------------------------------------------------------------------------------------
-
-
-def _others_come(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:
+def _others_come(monkeypatch: Patch, size: int) -> list[int]:
     """Let a program that gpushare did not start take memory between the reservation and the restore."""
     came: list[int] = []
     real = Checkpoint.check_available
@@ -577,18 +501,13 @@ def _others_come(monkeypatch: pytest.MonkeyPatch, size: int) -> list[int]:
     return came
 
 
-def test_room_that_another_program_took_after_the_reservation_loses_nothing(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: int
-) -> None:
+def test_room_taken_after_the_reservation_loses_nothing(cli: Cli, world: World, monkeypatch: Patch, pid: int) -> None:
     came = _others_come(monkeypatch, 130 * GIB)
-    answer = cli("swap", "in", str(pid), output="json")
-    assert (answer.code, answer.error["code"]) == (19, "no_room")
-    assert world.process(pid).checkpoint == CHECKPOINTED
-    assert [swap.state for swap in swaps(world.host)] == [OUT]
+    cli("swap", "in", str(pid), output="json").ends(19, "no_room")
+    assert (world.process(pid).checkpoint, [swap.state for swap in swaps(world.host)]) == (CHECKPOINTED, [OUT])
     came.clear()
     admin.end_process(SPEC, next(program.pid for program in world.state.processes if program.pid != pid))
-    answer = cli("swap", "in", str(pid), "--wait", "--timeout", "1s", output="json")
-    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    cli("swap", "in", str(pid), "--wait", "--timeout", "1s", output="json").ends(19, "no_room")
     admin.end_process(SPEC, came[0])
     cli("swap", "in", str(pid), "--wait").ok()
 
@@ -604,8 +523,7 @@ def _half_out(cli: Cli, world: World) -> int:
 def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World) -> None:
     pid, place = _half_out(cli, world), world.hold(130 * GIB)
     repair(world.host)
-    assert world.process(pid).checkpoint == CHECKPOINTED
-    assert [each.state for each in swaps(world.host)] == [OUT]
+    assert (world.process(pid).checkpoint, [each.state for each in swaps(world.host)]) == (CHECKPOINTED, [OUT])
     place.leave()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=RETURNING))

@@ -17,7 +17,7 @@ from gpushare.memory.swapped import OUT, SWAPS, find_swap, swaps
 from gpushare.run.sliced import KeptSlices
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Patch, Refused, Words, World, missing, refusals
 
 SPEC = "sim:h200"
 
@@ -42,8 +42,7 @@ def pid(cli: Cli) -> str:
 def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World) -> None:
     pid = str(job())
     answer = cli("swap", "out", pid, output="json").ok()
-    assert answer.data["job"]["state"] == "out"
-    assert answer.data["job"]["memory_bytes"] == 20 * GIB
+    assert (answer.data["job"]["state"], answer.data["job"]["memory_bytes"]) == ("out", 20 * GIB)
     there = world.process(int(pid))
     assert (there.checkpoint, there.memory_bytes, there.image_bytes) == (CHECKPOINTED, 0, 20 * GIB)
     assert world.host.nvml.processes(0) == ()
@@ -56,8 +55,7 @@ def test_a_job_goes_out_and_comes_back(cli: Cli, refused: Refused, world: World)
     cli("swap", "in", pid).ok()
     there = world.process(int(pid))
     assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
-    assert cli("swap", "list", output="json").ok().data["jobs"] == []
-    assert reservations(world.host) == []
+    assert (cli("swap", "list", output="json").ok().data["jobs"], reservations(world.host)) == ([], [])
 
 
 def slice_of(cli: Cli) -> tuple[int, int | None]:
@@ -70,8 +68,7 @@ def test_what_gpushare_set_as_its_slice_holds_again(cli: Cli) -> None:
     pid = str(job())
     cli("timeslice", "set", "500us", pid).ok()
     cli("swap", "out", pid).ok()
-    assert cli("swap", "in", pid).ok().err == ""
-    assert slice_of(cli) == (500, 500)
+    assert (cli("swap", "in", pid).ok().err, slice_of(cli)) == ("", (500, 500))
     cli("timeslice", "reset", pid).ok()
     assert slice_of(cli) == (2048, None)
     # What nobody set is what the driver gives.
@@ -95,8 +92,7 @@ def test_run_leaves_a_slice_that_was_set_or_reset_meanwhile_after_a_swap_too(cli
     assert slice_of(cli) == (500, 500)
     cli("timeslice", "set", "4ms", str(pid)).ok()
     swap()
-    assert kept.apply([pid], 500) == []
-    assert slice_of(cli) == (4000, 4000)
+    assert (kept.apply([pid], 500), slice_of(cli)) == ([], (4000, 4000))
     cli("timeslice", "reset", str(pid)).ok()
     swap()
     assert kept.apply([pid], 500) == kept.apply([pid], 500) == []
@@ -115,9 +111,7 @@ def test_a_slice_that_cannot_be_set_again_is_told(cli: Cli, world: World) -> Non
 
 
 @pytest.mark.parametrize("words", [("--memory", "100G"), ("--wait",)])
-def test_a_job_comes_back_with_all_that_it_had_reserved(
-    cli: Cli, refused: Refused, world: World, words: tuple[str, ...]
-) -> None:
+def test_a_job_comes_back_with_all_that_it_had_reserved(cli: Cli, refused: Refused, world: World, words: Words) -> None:
     cli("run", "-d", *words, "--swap", "request", "--name", "train", "--", "sleep", "300").ok()
     (reserved,) = reservations(world.host) or []
     cli("swap", "out", "train").ok()
@@ -133,46 +127,32 @@ def test_a_job_comes_back_with_all_that_it_had_reserved(
 def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     pid = str(job())
     answer = cli("swap", "out", pid, "-n").ok()
-    assert "cuda-checkpoint --action lock" in answer.out
-    assert f"gpushare swap in {pid}" in answer.out
-    assert world.process(int(pid)).checkpoint == RUNNING
-    assert swaps(world.host) == []
+    assert missing(answer.out, "cuda-checkpoint --action lock", f"gpushare swap in {pid}") == []
+    assert (world.process(int(pid)).checkpoint, swaps(world.host)) == (RUNNING, [])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("swap", "out", "999999"), "no_job", 6),
-        (("swap", "out", "no-such-job"), "no_job", 6),
-        (("swap", "out", "-x"), "usage", 2),
-        (("swap", "in", "1"), "not_out", 6),
-        (("swap", "in", "1", "--timeout", "5s"), "bad_combination", 2),
-        (("swap", "out"), "usage", 2),
-    ],
+@refusals(
+    "no_job 6: swap out 999999 | swap out no-such-job",
+    "usage 2: swap out -x | swap out",
+    "not_out 6: swap in 1",
+    "bad_combination 2: swap in 1 --timeout 5s",
 )
-def test_wrong_usage(refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, world: World, words: Words, code: str, exit_code: int) -> None:
     refused(*words, code=code, exit_code=exit_code)
 
 
-def test_what_is_refused_by_name(refused: Refused, cli: Cli, world: World) -> None:
+def test_jobs_that_cannot_be_swapped_are_refused(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     home = next(iter(world.state.daemons)).pipe_directory
     pid = str(job(mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": home}))
     refused("swap", "out", pid, code="under_mps", exit_code=3)
-
-
-def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Refused, cli: Cli) -> None:
     two = World.new("sim:2xh200")
     first = admin.add_process(two.spec, "0", memory_bytes=GIB)
     admin.add_process(two.spec, "1", memory_bytes=GIB, parent_pid=first)
-    text = refused("swap", "out", str(first), code="several_gpus", exit_code=3, host=two.spec)
-    assert "GPUs 0, 1" in text
+    assert "GPUs 0, 1" in refused("swap", "out", str(first), code="several_gpus", exit_code=3, host=two.spec)
     host = World.new("sim:h200")
     pid = host.add(host.mig("1g.18gb:0")[0])
     refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=host.spec)
-
-
-def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Refused, cli: Cli) -> None:
     host = World.new("sim:h200")
     pid = admin.add_process(host.spec, memory_bytes=GIB)
     cli("swap", "out", str(pid)).ok()
@@ -202,7 +182,7 @@ def test_a_paused_job_is_resumed_first_by_its_name(refused: Refused, cli: Cli, w
     ("name", "value", "code", "exit_code"),
     [("host_memory_bytes", 20 * GIB, "host_memory", 19), ("driver", "550.54.14", "driver_too_old", 3)],
 )
-def test_what_the_host_lacks_is_noticed_before(
+def test_what_the_host_lacks(
     refused: Refused, world: World, name: str, value: object, code: str, exit_code: int
 ) -> None:
     pid = job()
@@ -212,12 +192,13 @@ def test_what_the_host_lacks_is_noticed_before(
 
 
 def test_without_room_it_stays_out(cli: Cli, world: World, pid: str) -> None:
+    place = world.hold(130 * GIB)
+    cli("swap", "in", pid).ends(19)
+    place.leave()
     other = job(130 * GIB)
-    answer = cli("swap", "in", pid, output="json")
-    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    cli("swap", "in", pid, output="json").ends(19, "no_room")
     assert world.process(int(pid)).checkpoint == CHECKPOINTED
-    answer = cli("swap", "in", pid, "--wait", "--timeout", "0.2s", output="json")
-    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    cli("swap", "in", pid, "--wait", "--timeout", "0.2s", output="json").ends(19, "no_room")
     admin.end_process(SPEC, other)
     cli("swap", "in", pid, "--wait").ok()
     assert world.process(int(pid)).checkpoint == RUNNING
@@ -230,26 +211,17 @@ def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli:
     pid = str(job(all_of_it))
     cli("swap", "out", pid).ok()
     other = job(4 << 20)
-    answer = cli("swap", "in", pid, output="json")
-    assert (answer.code, answer.error["code"]) == (19, "no_room")
+    cli("swap", "in", pid, output="json").ends(19, "no_room")
     admin.end_process(SPEC, other)
     cli("swap", "in", pid).ok()
     assert world.process(int(pid)).memory_bytes == all_of_it
-
-
-def test_room_that_others_reserved_is_not_taken(cli: Cli, world: World, pid: str) -> None:
-    place = world.hold(130 * GIB)
-    assert cli("swap", "in", pid).code == 19
-    place.leave()
-    cli("swap", "in", pid).ok()
 
 
 @pytest.mark.parametrize("name", ["lock", "checkpoint"])
 def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, name: str) -> None:
     pid = str(job())
     world.set(checkpoint_faults={name: 801})
-    answer = cli("swap", "out", pid, output="json")
-    assert (answer.code, answer.error["code"]) == (3, "not_supported")
+    answer = cli("swap", "out", pid, output="json").ends(3, "not_supported")
     # Of the list of processes it is no client of MPS.
     assert "uses NCCL, CUDA IPC or managed memory" in answer.error["message"]
     there = world.process(int(pid))
@@ -257,7 +229,7 @@ def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, na
     assert swaps(world.host) == []
 
 
-def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, pid: str) -> None:
+def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: Patch, pid: str) -> None:
     """Somebody took the room between the check and the restore: the driver has lost the job."""
     real = Checkpoint.restore
 
@@ -267,8 +239,7 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Checkpoint, "restore", restore)
     answer = cli("swap", "in", pid, output="json")
-    assert answer.error["code"] == "job_lost"
-    assert answer.error["hint"] == f"end it: gpushare stop {pid}"
+    assert (answer.error["code"], answer.error["hint"]) == ("job_lost", f"end it: gpushare stop {pid}")
     assert world.process(int(pid)).checkpoint == FAILED
     (row,) = cli("swap", "list", output="json").ok().data["jobs"]
     assert row["state"] == "lost"
@@ -289,8 +260,8 @@ CALLS = ("lock", "checkpoint", "restore", "unlock")
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", range(8))
 @pytest.mark.parametrize("room", [True, False])
-def test_a_death_at_any_call_loses_nothing(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, at: int, after: bool, room: bool
+def test_death_anywhere_loses_nothing(
+    cli: Cli, world: World, monkeypatch: Patch, at: int, after: bool, room: bool
 ) -> None:
     """Out and in again with gpushare killed at one of the driver's calls: then repair, and the job runs or is out."""
     pid = job()
@@ -336,8 +307,8 @@ def test_a_death_at_any_call_loses_nothing(
 
 
 @pytest.mark.parametrize("handles", [True, False])
-def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
-    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, handles: bool
+def test_a_restored_process_is_laid_down_before_it_is_killed(
+    cli: Cli, world: World, monkeypatch: Patch, handles: bool
 ) -> None:
     """A program without a handler is killed by the first SIGTERM."""
     from gpushare.run.end import end_programs
@@ -376,8 +347,7 @@ def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_proce
 
 def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World, pid: str) -> None:
     world.set(checkpoint_faults={"restore": 800})
-    answer = cli("swap", "in", pid, output="json")
-    assert (answer.code, answer.error["code"]) == (1, "restore_refused")
+    cli("swap", "in", pid, output="json").ends(1, "restore_refused")
     assert world.process(int(pid)).checkpoint == CHECKPOINTED
     # It is out, and the guard has nothing left to do.
     assert [swap.state for swap in swaps(world.host)] == [OUT]

@@ -20,7 +20,7 @@ from gpushare.run.jobs import find_job, processes_to_swap
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import FIRST_SIMULATED_PID
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, sure
 
 SPEC = "sim:h200"
 NOBODY = 65534
@@ -65,11 +65,9 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(cli: Cli, refu
     cli("swap", "in", "train").ok()
     assert world.process(pid).checkpoint == RUNNING
     # Root has written nothing into the user's directory, and the user sees it all the same.
-    assert record(world, NOBODY, pid).read_text() == before
-    assert listed(cli) == []
+    assert (record(world, NOBODY, pid).read_text(), listed(cli)) == (before, [])
     become(world, NOBODY)
-    assert listed(cli) == []
-    assert cli("swap", "in", str(pid), output="json").error["code"] == "not_out"
+    assert (listed(cli), cli("swap", "in", str(pid), output="json").error["code"]) == ([], "not_out")
     cli("swap", "out", str(pid)).ok()
     assert listed(cli) == [(pid, "out", "nobody", None)]
     cli("swap", "in", str(pid)).ok()
@@ -111,8 +109,7 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, 
     assert "undo: gpushare swap in train\n" in cli("swap", "out", "train").ok().out
     become(world, NOBODY)
     assert listed(cli) == [(pid, "out", "nobody", "root")]
-    text = refused("swap", "in", "train", code="swapped_by_root", exit_code=4)
-    assert "sudo gpushare swap in" in text
+    assert "sudo gpushare swap in" in refused("swap", "in", "train", code="swapped_by_root", exit_code=4)
     assert cli("swap", "out", "train", output="json").error["code"] == "already_out"
     assert world.process(pid).checkpoint == CHECKPOINTED
     become(world, 0)
@@ -145,9 +142,7 @@ def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> 
     cli("swap", "in", "train").ok()
     become(world, 0)
     cli("swap", "out", "train").ok()
-    swap = find_swap(world.host, pid)
-    assert swap is not None
-    assert swap.restored
+    assert sure(find_swap(world.host, pid)).restored
     become(world, NOBODY)
     assert listed(cli) == [(pid, "out", "nobody", "root")]
 
@@ -174,7 +169,7 @@ def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> N
 
 
 @pytest.mark.parametrize("state", [LEAVING, RETURNING])
-def test_a_users_record_keeps_root_from_swapping_the_job_for_a_while_only(
+def test_a_users_record_keeps_root_waiting_for_a_while_only(
     cli: Cli, world: World, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid, swap = swapped_once(cli, world, NOBODY)
@@ -238,8 +233,7 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
         {"space": None},
     ):
         path.write_text(json.dumps({**document, **wrong}))
-        assert listed(cli) == []
-        assert cli("swap", "in", str(others), output="json").error["code"] == "not_out"
+        assert (listed(cli), cli("swap", "in", str(others), output="json").error["code"]) == ([], "not_out")
     path.write_text(json.dumps(document))
     assert listed(cli) == [(mine, "out", "nobody", "nobody")]
     for uuid in ("all", "0", "GPU"):
@@ -253,8 +247,7 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
 def test_a_name_of_two_users_is_refused(cli: Cli, refused: Refused, world: World) -> None:
     pids = [job(world, uid, name="train") for uid in (NOBODY, 1)]
     become(world, 0)
-    text = refused("swap", "out", "train", code="ambiguous_job", exit_code=2)
-    assert str(pids[0]) in text
+    assert str(pids[0]) in refused("swap", "out", "train", code="ambiguous_job", exit_code=2)
     for uid in (NOBODY, 1):
         become(world, uid)
         cli("swap", "out", "train").ok()
@@ -271,16 +264,14 @@ def test_root_gives_way_to_a_root_with_another_run_directory(world: World, tmp_p
     found = find_job(host, str(pid))
     processes = processes_to_swap(host, found)
     SWAPS.write(module.leaving_record(host, found, world.uuid(), processes, None))
-    other = replace(
-        host, run_directory=tmp_path, shared_run_directories=(host.run_directory,), user_directories=lambda: ()
-    )
+    shared = (host.run_directory,)
+    other = replace(host, run_directory=tmp_path, shared_run_directories=shared, user_directories=lambda: ())
     with pytest.raises(InUse, match="root is swapping"):
         module.go_out(other, module.leaving_record(other, found, world.uuid(), processes, None), lambda: processes)
-    assert world.process(pid).checkpoint == RUNNING
-    assert [each.keeper_uid for each in SWAPS.all(other)] == [0]
+    assert (world.process(pid).checkpoint, [each.keeper_uid for each in SWAPS.all(other)]) == (RUNNING, [0])
 
 
-def test_root_sees_pauses_of_users_and_says_who_resumes_them(
+def test_root_sees_users_pauses_and_who_resumes_them(
     cli: Cli, refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = job(world, name="train")

@@ -14,7 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.slices import slice_records
-from tests.cli.drive import H200, Cli, Real, World, until
+from tests.cli.drive import H200, Cli, Real, World, sure, until
 
 ME = user_name(os.geteuid())
 DEFAULT = 2048
@@ -79,8 +79,7 @@ def test_a_hangup_reads_the_file_again(world: World, keep: Real, rules: Path) ->
     rules.write_text(RULES.replace("500us", "300us"))
     keeper.signal(signal.SIGHUP)
     until(lambda: slice_of(world, pid) == 300, "the other rule is followed")
-    answer = keeper.end(signal.SIGTERM)
-    assert answer.code == 0
+    answer = keeper.end(signal.SIGTERM).ok()
     documents = [json.loads(line) for line in answer.out.splitlines()]
     assert {document["command"] for document in documents} == {"timeslice keep"}
     assert [document["status"] for document in documents] == ["ok", "ok", "error", "ok", "ok"]
@@ -97,33 +96,20 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Real) -> None:
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     keeper.end(signal.SIGKILL)
-    record = keep_record(world.host)
-    assert record is not None
-    assert not record.runs
+    assert not sure(keep_record(world.host)).runs
     assert slice_of(world, pid) == 500
     again = keep()
-    assert again.process.stdout is not None
-    assert again.process.stdout.readline() == f"process {pid} ({ME}): restored 500us -> 2.048ms\n"
+    assert again.line() == f"process {pid} ({ME}): restored 500us -> 2.048ms\n"
     until(lambda: slice_of(world, pid) == 500, "the slice is set again")
     again.end(signal.SIGTERM).ok()
     assert slice_of(world, pid) == DEFAULT
-
-
-def test_a_second_one_is_refused(world: World, keep: Real, cli: Cli, rules: Path) -> None:
-    keeper = keep()
-    keeper.says("following")
-    answer = cli("timeslice", "keep", "-f", str(rules), output="json")
-    assert (answer.code, answer.error["code"]) == (19, "keep_running")
-    assert f"(process {keeper.pid})" in answer.error["message"]
-    assert f"kill -HUP {keeper.pid}; or stop it: kill {keeper.pid}" in answer.error["hint"]
 
 
 def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    assert keeper.process.stdout is not None
-    keeper.process.stdout.close()
+    sure(keeper.process.stdout).close()
     train()
     assert keeper.process.wait(60) != 0
     assert slice_of(world, pid) == DEFAULT
@@ -135,8 +121,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
     (first, second) = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="json").ok().data["processes"]
     assert (first["pid"], first["rule"], first["outcome"], first["slice_us"]) == (pid, "3:3", "500us", 500)
     assert (second["pid"], second["rule"]) == (other, None)
-    text = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="plain").ok().out
-    assert "\x1b" not in text
+    assert "\x1b" not in cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="plain").ok().out
     assert slice_of(world, pid) == DEFAULT
     assert not (world.directory / "run" / "keep").exists()
 
@@ -163,8 +148,7 @@ def test_a_file_that_is_wrong(text: str, code: str, message: str, cli: Cli, rule
 @pytest.mark.parametrize("mode", [0o664, 0o646])
 def test_a_file_that_others_may_write_is_not_followed(mode: int, cli: Cli, rules: Path) -> None:
     rules.chmod(mode)
-    answer = cli("timeslice", "keep", "-f", str(rules), output="json")
-    assert (answer.code, answer.error["code"]) == (4, "untrusted_file")
+    answer = cli("timeslice", "keep", "-f", str(rules), output="json").ends(4, "untrusted_file")
     assert "others may write it" in answer.error["message"]
 
 
@@ -182,17 +166,11 @@ def test_what_is_no_file_is_not_followed(kind: str, cli: Cli, rules: Path, tmp_p
     assert answer.error["hint"]
 
 
-def test_without_a_file_it_takes_the_applied_one(cli: Cli, world: World, rules: Path) -> None:
-    answer = cli("timeslice", "keep", "-n", output="json")
-    assert answer.error["code"] == "no_file"
-    cli("apply", "-f", str(rules)).ok()
-    assert cli("timeslice", "keep", "-n", output="json").ok().data["file"].endswith("/applied.yaml")
-
-
-def test_apply_keeps_the_rules_and_says_who_follows_them(cli: Cli, world: World, rules: Path) -> None:
-    answer = cli("apply", str(rules)).ok()
-    assert "the rules for time-slices are followed by gpushare timeslice keep" in answer.err
+def test_apply_keeps_the_rules_for_keep(cli: Cli, rules: Path) -> None:
+    assert cli("timeslice", "keep", "-n", output="json").error["code"] == "no_file"
+    assert "the rules for time-slices are followed by gpushare timeslice keep" in cli("apply", str(rules)).ok().err
     assert "match: {command: '*train*'}\n    slice: 500us" in cli("capture").ok().out
+    assert cli("timeslice", "keep", "-n", output="json").ok().data["file"].endswith("/applied.yaml")
 
 
 def test_diff_names_the_processes_that_deviate(cli: Cli, world: World, keep: Real, rules: Path) -> None:
@@ -206,8 +184,7 @@ def test_diff_names_the_processes_that_deviate(cli: Cli, world: World, keep: Rea
     assert cli("diff", str(rules), output="json").ok().data["processes"] == []
     with world.host.open_channels() as control:
         control.set_slice(control.find(pid), 7000)
-    text = cli("diff", str(rules))
-    assert text.code == 7
+    text = cli("diff", str(rules)).ends(7)
     assert f"process {pid} ({ME}) on GPU 0: time-slice 7ms; the file: 500us (rule 3:3)" in text.out
     keeper.end(signal.SIGTERM)
 
@@ -217,13 +194,11 @@ def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     (process,) = cli("timeslice", "show", output="json").ok().data["processes"]
-    assert process["slice_us"] == 500
-    assert slice_records(world.host)[pid].slice_us == 500
+    assert (process["slice_us"], slice_records(world.host)[pid].slice_us) == (500, 500)
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
-    assert keeper.process.stdout is not None
-    keeper.process.stdout.readline()
-    assert "set to 2.048ms by someone else; left alone" in keeper.process.stdout.readline()
+    keeper.line()
+    assert "set to 2.048ms by someone else; left alone" in keeper.line()
     assert keeper.end(signal.SIGTERM).code == 0
 
 

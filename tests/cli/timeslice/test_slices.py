@@ -19,7 +19,7 @@ from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.timeslice import slices
 from gpushare.timeslice.slices import apply_slice, note_slice, restore_slice, slice_records
-from tests.cli.drive import H200, Cli, Refused, World
+from tests.cli.drive import H200, Cli, Patch, Refused, Words, World
 
 
 @pytest.fixture
@@ -36,11 +36,10 @@ def shown(world: World, pid: int) -> dict[str, Any]:
     return dict(row)
 
 
-def test_a_slice_is_set_shown_and_restored(cli: Cli, world: World, pid: int) -> None:
+def test_a_slice_is_set_shown_and_restored(world: World, pid: int) -> None:
     before = shown(world, pid)
     assert (before["slice_us"], before["set_us"], before["reason"]) == (2048, None, None)
-    done = world.run("timeslice", "set", "500us", str(pid)).ok()
-    assert done.data["undo"] == f"gpushare timeslice reset {pid}"
+    assert world.run("timeslice", "set", "500us", str(pid)).ok().data["undo"] == f"gpushare timeslice reset {pid}"
     assert slice_of(world, pid) == 500
     after = shown(world, pid)
     assert (after["slice_us"], after["set_us"], after["before_us"], after["slices_us"]) == (500, 500, 2048, [500])
@@ -50,12 +49,11 @@ def test_a_slice_is_set_shown_and_restored(cli: Cli, world: World, pid: int) -> 
     assert world.run("timeslice", "reset", str(pid), "-n").data["undo"] == f"gpushare timeslice set 2ms {pid}"
     assert "already has a time-slice of 2ms" in world.run("timeslice", "set", "2000us", str(pid)).ok().err
     world.run("timeslice", "reset", str(pid)).ok()
-    assert slice_of(world, pid) == 2048
-    assert slice_records(world.host) == {}
+    assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
     assert "gpushare has not set a time-slice" in world.run("timeslice", "reset", str(pid)).ok().err
 
 
-def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: World, pid: int) -> None:
+def test_default_is_what_processes_read_that_nobody_has_set(world: World, pid: int) -> None:
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
     world.run("timeslice", "set", "1ms", str(pid)).ok()
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
@@ -65,7 +63,7 @@ def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: Wor
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] is None
 
 
-def test_without_processes_nothing_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_processes_nothing_is_read(world: World, monkeypatch: Patch) -> None:
     monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("no process to read"))
     data = world.run("timeslice", "show").data
     assert (data["processes"], data["gpus"][0]["default_slice_us"]) == ([], None)
@@ -79,16 +77,15 @@ def test_in_another_pid_namespace_it_is_said_that_processes_are_missing(cli: Cli
     assert slice_of(world, pid) == 500
 
 
-def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
+def test_a_job_is_named(world: World, pid: int) -> None:
     world.record("web", pid)
     assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
-    assert shown(world, pid)["job"] == "web"
-    assert slice_records(world.host)[pid].job == "web"
+    assert (shown(world, pid)["job"], slice_records(world.host)[pid].job) == ("web", "web")
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
 
 
-def test_a_dry_run_writes_nothing(cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_writes_nothing(world: World, pid: int, monkeypatch: Patch) -> None:
     forbidden = {channels.SET_TIMESLICE}
     real = channels._File.control
 
@@ -103,14 +100,19 @@ def test_a_dry_run_writes_nothing(cli: Cli, world: World, pid: int, monkeypatch:
     assert slice_records(world.host) == {}
 
 
-def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: int) -> None:
+def test_what_another_program_has_changed(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     world.alter(pid, slices={"compute": 700})
     assert "another program (gpushare set 500us)" in cli("timeslice", "show").out
     assert world.run("timeslice", "set", "1ms", str(pid)).data["undo"] == f"gpushare timeslice reset {pid}"
+    # What it has restored is reset all the same.
+    world.run("timeslice", "set", "500us", str(pid)).ok()
+    world.alter(pid, slices={})
+    world.run("timeslice", "reset", str(pid)).ok()
+    assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
 
 
-def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: World, pid: int) -> None:
+def test_a_process_in_the_place_of_an_ended_one_has_no_record(world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     (path,) = (world.host.run_directory / "slices").glob("*.json")
     record = json.loads(path.read_text())
@@ -145,15 +147,12 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
         (("500us", str(os.getpid())), "no_context", 6),
     ],
 )
-def test_wrong_words_change_nothing(
-    refused: Refused, world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_words(refused: Refused, world: World, pid: int, words: Words, code: str, exit_code: int) -> None:
     words = tuple(str(pid) if each == "PID" else each for each in words)
     message = refused("timeslice", "set", *words, code=code, exit_code=exit_code)
     # That is an option of `run`.
     assert "--weight" not in message
-    assert slice_of(world, pid) == 2048
-    assert slice_records(world.host) == {}
+    assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
 
 
 def test_a_client_of_mps_is_refused(cli: Cli, refused: Refused, world: World, pid: int) -> None:
@@ -169,16 +168,14 @@ def test_a_client_of_mps_is_refused(cli: Cli, refused: Refused, world: World, pi
     assert not any(process.slices for process in world.state.processes)
     # The server's own group may have one, which counts for all.
     ((server,),) = (daemon.servers for daemon in world.state.daemons)
-    answer = world.run("timeslice", "set", "500us", str(server.pid)).ok()
-    assert "all of its clients share this slice" in answer.err
+    assert "all of its clients share this slice" in world.run("timeslice", "set", "500us", str(server.pid)).ok().err
     rows = {process["pid"]: process["slice_us"] for process in world.run("timeslice", "show").data["processes"]}
     assert (rows[client], rows[server.pid], rows[pid]) == (500, 500, 2048)
 
 
 def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
     other = admin.add_process(H200, user="4242")
-    asked = world.asked("timeslice", "set", "500us", str(other))
-    assert (asked.code, asked.error["code"]) == (19, "needs_consent")
+    world.asked("timeslice", "set", "500us", str(other)).ends(19, "needs_consent")
     assert slice_of(world, other) == 2048
     undo = world.run("timeslice", "set", "500us", str(other), "-y").ok().data["undo"]
     assert slice_of(world, other) == 500
@@ -186,12 +183,10 @@ def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
     again = world.asked(*undo.split()[1:]).ok().data["undo"]
     assert slice_of(world, other) == 2048
     world.asked(*again.split()[1:]).ok()
-    assert slice_of(world, other) == 500
-    assert world.asked("timeslice", "reset", str(other)).code == 19
+    assert (slice_of(world, other), world.asked("timeslice", "reset", str(other)).code) == (500, 19)
     world.fault("user", "4243")
     for words in (("set", "500us", str(other)), ("reset", str(other))):
-        answer = world.run("timeslice", *words, "-y")
-        assert (answer.code, answer.error["code"]) == (4, "other_user"), answer
+        world.run("timeslice", *words, "-y").ends(4, "other_user")
     row = next(process for process in world.run("timeslice", "show").data["processes"] if process["pid"] == other)
     assert (row["slice_us"], row["reason"]) == (None, "other_user")
 
@@ -205,8 +200,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     assert slice_of(world, pid) == 40_000
     world.alter(pid, uid=4242)
     world.fault("user", "4242")
-    answer = world.run("timeslice", "set", "50ms", str(pid), "-y")
-    assert (answer.code, answer.error["code"]) == (4, "slice_too_long")
+    world.run("timeslice", "set", "50ms", str(pid), "-y").ends(4, "slice_too_long")
     assert slice_of(world, pid) == 40_000
 
 
@@ -214,20 +208,18 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     ("fault", "code"),
     [("seccomp", "seccomp"), ("ptrace_scope", "ptrace_scope"), ("gvisor", "gvisor"), ("wsl", "wsl"), ("forged", None)],
 )
-def test_where_it_is_not_supported_the_reason_is_named(
+def test_an_unsupported_host_says_why(
     cli: Cli, refused: Refused, world: World, pid: int, fault: str, code: str | None
 ) -> None:
     world.set(channel_fault=fault)
     refused("timeslice", "set", "500us", str(pid), code=code or "forged_descriptor", exit_code=3)
-    answer = world.run("timeslice", "show")
-    assert answer.code == 0
-    assert answer.data["processes"][0]["reason"] == code or "forged_descriptor"
+    assert world.run("timeslice", "show").ok().data["processes"][0]["reason"] == code or "forged_descriptor"
     assert "slice unknown: process" in cli("timeslice", "show").err
     assert slice_records(world.host) == {}
 
 
-def test_a_value_that_the_driver_does_not_keep_is_an_error_and_undone(
-    refused: Refused, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+def test_a_value_that_the_driver_refuses_is_undone(
+    refused: Refused, world: World, pid: int, monkeypatch: Patch
 ) -> None:
     def broken(*_: object) -> float:
         raise OperationFailed("the driver did not take it", "see: sudo dmesg | tail", code="not_taken")
@@ -237,9 +229,7 @@ def test_a_value_that_the_driver_does_not_keep_is_an_error_and_undone(
     assert slice_records(world.host) == {}
 
 
-def test_after_a_time_out_the_record_stays_until_it_is_restored(
-    cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_time_out_the_record_stays_until_it_is_restored(world: World, pid: int, monkeypatch: Patch) -> None:
     real = ChannelControl.set_slice
 
     def late(self: ChannelControl, scanned: channels.Channels, microseconds: int) -> float:
@@ -257,9 +247,7 @@ def test_after_a_time_out_the_record_stays_until_it_is_restored(
     assert slice_of(world, pid) == 2048
 
 
-def test_ctrl_c_in_the_middle_restores_the_slice(
-    cli: Cli, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_the_middle_restores_the_slice(world: World, pid: int, monkeypatch: Patch) -> None:
     real = ChannelControl.set_slice
     calls: list[int] = []
 
@@ -272,21 +260,11 @@ def test_ctrl_c_in_the_middle_restores_the_slice(
 
     monkeypatch.setattr(ChannelControl, "set_slice", interrupted)
     answer = world.run("timeslice", "set", "500us", str(pid))
-    assert answer.code == 128 + signal.SIGINT
-    assert answer.error["code"] == Interrupted.code
+    assert (answer.code, answer.error["code"]) == (128 + signal.SIGINT, Interrupted.code)
     assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
 
 
-def test_what_was_restored_elsewhere_is_reset_all_the_same(world: World, pid: int) -> None:
-    world.run("timeslice", "set", "500us", str(pid)).ok()
-    world.alter(pid, slices={})
-    world.run("timeslice", "reset", str(pid)).ok()
-    assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
-
-
-def test_status_shows_slices_and_jobs_from_records_without_the_driver(
-    world: World, pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_status_shows_slices_and_jobs_from_records_only(world: World, pid: int, monkeypatch: Patch) -> None:
     world.record("web", pid)
     world.run("timeslice", "set", "500us", "web").ok()
     monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
@@ -302,8 +280,7 @@ def test_a_user_takes_back_what_root_has_set_for_its_process(world: World, pid: 
         restore_slice(user, control, control.find(pid))
     assert slice_of(world, pid) == 2048
     # Root's record stays; the user's later one says what is so.
-    assert slice_records(user)[pid].slice_us == 2048
-    assert slice_records(world.host)[pid].slice_us == 500
+    assert (slice_records(user)[pid].slice_us, slice_records(world.host)[pid].slice_us) == (2048, 500)
 
 
 def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: World, pid: int) -> None:
@@ -323,7 +300,7 @@ def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: Worl
     assert (slice_of(world, pid), slice_records(host)) == (2048, {})
 
 
-def test_all_processes_of_a_job_get_the_slice_or_none(world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_processes_of_a_job_get_the_slice_or_none(world: World, pid: int, monkeypatch: Patch) -> None:
     other = admin.add_process(H200)
     real_tree = SimulatedProcesses.descendants
     monkeypatch.setattr(
@@ -354,15 +331,12 @@ def test_root_is_asked_before_the_server_of_another_user_is_touched(world: World
     (daemon,) = world.state.daemons
     (server,) = daemon.servers
     assert (daemon.uid, server.uid) == (os.geteuid(), 4242)
-    asked = world.asked("timeslice", "set", "500us", str(daemon.pid))
-    assert (asked.code, asked.error["code"]) == (19, "needs_consent")
+    asked = world.asked("timeslice", "set", "500us", str(daemon.pid)).ends(19, "needs_consent")
     assert f"changes the time-slice of process {server.pid} (of 4242)" in asked.error["message"]
     assert not world.state.daemons[0].servers[0].slices
 
 
-def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
-    world: World, pid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(world: World, pid: int, monkeypatch: Patch) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     world.alter(pid, slices={})
     real, again = slices.plan_restore, []
@@ -381,7 +355,7 @@ def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
     assert shown(world, pid)["set_us"] is None
 
 
-def test_no_other_gpushare_sets_a_slice_during_a_probe(world: World, pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_other_gpushare_sets_a_slice_during_a_probe(world: World, pid: int, monkeypatch: Patch) -> None:
     lock = world.host.run_directory / "slices" / "lock"
     real, held = ChannelControl.find, []
 

@@ -9,7 +9,7 @@ from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device
 from gpushare.host.smi import ComputePolicy
 from gpushare.timeslice.policy import plan_level
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Patch, Refused, Words, World
 from tests.errors import fails
 
 TWO = "sim:2xh200"
@@ -51,8 +51,7 @@ def test_unknown_level(refused: Refused, level: str) -> None:
 
 def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    answer = cli("timeslice", "set", "short").ok()
-    assert "it becomes default" in answer.err
+    assert "it becomes default" in cli("timeslice", "set", "short").ok().err
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
     cli("timeslice", "set", "long").ok()
     cli("timeslice", "reset").ok()
@@ -62,21 +61,18 @@ def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
     assert "the time-slice is already default" in again.err
 
 
-def test_reset_of_one_gpu_leaves_the_other(cli: Cli) -> None:
+def test_several_gpus(refused: Refused, cli: Cli) -> None:
+    refused("timeslice", "set", "short", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("timeslice", "reset", code="gpu_not_named", exit_code=2, host=TWO)
+    refused("timeslice", "set", "short", "-g", "5", code="unknown_gpu", exit_code=6, host=TWO)
     world = World(TWO)
     cli("timeslice", "set", "long", "-g", "all", host=TWO).ok()
     cli("timeslice", "reset", "-g", "1", host=TWO).ok()
     assert [gpu.time_slice for gpu in world.state.gpus] == [3, 0]
 
 
-def test_several_gpus_must_be_named(refused: Refused) -> None:
-    refused("timeslice", "set", "short", code="gpu_not_named", exit_code=2, host=TWO)
-    refused("timeslice", "reset", code="gpu_not_named", exit_code=2, host=TWO)
-    refused("timeslice", "set", "short", "-g", "5", code="unknown_gpu", exit_code=6, host=TWO)
-
-
 @pytest.mark.parametrize("words", [("set", "short"), ("reset",)])
-def test_not_root_changes_nothing(refused: Refused, cli: Cli, world: World, words: tuple[str, ...]) -> None:
+def test_not_root_changes_nothing(refused: Refused, cli: Cli, world: World, words: Words) -> None:
     if words == ("reset",):
         cli("timeslice", "set", "long").ok()
     world.fault("user", "1000")
@@ -105,13 +101,10 @@ def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     assert list(world.host.run_directory.glob("mode/*.json"))
 
 
-def test_gpu_without_time_slice(refused: Refused) -> None:
+def test_gpu_without_time_slice(refused: Refused, cli: Cli) -> None:
     for words in (("set", "short"), ("reset",)):
         message = refused("timeslice", *words, code="not_supported", exit_code=3, host="sim:p100")
         assert "gpushare timeslice show" in message
-
-
-def test_gpu_without_time_slice_beside_one_that_has_it(refused: Refused, cli: Cli) -> None:
     host = "sim:p100,h200"
     refused("timeslice", "set", "short", "-g", "0", code="no_time_slice", exit_code=3, host=host)
     refused("timeslice", "set", "short", "-g", "all", code="no_time_slice", exit_code=3, host=host)
@@ -122,21 +115,17 @@ def test_gpu_without_time_slice_beside_one_that_has_it(refused: Refused, cli: Cl
     assert "lists no time-slice for GPU 0" in shown.err
 
 
-def test_mig_instance(refused: Refused, world: World) -> None:
+def test_mig_instance_and_lost_gpu(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     for words in (("set", "short"), ("reset",)):
         assert "name the GPU: -g 0" in refused("timeslice", *words, "-g", uuid, code="not_supported", exit_code=3)
-
-
-def test_lost_gpu(refused: Refused, world: World) -> None:
     world.fault("lost")
     refused("timeslice", "set", "short", code="gpu_lost", exit_code=6)
 
 
 def test_beside_mps(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
-    message = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
-    assert "gpushare mps stop -g 0" in message
+    assert "gpushare mps stop -g 0" in refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
     assert world.state.gpus[0].time_slice == 0
     # A dead daemon is no hindrance, and none is none.
     world.send(world.state.daemons[0].pid, 9)
@@ -144,17 +133,13 @@ def test_beside_mps(refused: Refused, cli: Cli, world: World) -> None:
     assert world.state.gpus[0].time_slice == 2
     cli("mps", "stop").ok()
     cli("timeslice", "set", "long").ok()
-
-
-def test_mps_on_another_gpu_is_no_hindrance(cli: Cli) -> None:
+    # On another GPU it is no hindrance either.
     cli("mps", "start", "-g", "0", host=TWO).ok()
     cli("timeslice", "set", "short", "-g", "1", host=TWO).ok()
     assert [gpu.time_slice for gpu in World(TWO).state.gpus] == [0, 1]
 
 
-def test_failure_on_the_second_gpu_rolls_the_first_back_and_keeps_what_to_restore(
-    refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_on_the_second_gpu_rolls_the_first_back(refused: Refused, cli: Cli, monkeypatch: Patch) -> None:
     world = World(TWO)
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     second, proper = world.uuid(1), ComputePolicy.set
@@ -173,9 +158,7 @@ def test_failure_on_the_second_gpu_rolls_the_first_back_and_keeps_what_to_restor
     assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_a_second_set_that_fails_keeps_what_the_first_found(
-    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_second_set_keeps_what_was_found(refused: Refused, cli: Cli, world: World, monkeypatch: Patch) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     cli("timeslice", "set", "short").ok()
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
@@ -197,24 +180,12 @@ def test_a_reset_beside_a_daemon_prints_no_undo_that_is_refused(cli: Cli) -> Non
     assert "undo" not in cli("timeslice", "reset").ok().out
 
 
-def test_bench_sets_no_level_beside_an_exclusive_daemon(cli: Cli, world: World) -> None:
-    device = Device(gpu=world.host.nvml.gpu(0))
-    cli("mps", "start").ok()
-    assert plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True).steps
-    cli("mps", "stop").ok()
-    cli("mps", "start", "--exclusive").ok()
-    with fails(InUse, "mps_in_force"):
-        plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True)
-
-
 @pytest.mark.parametrize(
     ("fault", "code", "exit_code"),
     [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
 )
 @pytest.mark.parametrize("words", [("show",), ("set", "short")])
-def test_a_host_that_does_not_answer(
-    refused: Refused, world: World, fault: str, code: str, exit_code: int, words: tuple[str, ...]
-) -> None:
+def test_an_unusable_host(refused: Refused, world: World, fault: str, code: str, exit_code: int, words: Words) -> None:
     world.fault(fault)
     refused("timeslice", *words, code=code, exit_code=exit_code)
 
@@ -228,7 +199,7 @@ def test_missing_smi(refused: Refused, world: World) -> None:
     refused("timeslice", "show", code="nvml_missing", exit_code=12)
 
 
-def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
+def test_levels_beside_what_others_set(world: World, cli: Cli) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     device = Device(gpu=world.host.nvml.sweep()[0])
     step = plan_level(world.host, [device], TimeSlice.SHORT).steps[0]
@@ -237,3 +208,10 @@ def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
     assert step.revert is not None
     step.revert()
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
+    device = Device(gpu=world.host.nvml.gpu(0))
+    cli("mps", "start").ok()
+    assert plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True).steps
+    cli("mps", "stop").ok()
+    cli("mps", "start", "--exclusive").ok()
+    with fails(InUse, "mps_in_force"):
+        plan_level(world.host, [device], TimeSlice.SHORT, beside_mps=True)

@@ -6,16 +6,14 @@ import builtins
 import sys
 from typing import Any
 
-import pytest
-
-from tests.cli.drive import Refused
+from tests.cli.drive import Patch, Refused
 
 
 def test_refused_without_a_terminal(refused: Refused) -> None:
     assert "gpushare status -w" in refused("top", code="no_terminal", exit_code=3)
 
 
-def test_without_textual_the_command_that_adds_it(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_textual_the_command_that_adds_it(refused: Refused, monkeypatch: Patch) -> None:
     """Everything else of gpushare works without it."""
     real = builtins.__import__
 
