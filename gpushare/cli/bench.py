@@ -53,11 +53,10 @@ from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
-from gpushare.show.bench import bench_result, throughput_picture
+from gpushare.show.bench import bench_result, sizes_picture, sizes_result, throughput_picture
 from gpushare.show.plan import plan_result
 from gpushare.show.plot import check_plot
 from gpushare.show.result import Result
-from gpushare.show.sizes import sizes_picture, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 

@@ -155,9 +155,7 @@ def _recording_result(recording: Recording, path: Path) -> Result:
 
 
 def _percent_column(key: str, title: str, of: Callable[[Any], float | None], rank: int = 0) -> Column:
-    return Column(
-        key, title, right=True, rank=rank, of=of, format=lambda value: "-" if value is None else f"{value:.1f}"
-    )
+    return Column(key, title, right=True, rank=rank, of=of, format="{:.1f}".format)
 
 
 def _activity_columns(rank_of_max: int) -> tuple[Column, ...]:

@@ -137,7 +137,7 @@ def list_paused(host: Host) -> Any:
         Column("user", "user", rank=2),
         Column("state", "state", rank=1),
         Column("since", "since", format=date_text),
-        Column("until", "until", format=lambda at: "resumed" if at is None else date_text(at)),
+        Column("until", "until", format=date_text, unknown="resumed"),
         Column("by", "by", rank=1),
         Column("processes", "processes", rank=3, format=lambda pids: " ".join(map(str, pids))),
     )

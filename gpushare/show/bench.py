@@ -1,4 +1,4 @@
-"""``gpushare bench``: what each way of sharing gives, as text, tables and a picture."""
+"""``gpushare bench``: what each way of sharing gives, as text, tables and a picture; of several sizes, their times."""
 
 from __future__ import annotations
 
@@ -8,15 +8,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from gpushare.base.benchmark import BenchAnswer, BenchCell, Compared, LeftOut, Pick
+from gpushare.base.benchmark import (
+    BenchAnswer,
+    BenchCell,
+    BenchSizesAnswer,
+    Compared,
+    Concurrency,
+    LeftOut,
+    Pick,
+    SizeCell,
+)
 from gpushare.base.units import format_bytes, format_copies
 from gpushare.show.plot import picture
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, record_table
 from gpushare.show.text import wrapped
 
 # The winner of its number of copies, and each of several ways that are not told apart.
 _MARK, _TIED = "*", "~"
 _MOST_COMMAND: Final = 60
+_TIMES: Final = "{:.2f}".format
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
 
@@ -39,26 +49,28 @@ def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> R
     )
 
 
-def figure_text(value: float | None) -> str:
+def figure_text(value: float) -> str:
     """Return a figure with three or four digits: ``1214``, ``82.4``, ``0.037``."""
-    if value is None:
-        return "-"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _head_and_answer(data: BenchAnswer) -> str:
     """Return what was measured, where and when, and the answer, as lines."""
+    program = data.program
+    if data.workload is None and len(program) > _MOST_COMMAND:
+        program = program[: _MOST_COMMAND - 1] + "…"
+    answer = [line for text in _answer_sentences(data) for line in wrapped(text, _WIDTH, rest="  ")]
+    return "\n".join([_where_and_when(data), program, "", *answer])
+
+
+def _where_and_when(data: BenchAnswer | BenchSizesAnswer) -> str:
+    """Return the line with the host, the device, the driver and the date of a benchmark."""
     gpu = data.gpu
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
     device = f"GPU {gpu.index} {gpu.name or ''}".strip()
     if gpu.mig:
         device += f", MIG {gpu.mig}"
-    program = data.program
-    if data.workload is None and len(program) > _MOST_COMMAND:
-        program = program[: _MOST_COMMAND - 1] + "…"
-    first = f"{data.host}   {device}   driver {data.driver or '-'}   {began}"
-    answer = [line for text in _answer_sentences(data) for line in wrapped(text, _WIDTH, rest="  ")]
-    return "\n".join([first, program, "", *answer])
+    return f"{data.host}   {device}   driver {data.driver or '-'}   {began}"
 
 
 def _answer_sentences(data: BenchAnswer) -> list[str]:
@@ -180,10 +192,10 @@ def _details_table(data: BenchAnswer) -> Table:
             right=True,
             rank=2,
             of=lambda cell: getattr(cell.throughput, "spread", None),
-            format=_percent,
+            format=lambda spread: f"{100 * spread:.1f} %",
         ),
-        Column("gain", "x alone", right=True, of=lambda cell: getattr(cell.gain, "value", None), format=_times),
-        Column("slowdown", "slowdown", right=True, format=_times),
+        Column("gain", "x alone", right=True, of=lambda cell: getattr(cell.gain, "value", None), format=_TIMES),
+        Column("slowdown", "slowdown", right=True, format=_TIMES),
         Column("latency_p50", "p50", right=True, rank=1, optional=True, format=figure_text),
         Column("latency_p99", "p99", right=True, rank=1, optional=True, format=figure_text),
         Column("memory_peak_bytes", "memory", right=True, rank=2, format=format_bytes),
@@ -204,14 +216,6 @@ def _details_table(data: BenchAnswer) -> Table:
     return Table(name="cells", title="each way", columns=columns, rows=tuple(cells), empty="nothing was measured")
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
 def _comparison_table(rows: tuple[Compared, ...]) -> Table:
     """Return the table of this and an earlier benchmark, for what both measured."""
     columns = (
@@ -219,7 +223,7 @@ def _comparison_table(rows: tuple[Compared, ...]) -> Table:
         Column("way", "way"),
         Column("before", "before", right=True, format=figure_text),
         Column("now", "now", right=True, format=figure_text),
-        Column("ratio", "ratio", right=True, format=_times),
+        Column("ratio", "ratio", right=True, format=_TIMES),
         Column("verdict", "verdict", style={"faster": "green", "slower": "red"}.get),
     )
     return Table(
@@ -235,7 +239,7 @@ def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
     """Return the table of the ways that were not measured, and why."""
     columns = (
         Column("way", "way"),
-        Column("copies", "copies", right=True, format=lambda value: "all" if value is None else str(value)),
+        Column("copies", "copies", right=True, unknown="all"),
         Column("reason", "why", wrap=True),
     )
     return Table(name="left_out", title="left out", columns=columns, rows=rows)
@@ -259,5 +263,109 @@ def throughput_picture(data: BenchAnswer, form: str) -> bytes:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("copies")
         axes.set_ylabel(_unit(data).partition(",")[0])
+
+    return picture(form, data.gpu.name, data.driver, draw)
+
+
+# -- several sizes of the built-in workload -----------------------------------------------------------------------------
+
+_CSV_OF_SIZES: Final = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
+
+
+def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
+    """Return a benchmark of several sizes as a result: where copies take turns, then the times of each size."""
+    return Result(
+        data=data,
+        text="\n".join([_where_and_when(data), data.workload.title, "", *map(_concurrency_sentence, data.concurrency)]),
+        tables=(_times_table(data),),
+        csv=record_table("cells", _CSV_OF_SIZES, data.cells),
+        notes=tuple(notes),
+        **more,
+    )
+
+
+def _concurrency_sentence(row: Concurrency) -> str:
+    """Return up to which size copies run at the same time in one way, and what it gives."""
+    copies = format_copies(row.copies)
+    if row.concurrent_until is None:
+        return f"{row.way}: {copies} take turns at every size ({row.gain_at_end:.2f} x one copy)."
+    together = (
+        f"{row.way}: {copies} run at the same time up to {row.concurrent_until} ({row.gain_until:.2f} x one copy)"
+    )
+    if row.ends_at is None:
+        return f"{together}, the largest size that was measured."
+    return f"{together}; concurrency ends at {row.ends_at} ({row.gain_at_end:.2f} x)."
+
+
+def format_time(seconds: float) -> str:
+    """Return a time with three digits and its unit: ``64.1 us``, ``1.27 ms``, ``2.5 s``."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        # What rounds to 1000 has the next unit.
+        if seconds * factor < 999.5:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _times_table(data: BenchSizesAnswer) -> Table:
+    """Return the table of times: a row per size and way, a column per number of copies."""
+    numbers = sorted({cell.copies for cell in data.cells})
+    by_row: dict[tuple[int, str], dict[int, SizeCell]] = {}
+    for cell in data.cells:
+        by_row.setdefault((cell.size, cell.way), {})[cell.copies] = cell
+    rows = [
+        {
+            "size": size,
+            "way": way,
+            "alone": next(cell.alone_seconds for cell in cells.values()),
+            **{f"n{number}": _time_text(cells.get(number)) for number in numbers},
+        }
+        for (size, way), cells in by_row.items()
+    ]
+    columns = (
+        Column("size", "size", right=True, group=True),
+        Column("way", "way"),
+        Column("alone", "alone", right=True, format=format_time),
+        *(
+            Column(f"n{number}", format_copies(number), right=True)
+            for number in numbers
+            if number > 1 or len(numbers) == 1
+        ),
+    )
+    return Table(
+        name="times",
+        title="time until each copy has multiplied once (x alone)",
+        columns=columns,
+        rows=tuple(rows),
+        empty="nothing was measured",
+    )
+
+
+def _time_text(cell: SizeCell | None) -> str | None:
+    """Return the time of a cell, and how many times that of a copy alone it is; None: nothing was measured."""
+    if cell is None:
+        return None
+    if cell.seconds is None:
+        return "failed" if cell.failures else None
+    text = format_time(cell.seconds)
+    return f"{text} ({cell.seconds / cell.alone_seconds:.1f})" if cell.alone_seconds else text
+
+
+def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:
+    """Return time against size as a picture, a line for each way and number of copies."""
+
+    def draw(axes: Any) -> None:
+        lines: dict[tuple[str, int], list[SizeCell]] = {}
+        for cell in data.cells:
+            if cell.seconds is not None:
+                lines.setdefault((cell.way, cell.copies), []).append(cell)
+        for ((way, copies), cells), marker in zip(lines.items(), itertools.cycle("osD^vPX*"), strict=False):
+            sizes = [cell.size for cell in cells]
+            seconds = [cell.seconds for cell in cells]
+            axes.plot(sizes, seconds, label=f"{way}, {format_copies(copies)}", marker=marker)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(data.sizes, [str(size) for size in data.sizes])
+        axes.set_xlabel("size of the matrices")
+        axes.set_ylabel("seconds until each copy has multiplied once")
 
     return picture(form, data.gpu.name, data.driver, draw)

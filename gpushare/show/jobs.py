@@ -115,7 +115,7 @@ def _ended_table(jobs: Sequence[ListedJob]) -> Table:
             "since_seconds",
             "ended",
             right=True,
-            format=lambda seconds: "-" if seconds is None else f"{age(seconds)} ago",
+            format=lambda seconds: f"{age(seconds)} ago",
         ),
         Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),
         COMMAND,

@@ -178,7 +178,7 @@ def _plain_table(table: Table) -> str:
 
 def cell(column: Column, value: object) -> str:
     """Return one value as one line for people."""
-    return visible(column.format(value))
+    return visible(column.unknown if value is None else column.format(value))
 
 
 # What a spreadsheet takes for the start of a formula, in both widths, and the blanks that it drops before one.

@@ -51,6 +51,8 @@ def plain_value(value: Any) -> str:
 class Column:
     """One column: its key, the title for people, what it shows of a row (the field ``key``, or ``of``), and how.
 
+    ``format`` returns the text of a value, ``unknown`` is that of None.
+
     On a narrow terminal the column with the highest ``rank`` is dropped first; 0 is never dropped. ``whole`` marks an id
     that is never cut. ``style`` returns the Rich style of a value, or None. Long text (a command line) may be cut to
     ``least`` characters before a column is dropped. ``wrap`` marks the last column, of sentences: on a terminal it is
@@ -70,6 +72,7 @@ class Column:
     optional: bool = False
     of: Callable[[Any], Any] | None = None
     format: Callable[[Any], str] = plain_value
+    unknown: str = "-"
     style: Callable[[Any], str | None] | None = None
 
     def value(self, row: Any) -> Any:

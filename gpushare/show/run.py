@@ -336,7 +336,7 @@ def farm_result(
         Column("line", "line", least=10, rank=2, optional=True),
         Column("state", "state"),
         Column("exit_code", "exit", right=True, rank=1),
-        Column("seconds", "seconds", right=True, format=lambda value: f"{value:.1f}"),
+        Column("seconds", "seconds", right=True, format="{:.1f}".format),
         Column("tries", "starts", right=True, rank=3),
         Column("gpu_indexes", "GPU", right=True, rank=2, format=lambda value: ranges(value) or "-"),
         Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),

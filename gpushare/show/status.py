@@ -395,7 +395,8 @@ def waiting_table(jobs: Sequence[ListedJob]) -> Table:
             "for",
             right=True,
             of=lambda job: job.line.memory_bytes,
-            format=lambda size: "all" if size is None else format_bytes(size),
+            format=format_bytes,
+            unknown="all",
         ),
         Column(
             "waits_for",
