@@ -115,12 +115,15 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
         ) from error
     leases = own.home.live_leases()
     if clients or leases != []:
-        users, way = f"has clients: {first_few(clients)}", f"wait for them: {ending} --drain 60s"
+        users, way = (
+            f"has clients: {first_few(clients)}",
+            f"wait up to a minute for them, then end them: {ending} --drain 60s",
+        )
         if not clients:
             users, way = "may be used by gpushare run: its leases cannot be read", "wait until it ends: gpushare jobs"
             if leases:
                 users = f"is used by gpushare run: {first_few(leases)}"
-        hint = f"{way}; or force it: {ending} --force"
+        hint = f"{way}; or {'end them' if clients else 'stop the daemon'} now: {ending} --force"
         raise InUse(f"the MPS daemon {pid} on {title} {users}", hint, gpu=gpu, code="daemon_clients")
 
 

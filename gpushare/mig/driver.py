@@ -273,8 +273,8 @@ def need_rights(host: Host) -> None:
     if not may_change(host):
         raise NoPermission(
             "changing MIG needs root, or the driver's capability mig/config",
-            "run it as root: sudo gpushare ...; or look first: --dry-run; who may read /dev/nvidia-caps/nvidia-cap1 has the "
-            "capability, and may destroy every instance",
+            "run it as root: sudo gpushare ...; or look first: --dry-run; whoever may read /dev/nvidia-caps/nvidia-cap1 "
+            "has the capability, and may destroy every instance",
         )
 
 

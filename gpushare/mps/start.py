@@ -235,10 +235,11 @@ class _Start:
         with contextlib.suppress(TimedOut):
             clients = clients_of(self._control)
             if clients:
+                ending = f"gpushare mps stop -g {self._device.selector}"
                 raise InUse(
                     f"an interrupted start left the MPS daemon {pid} on {self._device.title}, and it has clients: "
                     + first_few(clients),
-                    f"wait for them, and stop it: gpushare mps stop -g {self._device.selector} --drain 60s",
+                    f"wait up to a minute for them, then end them: {ending} --drain 60s; or end them now: {ending} --force",
                     gpu=self._device.gpu.index,
                     code="daemon_exists",
                 )

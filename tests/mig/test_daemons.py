@@ -182,7 +182,11 @@ def test_clients_are_named(world: World, first: str) -> None:
     error = refused(world, [first])
     assert (type(error), error.code, error.gpu) == (InUse, "daemon_clients", "0")
     assert str(pid) in error.message
-    assert f"gpushare mps stop -g {first} --drain 60s" in error.hint
+    ending = f"gpushare mps stop -g {first}"
+    assert (
+        error.hint
+        == f"wait up to a minute for them, then end them: {ending} --drain 60s; or end them now: {ending} --force"
+    )
 
 
 def test_a_run_is_named(world: World, first: str, home: DaemonHome) -> None:
