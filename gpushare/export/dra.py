@@ -53,9 +53,11 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
         else:
             documents += _gpu_documents(gpu, version)
     if not documents:
+        # Each is in MIG mode.
+        indexes = ",".join(str(gpu.index) for gpu in host.gpus)
         raise NotSupported(
             "the GPUs are in MIG mode without any MIG device",
-            "make some: gpushare mig apply -g 0 '1g*7'",
+            f"make one on each: gpushare mig apply -g {indexes} 1g",
             code="no_device",
         )
     checks = [document for document in documents if document.name.startswith("verify-")]

@@ -187,7 +187,7 @@ def _check_expressible(host: HostDescription) -> None:
         if gpu.sharing is Way.MIG and not gpu.mig:
             raise NotSupported(
                 f"GPU {gpu.index} is in MIG mode without any MIG device, so Slurm could not hand it out",
-                f"make some: gpushare mig apply -g {gpu.index} '1g*7'; or: gpushare mig disable -g {gpu.index}",
+                f"make one: gpushare mig apply -g {gpu.index} 1g; or: gpushare mig disable -g {gpu.index}",
                 gpu=gpu.index,
                 code="no_device",
             )

@@ -236,6 +236,12 @@ def test_refused(described: HostDescription, options: dict[str, Any], kind: type
     assert refused.value.hint
 
 
+def test_the_gpu_without_a_device_is_named() -> None:
+    with fails(NotSupported, "no_device") as refused:
+        slurm_export(host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1, Way.MIG)))
+    assert "make one: gpushare mig apply -g 1 1g;" in refused.value.hint
+
+
 KINDS = st.sampled_from(
     [
         {"sharing": Way.EXCLUSIVE},

@@ -49,6 +49,17 @@ def plugin_of(text: str) -> Any:
     return key, from_config(yaml.safe_load(data[key]))
 
 
+@pytest.mark.parametrize("engine", ["dra", "slurm"])
+def test_the_hint_on_a_gpu_without_mig_devices_makes_one(cli: Cli, engine: str) -> None:
+    """A30 has room for four 1g only; GPU 1 is in MIG mode, GPU 0 is not."""
+    host = "sim:2xa30"
+    cli("mig", "enable", "-g", "1", "-y", host=host).ok()
+    hint = cli("export", engine, "-g", "1", host=host, output="json").error["hint"]
+    command = hint.partition(": ")[2].partition("; or")[0]
+    cli(*shlex.split(command)[1:], "-y", host=host).ok()
+    cli("export", engine, "-g", "1", host=host).ok()
+
+
 def test_time_slicing_in_kubernetes(cli: Cli) -> None:
     done = cli("export", "k8s", "--node", "gpu01", host=T4S).ok()
     kinds = [document["kind"] for document in documents(done.out)]
