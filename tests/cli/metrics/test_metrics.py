@@ -22,8 +22,10 @@ from prometheus_client import parser
 from prometheus_client.metrics_core import Metric
 
 from gpushare.base.model import ComputeMode, Gpu, LinePlace, ListedJob, Snapshot, Way
+from gpushare.export.systemd import FILE
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, take_claim
+from gpushare.hostfile.load import applied_path
 from gpushare.memory.ledger import Place, Request
 from gpushare.mig.ledger import NamedInstance, changing_names
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
@@ -342,6 +344,19 @@ def expressions() -> list[str]:
     rules = [rule for group in groups for rule in group["rules"]]
     panels = json.loads((DATA / "grafana-dashboard.json").read_text())["panels"]
     return [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_the_applied_file_brings_a_dead_daemon_back(cli: Cli, world: World, write: Write) -> None:
+    rules = yaml.safe_load(cli("export", "prometheus", "--rules").ok().out)["groups"][0]["rules"]
+    (remedy,) = (rule["annotations"]["remedy"] for rule in rules if rule.get("alert") == "GpushareMpsDaemonDown")
+    cli("apply", "-f", write("version: 1\ngpus:\n- match: all\n  mps: {threads: 50}\n")).ok()
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        world.send(world.state.daemons[0].pid, number)
+        stop, apply = remedy.replace("{{ $labels.device }}", world.uuid()).split(": ")[-1].split("; ")
+        assert FILE in apply
+        for command in (stop, apply.replace(FILE, str(applied_path(world.host)))):
+            cli(*command.split()[2:]).ok()
+        assert [daemon.threads for daemon in world.state.daemons] == [50]
 
 
 def test_what_was_asked_for_is_told_from_what_was_left_over(cli: Cli, world: World, write: Write) -> None:
