@@ -25,6 +25,7 @@ from gpushare.hostfile.look import unit_device
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
 from gpushare.mps.home import UNIT_PIPES, pipe_users, restart_command
+from gpushare.mps.kill import fault_hint
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE, Limits
 from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
@@ -72,22 +73,35 @@ def _daemon_check(found: FoundDaemon) -> Check:
     daemon = found.daemon
     gpu = daemon.gpu_index
     stop = f"gpushare mps stop -g {daemon.device_uuid}"
+    # A daemon that a run started has no limits of its own; the next run starts another.
+    start = "" if daemon.transient else f"; {_start_text(found)}"
     if found.record is not None and found.record.interrupted:
         return finding("mps.interrupted", gpu, uuid=found.record.device_uuid)
     if daemon.ours and daemon.pid is None:
         return finding(
-            "mps.stale", gpu, directory=found.home.directory if found.home else daemon.pipe_directory, stop=stop
+            "mps.stale",
+            gpu,
+            directory=found.home.directory if found.home else daemon.pipe_directory,
+            remedy=f"{stop}{start}",
         )
     if daemon.error is not None:
-        return finding("mps.answers" if daemon.ours else "mps.answers other", gpu, daemon=daemon, stop=stop)
+        return finding(
+            "mps.answers" if daemon.ours else "mps.answers other", gpu, daemon=daemon, stop=stop, start=start
+        )
     fault = next((server.pid for server in daemon.servers if server.status == "FAULT"), None)
     if fault is not None:
-        return finding("mps.fault", gpu, pid=fault, remedy=f"{stop} --force" if daemon.ours else "end its clients")
+        remedy = fault_hint(stop, found.record) if daemon.ours else "end its clients"
+        return finding("mps.fault", gpu, pid=fault, remedy=remedy)
     if daemon.transient and not daemon.clients and found.home is not None and found.home.live_leases() == []:
         return finding("mps.orphan", gpu, daemon=daemon, stop=stop)
     whose = "of gpushare" if daemon.ours else f"of another owner ({_owner_text(daemon)}, {daemon.pipe_directory})"
     clients = counted(len(daemon.clients), "client")
     return Check.passed("mps.daemons", f"MPS daemon {daemon.pid} {whose} answers, {clients}", gpu)
+
+
+def _start_text(found: FoundDaemon) -> str:
+    """Return how a daemon is started again, with its limits."""
+    return "start it again" if found.record is None else restart_command(found.record, None)
 
 
 # The default /dev/shm of a container; its CUDA programs need some of it too.
@@ -130,7 +144,7 @@ def _few_descriptors(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
             limit="unknown" if limit is None else limit,
             failed=", and its server could not open an SHM segment" if failed else "",
             stop=found.stop_command,
-            start="start it again" if found.record is None else restart_command(found.record, None),
+            start=_start_text(found),
         )
 
 

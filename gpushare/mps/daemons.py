@@ -32,7 +32,7 @@ from gpushare.mps.control import (
     not_your_daemon_error,
     parse_memory,
 )
-from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, homes_in
+from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, homes_in, restart_command
 from gpushare.mps.limits import Limits
 
 # For all daemons together; one answers within 2 ms on an H200.
@@ -421,16 +421,16 @@ def _daemon_of_home(
     daemon = _recorded_daemon(home, record, pid, gpus)
     if pid is None:
         gone = f"the daemon {record.pid} is gone; clean up: gpushare mps stop -g {record.device_uuid}"
-        error = _interrupted_text(record.device_uuid) if record.interrupted else gone
+        error = _interrupted_text(record) if record.interrupted else gone
         return FoundDaemon(replace(daemon, error=error), home, record)
     info = info_of(host.processes, pid)
     return FoundDaemon(replace(daemon, user=info.user), home, record, uid=info.uid, started=info.started)
 
 
-def _interrupted_text(uuid: str) -> str:
+def _interrupted_text(record: DaemonRecord) -> str:
     return (
-        f"it is being started, or its start was interrupted; start it again: gpushare mps start -g {uuid}; "
-        f"or stop it: gpushare mps stop -g {uuid}"
+        f"it is being started, or its start was interrupted; start it again: {restart_command(record, None)}; "
+        f"or stop it: gpushare mps stop -g {record.device_uuid}"
     )
 
 
@@ -451,7 +451,7 @@ def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gp
         memory_limit_bytes=record.limits.memory_limit_bytes,
         priority=record.limits.priority,
         transient=record.transient,
-        note=_interrupted_text(uuid) if record.interrupted and pid is not None else None,
+        note=_interrupted_text(record) if record.interrupted and pid is not None else None,
     )
 
 
@@ -550,13 +550,13 @@ def _not_running_error(record: DaemonRecord, device: Device) -> NotFound:
     if record.interrupted:
         return NotFound(
             f"the MPS daemon of {device.title} is being started, or its start was interrupted",
-            f"start it again: gpushare mps start -g {device.selector}; or {clean_up}",
+            f"start it again: {restart_command(record, device)}; or {clean_up}",
             gpu=device.gpu.index,
             code="start_interrupted",
         )
     return NotFound(
         f"the MPS daemon of {device.title} (process {record.pid}) is dead",
-        f"{clean_up}; then start it again",
+        clean_up if record.transient else f"{clean_up}; then start it again: {restart_command(record, device)}",
         gpu=device.gpu.index,
         code="dead_daemon",
     )

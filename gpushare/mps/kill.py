@@ -9,11 +9,13 @@ from typing import Final, Protocol
 
 from gpushare.base.errors import BadUsage, OperationFailed, or_none
 from gpushare.base.model import Gpu, MpsClient, MpsDaemon
+from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.activity import Activity, ActivityMeter
 from gpushare.host.host import Host
 from gpushare.host.process import signal_all, signal_if_same, starts_of, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
+from gpushare.mps.home import DaemonRecord, restart_command
 from gpushare.plan import Plan, Step, carry_out
 
 DRAIN_BOUND_SECONDS: Final = 5.0
@@ -182,10 +184,12 @@ def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | No
     return "fall" if max(readings[-_FALL_READINGS:]) <= before.percent - least_fall else None
 
 
-FAULT_HINT: Final = (
-    "its clients have lost their contexts: end them (gpushare stop PID), and the server recovers; "
-    "or restart MPS: gpushare mps stop -g {gpu} --force, gpushare mps start -g {gpu}"
-)
+def fault_hint(stop_command: str, record: DaemonRecord | None, device: Device | None = None) -> str:
+    """Return the ways out of a fault: the server recovers, or its daemon is started again with the limits of its record."""
+    recovery = "its clients have lost their contexts: end them (gpushare stop PID), and the server recovers"
+    if record is None or record.transient:
+        return f"{recovery}; or stop MPS: {stop_command} --force"
+    return f"{recovery}; or restart MPS: {stop_command} --force && {restart_command(record, device)}"
 
 
 @dataclass(frozen=True)
@@ -250,7 +254,7 @@ def server_state_unless_fault(host: Host, client: Client) -> str | None:
     if status == "FAULT":
         raise OperationFailed(
             f"client {client.client.pid} is gone, and MPS server {server} is in state FAULT",
-            FAULT_HINT.format(gpu=client.found.device),
+            fault_hint(client.found.stop_command, client.found.record),
             gpu=client.daemon.gpu_index,
             code="server_fault",
         )

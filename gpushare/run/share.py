@@ -25,7 +25,7 @@ from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home, without_own_limits
-from gpushare.mps.kill import FAULT_HINT, Meter
+from gpushare.mps.kill import Meter, fault_hint
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
@@ -284,7 +284,7 @@ class MpsShare:
         Not part of `check`: a fault passes once the affected clients have ended, so a job that waits or is started again may go on.
         """
         try:
-            home = own_daemon(self.host, self.device)[0]
+            home, record = own_daemon(self.host, self.device)
         except NotFound:
             return
         control = MpsControl(self.host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
@@ -294,7 +294,7 @@ class MpsShare:
             if serves_user and or_none(partial(control.server_status, server)) == "FAULT":
                 raise OperationFailed(
                     f"MPS server {server} of {self.device.title} is in state FAULT: CUDA refuses new clients (error 807)",
-                    FAULT_HINT.format(gpu=self.device.selector),
+                    fault_hint(f"gpushare mps stop -g {self.device.selector}", record, self.device),
                     gpu=self.device.gpu.index,
                     code="server_fault",
                 )

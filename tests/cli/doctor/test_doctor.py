@@ -145,10 +145,16 @@ def test_compute_mode_of_a_daemon(cli: Cli, world: World, sim_dir: Path) -> None
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     world.host.nvml.set_compute_mode(0, ComputeMode.DEFAULT)
     # Of one that is dead it is left over.
-    cli("mps", "start", "--exclusive").ok()
+    cli("mps", "start", "--exclusive", "--threads", "50").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     found = checks(cli)
     assert (found["gpu.compute_mode"]["verdict"], found["mps.stale"]["verdict"]) == ("warn", "warn")
+    for command in found["mps.stale"]["remedy"].split("; "):
+        cli(*command.split()[1:]).ok()
+    assert (world.state.daemons[0].threads, world.state.gpus[0].compute_mode) == (
+        50,
+        ComputeMode.EXCLUSIVE_PROCESS.value,
+    )
 
 
 def test_daemons(cli: Cli, world: World, sim_dir: Path) -> None:
@@ -168,15 +174,18 @@ def test_hanging_daemon(
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     monkeypatch.setattr("gpushare.mps.stop._PROBE_SECONDS", 0.1)
     if ours:
-        cli("mps", "start").ok()
+        cli("mps", "start", "--threads", "50").ok()
     else:
         world.foreign_daemon(sim_dir)
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     found = checks(cli)["mps.answers"]
     assert found["verdict"] == expected
     if ours:
-        cli(*found["remedy"].rpartition("gpushare ")[2].split()).ok()
-        assert world.state.daemons == []
+        before = world.state.daemons[0].pid
+        for command in found["remedy"].split("; ")[1:]:
+            cli(*command.split()[1:]).ok()
+        (daemon,) = world.state.daemons
+        assert (daemon.pid != before, daemon.threads) == (True, 50)
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -120,9 +120,10 @@ def test_wrong_limits(refused: Refused, words: Words, code: str, exit_code: int)
 
 def test_without_a_daemon_or_with_a_dead_one(refused: Refused, cli: Cli, world: World) -> None:
     assert "gpushare mps start -g 0" in refused("mps", "set", "--threads", "5", code="no_daemon", exit_code=6)
-    cli("mps", "start").ok()
+    cli("mps", "start", "--threads", "50").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    assert "gpushare mps stop -g 0" in refused("mps", "set", "--threads", "5", code="dead_daemon", exit_code=6)
+    text = refused("mps", "set", "--threads", "5", code="dead_daemon", exit_code=6)
+    assert "gpushare mps stop -g 0; then start it again: gpushare mps start -g 0 --threads 50\n" in text
 
 
 @pytest.mark.usefixtures("daemon")

@@ -62,7 +62,7 @@ def test_a_full_disk_behind_stderr_does_not_end_the_program(tmp_path: Path) -> N
 
 
 def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
-    cli("mps", "start", "--threads", "50").ok()
+    cli("mps", "start", "--threads", "50", "--memory", "8G", "--users", "all").ok()
     victim, neighbour = world.client(queue_seconds=5.0), world.client()
     world.send(victim, signal.SIGKILL)
     (server,) = world.state.daemons[0].servers
@@ -73,7 +73,8 @@ def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
         error = cli("-o", "json", *words, "true").error
         assert (error["code"], error["gpu"]) == ("server_fault", "0"), words
         assert f"MPS server {server.pid} of GPU 0 is in state FAULT" in error["message"]
-        assert "gpushare mps stop -g 0 --force" in error["hint"]
+        restart = "gpushare mps stop -g 0 --force && gpushare mps start -g 0 --threads 50 --memory 8G --users all"
+        assert error["hint"].endswith(f"or restart MPS: {restart}")
     # A share of the server is checked whether it may be used at all: who waits or is started again may find it well.
     device = select_one("0", world.host.nvml.sweep())
     MpsShare(world.host, device, Limits()).check("true")

@@ -335,6 +335,21 @@ def test_fault_of_an_earlier_plain_kill_is_explained(cli: Cli, world: World) -> 
     assert world.state.daemons[0].servers[0].status == "ACTIVE"
 
 
+def test_the_hint_after_a_fault_restarts_the_daemon_as_it_was(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "50", "--memory", "8G", "--exclusive", "--users", "all").ok()
+    cli("mps", "set", "--threads", "40").ok()
+    before = world.state.daemons[0]
+    first, second, _ = (world.client(queue_seconds=0.3) for _ in range(3))
+    world.send(first, signal.SIGKILL)
+    hint = cli("stop", str(second), output="json").error["hint"]
+    for command in hint.partition("or restart MPS: ")[2].split(" && "):
+        cli(*command.split()[1:]).ok()
+    (after,) = world.state.daemons
+    assert after.pid != before.pid
+    assert (after.threads, set(after.memory.values()), after.multiuser) == (40, {8192}, True)
+    assert world.state.gpus[0].compute_mode == 3
+
+
 def test_what_serves_the_clients_is_left_alone(refused: Refused, world: World, daemon: int, idle: int) -> None:
     server = world.state.daemons[0].servers[0].pid
     for each in (daemon, server):
