@@ -259,7 +259,7 @@ def _not_undone_error(error: GpushareError, not_undone: Sequence[tuple[Step, Gpu
     can_recover = any(reason.code == NOT_RESTORED for _, reason in not_undone)
     first = "restore it: gpushare mig recover; or " if can_recover else "undo "
     return error.restated(
-        message=f"{error.message}; and could not be undone: {'; '.join(names)}",
+        message=f"{error.message}; these steps could not be undone: {'; '.join(names)}",
         hint=f"{first}by hand: {by_hand}" if by_hand else None,
         kind=NotUndone,
     )

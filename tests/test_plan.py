@@ -68,7 +68,7 @@ def test_what_could_not_be_undone_is_named_with_its_command() -> None:
     steps = [step(log, "a", stays=failure("stuck")), step(log, "b"), step(log, "c", fails=error)]
     with pytest.raises(GpushareError) as caught:
         carry_out(plan(*steps))
-    assert caught.value.message == "not you; and could not be undone: step a (stuck)"
+    assert caught.value.message == "not you; these steps could not be undone: step a (stuck)"
     assert caught.value.hint == "undo by hand: undo a"
     assert (caught.value.exit_code, caught.value.code) == (ExitCode.NO_PERMISSION, "no_permission")
     assert caught.value.gpu == "1"
@@ -94,7 +94,7 @@ def test_anything_else_in_the_middle_rolls_back_too(error: BaseException) -> Non
 def test_ctrl_c_says_what_could_not_be_undone() -> None:
     log: list[str] = []
     steps = [step(log, "a", stays=failure("stuck")), step(log, "b", fails=KeyboardInterrupt())]
-    with pytest.raises(GpushareError, match="interrupted; and could not be undone: step a") as caught:
+    with pytest.raises(GpushareError, match="interrupted; these steps could not be undone: step a") as caught:
         carry_out(plan(*steps))
     assert caught.value.exit_code is ExitCode.INTERRUPTED
     assert caught.value.code == Interrupted.code
@@ -242,5 +242,5 @@ def test_a_value_that_does_not_come_back_is_named() -> None:
 
     dial.fails = sticks
     later = step([], "b", fails=failure("no"))
-    with pytest.raises(OperationFailed, match=r"no; and could not be undone: turn the dial .stuck."):
+    with pytest.raises(OperationFailed, match=r"no; these steps could not be undone: turn the dial .stuck."):
         carry_out(plan(dial.step(5), later))

@@ -272,7 +272,7 @@ def _add_mps_jobs(steps: Steps, work: Workload, *, at_once: int | None, memory: 
         steps.add_job(what, work, copies=total, parallel=parallel, memory=memory)
     elif s.together and total is not None:
         # The ranks of one job are started together, not as jobs of their own.
-        what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
+        what = f"one of its {counted(total, 'process')}; for MPI ranks: mpirun -np {total} gpushare run ..."
         steps.add_job(what, work, memory=memory)
     else:
         wait = len(s.used_gpus) > 1 or s.at_a_time(Way.MPS) is not None
@@ -417,10 +417,10 @@ def _add_production(steps: Steps, way: Way) -> None:
             name = "other" if others_count == 1 else f"other{others_count}"
             steps.add_copies(work, count, note, owner, default=name, memory=memory, **options_of_others)
     if way is Way.SWAP and can_yield:
-        early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
+        early = "" if already_running else "if production runs all the time: start it first, without --wait and --memory. "
         steps.add_line(
-            f"{early}The other job leaves in time for steady growth of production; a large allocation at once, before it "
-            f"has left{seconds}, is refused"
+            f"{early}If the memory of production grows steadily, the other job leaves early enough; if production allocates "
+            f"a lot at once before the other job has left{seconds}, it runs out of memory"
         )
     steps.measure += pair.measure
 
@@ -500,7 +500,7 @@ def _add_whole(steps: Steps, way: Way) -> None:
 def _add_jobs_alone(steps: Steps, work: Workload, count: int | None) -> None:
     """Add the line of jobs that have a whole GPU each, one after the other where there are more of them.
 
-    In line and without a limit of memory, a job claims the whole GPU.
+    In line and without a size, a job claims the whole GPU only as long as gpushare does not know what its command uses.
     """
     s = steps.s
     options: dict[str, Any] = {"slice": steps.own_slice}
@@ -511,7 +511,10 @@ def _add_jobs_alone(steps: Steps, work: Workload, count: int | None) -> None:
         options = {"swap": "request"}
     # One process alone claims only what it needs, too.
     claims_its_size = s.memory_decides or (s.placed_processes == 1 and work.memory is not None)
-    memory = job_memory(s, Way.WHOLE, work) if claims_its_size else None
+    memory: int | str | None = job_memory(s, Way.WHOLE, work) if claims_its_size else None
+    if memory is None and (s.placed_processes != 1 or s.gpus_each > 1):
+        # So much that no second one fits; who needs more is not ended for it.
+        memory, options["over"] = "90%", "warn"
     steps.add_job(program_text(count, label_of(work)), work, wait=True, memory=memory, **options)
 
 
@@ -575,7 +578,7 @@ def _add_timeslice(steps: Steps, way: Way) -> None:
             _add_equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=wait)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
         steps.add_line(
-            "the memory is divided equally, because what each needs is not known; with --memory SIZE it is that"
+            "the memory is divided equally, because what each needs is not known; with --memory SIZE each gets that much"
         )
     steps.measure.append("p99 and rate of each program, alone and with the others")
 

@@ -183,7 +183,7 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
             """Print what a setting gave: the share of its rate alone that each side has."""
             if settings.quiet:
                 return
-            words = [f"production {share_text(figures.kept)} of alone"]
+            words = [f"production {share_text(figures.kept)} of its rate alone"]
             if figures.p99 is not None:
                 words.append(f"p99 {factor_text(figures.p99)}")
             if figures.share is not None:

@@ -271,7 +271,7 @@ class Experiment(Group):
         servers = self.grounds.servers(pids)
         if not servers:
             raise OperationFailed(
-                "the MPS daemon names no server of the opportunistic job, which would have its time-slice",
+                "the MPS daemon names no server of the opportunistic job, so there is none to set a time-slice for",
                 "check that it uses the GPU and does not change CUDA_MPS_PIPE_DIRECTORY",
                 code="not_attached",
             )

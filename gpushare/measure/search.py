@@ -289,7 +289,7 @@ def reason_to_skip(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> st
         return None
     # Even a share of 1 would be more only by the scatter.
     if best.share * FASTER >= 1:
-        return f"{best.setting.way.value} leave the other {best.share:.2f} of its rate alone"
+        return f"with {best.setting.way.value} the other job keeps {best.share:.2f} of its rate alone"
     return None
 
 
@@ -430,7 +430,7 @@ def _uncertain_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
         return None
     if best.verdict(goal) and best.is_certain(goal):
         return None
-    return Wanted(best.setting, "the best so far: its figures become more certain")
+    return Wanted(best.setting, "the best so far, and its figures are not certain yet")
 
 
 def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:

@@ -52,7 +52,7 @@ HEADS: Final = {
     "state": "running, waiting, paused, or of a swapped job: leaving, out, returning, lost.",
     "swapped": "What the job holds in host memory while it is out of the GPU.",
     "since": "How long it has been in this state.",
-    "exit code": "That of its program (128 + N: signal N ended it), or why there is none: not started, gpushare killed.",
+    "exit code": "That of its program (128 + N: signal N ended it); 1 if gpushare ended it at its --memory or --time; or why there is none: not started, gpushare killed.",
     "ran": "How long it ran.",
     "ended": "How long ago it ended.",
     "peak memory": "The most device memory that it held at once, on the first of its GPUs; of a farm: the most that one copy held.",

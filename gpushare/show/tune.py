@@ -192,7 +192,7 @@ def _other_way_line(way: WayAnswer, best: Row | None) -> str | None:
     share, share_of_best = way.best.opportunistic_share, best.opportunistic_share
     if share is None or share_of_best is None:
         return figures
-    return f"{figures}; the other does {max(0.0, share_of_best - share):.2f} less"
+    return f"{figures}; that is {max(0.0, share_of_best - share):.2f} less for the opportunistic job"
 
 
 def _next_setting_lines(data: TuneAnswer) -> list[str]:
@@ -210,14 +210,14 @@ def _next_setting_lines(data: TuneAnswer) -> list[str]:
 
 def _figures_text(row: Row) -> str:
     """Return the figures of a setting in words: production's share, its p99, the share of the others."""
-    words = [f"production {share_text(row.kept)} of alone"]
+    words = [f"production {share_text(row.kept)} of its rate alone"]
     if row.p99 is not None:
         between = "" if row.p99_low is None or row.p99_high is None else f" ({row.p99_low:.2f} to {row.p99_high:.2f})"
         words.append(f"p99 {factor_text(row.p99)}{between}")
     if row.opportunistic_share is not None:
         error = row.opportunistic_share_error
         scatter = f" ±{error:.2f}" if error is not None and error >= 0.01 else ""
-        words.append(f"opportunistic {share_text(row.opportunistic_share)}{scatter} of alone")
+        words.append(f"opportunistic {share_text(row.opportunistic_share)}{scatter} of its rate alone")
     return ", ".join(words)
 
 

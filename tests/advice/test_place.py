@@ -177,13 +177,13 @@ def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
     assert advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 1, "memory": "4G"})).answer == (
         "GPUs 0-3: 4 whole GPUs; GPU 4: the whole GPU"
     )
-    assert answers[2].commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait -- CMD"
+    assert answers[2].commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% --over warn -- CMD"
     facts = facts_of("4xh100")
     busy = replace(facts, gpus=(facts.gpus[0], *(replace(gpu, processes=1) for gpu in facts.gpus[1:])))
     case = Case(workloads=(workload_of({"gpus": 2}),), root=True)
     waits = advice_answer(advise(Situation(case, busy, busy.gpus[0], table())))
     assert waits.conditions == ["of the GPUs with enough memory 1 is idle now: the job waits until it can have 2"]
-    assert waits.commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait -- CMD"
+    assert waits.commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% --over warn -- CMD"
     mixed = advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 6, "memory": "4G", **FARM}))
     assert mixed.answer == "GPUs 0-3: 4 whole GPUs; GPUs 4-7: MPS"
 
@@ -191,7 +191,7 @@ def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
 def test_jobs_of_several_gpus_are_not_packed_by_memory() -> None:
     """Each has its set for itself, so it reserves all of it: three of them would fit into the memory of one set."""
     line, *_ = advice_answer(placed("2xh100", {"processes": 6, "gpus": 2, "memory": "20G"})).commands
-    assert line.command == "gpushare run -g 0-1 --gpus 2 --wait -- CMD"
+    assert line.command == "gpushare run -g 0-1 --gpus 2 --wait --memory 90% --over warn -- CMD"
 
 
 def test_the_memory_line_is_about_the_gpus_of_the_verdict() -> None:
@@ -205,7 +205,9 @@ def test_each_has_its_own_gpu_for_certain() -> None:
     answer = advice_answer(advice)
     assert (answer.answer, answer.confidence) == ("a GPU for each", "high")
     assert "own-gpu" in {reason.rule for reason in advice.verdict_on(Way.WHOLE).reasons}
-    assert [line.command for line in answer.commands] == ["gpushare run -g 0-3 --slice 2ms --wait -- CMD"]
+    assert [line.command for line in answer.commands] == [
+        "gpushare run -g 0-3 --slice 2ms --wait --memory 90% --over warn -- CMD"
+    ]
 
 
 def test_many_unlike_jobs_are_placed_without_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_slices_come_first_and_caps_only_where_they_can_give_more() -> None:
 
     known: dict[Setting, Figures] = {}
     assert {setting.way for setting in searched(search, model, known)} == {Way.SLICES}
-    assert reason_to_skip(Way.CAPS, known, GOAL) == "slices leave the other 0.99 of its rate alone"
+    assert reason_to_skip(Way.CAPS, known, GOAL) == "with slices the other job keeps 0.99 of its rate alone"
 
 
 def test_normal_priority_is_seen_where_low_priority_meets_the_goal() -> None:

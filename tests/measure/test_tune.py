@@ -136,7 +136,7 @@ def test_what_leaves_the_others_all_makes_caps_needless(tuned: Tuned) -> None:
     )
     (caps,) = (way for way in result.answer.ways if way.way == "caps")
     assert (caps.best, caps.nearest) == (None, None)
-    assert (caps.left_out or "").startswith("slices leave the other 0.9")
+    assert (caps.left_out or "").startswith("with slices the other job keeps 0.9")
     assert {figures.setting.way for figures in result.outcome.curve} == {"slices"}
 
 

@@ -167,7 +167,12 @@ def test_apply_sets_up_and_names_what_comes_then(cli: Cli) -> None:
     ("words", "answer", "then", "never"),
     [
         ("cuda-graphs", "", "gpushare bench -g 0 --copies 1,2", "then, run"),
-        (None, "whole GPU, or a queue", "gpushare run -g 0 --slice 2ms --wait -- CMD", "bench"),
+        (
+            None,
+            "whole GPU, or a queue",
+            "gpushare run -g 0 --slice 2ms --wait --memory 90% --over warn -- CMD",
+            "bench",
+        ),
     ],
 )
 def test_apply_of_what_needs_no_setup(cli: Cli, words: str | None, answer: str, then: str, never: str) -> None:

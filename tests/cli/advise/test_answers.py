@@ -90,7 +90,7 @@ ANSWERS: list[tuple[str, str, str, dict[str, Any]]] = [
      "commands": [f"{LINE} --wait --swap request --memory 4596M -- CMD"]}),
     # In line and without a limit, a job claims the whole GPU.
     ("each alone", "t4", "--processes 4 --memory 4G --users same --saturating",
-     {"answer": "one at a time, each with the whole GPU", "commands": [f"{LINE} --slice 2ms --wait -- CMD"]}),
+     {"answer": "one at a time, each with the whole GPU", "commands": [f"{LINE} --slice 2ms --wait --memory 90% --over warn -- CMD"]}),
     ("by room on two", "2xt4", "--processes 8 --memory 4G --users same", {"answer": "as many at a time as fit"}),
     ("a paused job is no queue", "l4", f"{PAIR} --memory 5G --bandwidth-bound --no-root",
      {"answer": "the whole GPU for production, the other job paused meanwhile", "commands": has("--yield pause")}),

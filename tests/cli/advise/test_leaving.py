@@ -192,7 +192,7 @@ def test_next_to_production_that_runs_only_its_growth_tells(
     assert "--opportunistic --yield swap" in batch
     if users is None:
         assert data["winner"] == "swap"
-        assert any("steady growth" in what for what in told(data))
+        assert any("grows steadily" in what for what in told(data))
         file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
         assert advised(cli, A30, "-f", str(file))["winner"] != "swap"
 
@@ -208,7 +208,10 @@ def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -
 def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
     words = "--processes 5 --users same --saturating --memory 16G --command true"
     queue = advised(cli, "2xa30", words)
-    assert (queue["winner"], commands(queue)) == ("whole-gpu", ["gpushare run -g 0-1 --slice 2ms --wait -- true"])
+    assert (queue["winner"], commands(queue)) == (
+        "whole-gpu",
+        ["gpushare run -g 0-1 --slice 2ms --wait --memory 90% --over warn -- true"],
+    )
     turns = commands(advised(cli, "2xa30", f"{words} --needs progress"))
     assert turns[0] == "gpushare run -g 0-1 --swap turns --memory 16884M --name job-1 -- true"
     # Two have a GPU each.

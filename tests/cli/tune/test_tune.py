@@ -59,7 +59,7 @@ def test_slices_are_kept_and_both_ways_are_told(cli: Cli, world: World, monkeypa
     monkeypatch.setenv("COLUMNS", "80")
     answer = cli("-o", "table", "tune", *SERVER, *BOTH, "--caps", "60,20").ok()
     lines, err = " ".join(answer.out.split()), " ".join(answer.err.split())
-    assert "found: slice 100us, production slice 16ms: production 1.00 of alone, p99 1.06x" in lines
+    assert "found: slice 100us, production slice 16ms: production 1.00 of its rate alone, p99 1.06x" in lines
     # With a cap of 60 % the other does not even do as much: lower ones need not be tried.
     assert "caps: none meets the goal; nearest: cap 60 %, low priority" in lines
     assert max(map(len, answer.out.splitlines())) <= 80
