@@ -417,7 +417,9 @@ def _add_production(steps: Steps, way: Way) -> None:
             name = "other" if others_count == 1 else f"other{others_count}"
             steps.add_copies(work, count, note, owner, default=name, memory=memory, **options_of_others)
     if way is Way.SWAP and can_yield:
-        early = "" if already_running else "if production runs all the time: start it first, without --wait and --memory. "
+        early = (
+            "" if already_running else "if production runs all the time: start it first, without --wait and --memory. "
+        )
         steps.add_line(
             f"{early}If the memory of production grows steadily, the other job leaves early enough; if production allocates "
             f"a lot at once before the other job has left{seconds}, it runs out of memory"
