@@ -32,7 +32,6 @@ from gpushare.cli.options import (
     settings,
     verb,
 )
-from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Measurement, Prepared, Settings, measure, planned_steps, prepare
@@ -57,6 +56,7 @@ from gpushare.show.bench import bench_result, sizes_picture, sizes_result, throu
 from gpushare.show.plan import plan_result
 from gpushare.show.plot import check_plot
 from gpushare.show.result import Result
+from gpushare.show.waiting import progress_line
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 

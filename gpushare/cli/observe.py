@@ -25,13 +25,13 @@ from gpushare.cli.options import (
     settings,
     verb,
 )
-from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
 from gpushare.measure.recording import Recording, RecordingFile, Underuse, find_underuse
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
+from gpushare.show.waiting import progress_line
 
 
 @verb(Command)

@@ -26,7 +26,6 @@ from gpushare.cli.options import (
     split_command,
     verb,
 )
-from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.job_command import JobCommand
 from gpushare.measure.metric import parse_metric
@@ -46,6 +45,7 @@ from gpushare.run.jobs import check_job_name
 from gpushare.run.results import keep_tuned
 from gpushare.show.text import put
 from gpushare.show.tune import factor_text, frontier_picture, share_text, tune_result
+from gpushare.show.waiting import progress_line
 
 
 @verb(Command)

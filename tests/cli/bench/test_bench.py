@@ -17,7 +17,6 @@ from gpushare.base.model import Way
 from gpushare.base.selection import select_one
 from gpushare.base.units import GIB
 from gpushare.cli import options
-from gpushare.cli.progress import progress_line
 from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
 from gpushare.measure.bench import Bench, Copies
@@ -25,6 +24,7 @@ from gpushare.measure.bench_data import read_bench, write_bench
 from gpushare.memory.peaks import Profile, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.result import jsonable
+from gpushare.show.waiting import progress_line
 from gpushare.sim import admin
 from tests.cli.advise.asking import Terminal
 from tests.cli.bench.conftest import RATE, WINDOW, job
