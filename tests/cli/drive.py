@@ -128,7 +128,8 @@ class Answer:
 
     def ends(self, code: int, error: str | None = None) -> Answer:
         """Assert the exit code, and the code of the only error of the document, and return itself."""
-        assert (self.code, error and self.error["code"]) == (code, error), self
+        assert self.code == code, self
+        assert error is None or self.error["code"] == error, self
         return self
 
 

@@ -55,11 +55,21 @@ def test_an_instance_is_no_gpu(cli: Cli, refused: Refused, words: Words) -> None
     assert "-g 0" in refused("mig", *words, "-g", uuid, code="whole_gpu", exit_code=2, host=A100)
 
 
-def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
+def test_create_and_names_on_several_gpus(cli: Cli, refused: Refused) -> None:
     cli("mig", "apply", "3g.40gb", "-g", "1", host="sim:2xh100").ok()
     cli("mig", "create", "3g.40gb", "-g", "all", host="sim:2xh100").ok()
     assert [len(instances(World("sim:2xh100"), gpu)) for gpu in (0, 1)] == [0, 2]
     refused("mig", "create", "3g.40gb", "-g", "all", code="no_room", exit_code=19, host="sim:2xh100")
+    cli("mig", "enable", "-g", "3", host=EIGHT).ok()
+    planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
+    naming, creating = planned.data["steps"]
+    assert naming["what"] == "name 1g.10gb:6 on GPU 3 'train'"
+    # The name is recorded first; the command that does it needs the instance.
+    assert naming["command"].startswith("write ")
+    assert creating["command"].endswith("\ngpushare mig name train 1g.10gb:6 -g 3")
+    cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
+    again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
+    assert "1g.10gb:6 on GPU 3 is already named 'train'" in again.err
 
 
 def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
@@ -74,19 +84,6 @@ def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
     cli("mig", "destroy", new, host=H100).ok()
     cli("mig", "create", "1c.3g.40gb", "--name", "mine", host=H100).ok()
     assert instances(world) == [("3g.40gb", 0), ("3g.40gb", 4)]
-
-
-def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
-    cli("mig", "enable", "-g", "3", host=EIGHT).ok()
-    planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
-    naming, creating = planned.data["steps"]
-    assert naming["what"] == "name 1g.10gb:6 on GPU 3 'train'"
-    # The name is recorded first; the command that does it needs the instance.
-    assert naming["command"].startswith("write ")
-    assert creating["command"].endswith("\ngpushare mig name train 1g.10gb:6 -g 3")
-    cli("mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", host=EIGHT).ok()
-    again = cli("mig", "name", "other", "train", "-g", "3", host=EIGHT)
-    assert "1g.10gb:6 on GPU 3 is already named 'train'" in again.err
 
 
 def test_apply_keeps_every_busy_instance_of_a_full_host(cli: Cli) -> None:

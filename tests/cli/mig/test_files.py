@@ -80,20 +80,14 @@ def test_a_pending_mode_is_not_as_asked(cli: Cli, write: Write) -> None:
     assert "MIG is off, pending: on; asked: on" in cli("mig", "check", "1g.10gb", host=host).out
 
 
-def test_check_of_a_file(cli: Cli, write: Write) -> None:
+def test_check_and_apply_of_a_file(cli: Cli, write: Write) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
     path = write(TWO)
     assert cli("mig", "check", "-f", path, "-c", "day", host=HOST).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
     done = cli("mig", "check", "-f", path, "-c", "night", host=HOST).ends(7)
     assert "GPU 0: not as asked\n  MIG is on; asked: off\n  extra: 1g.10gb:0, 1g.10gb:1, 3g.40gb:4" in done.out
     assert cli("mig", "check", "-f", path, "-c", "night", "-g", "1", host=HOST).ok().out == "GPU 1: as asked\n"
-
-
-NO_MATCH = 'version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices: all, mig-enabled: false}]}\n'
-FIRST = 'version: v1\nmig-configs: {x: [{devices: [0], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
-
-
-def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, write: Write) -> None:
+    # A GPU without an entry is left alone.
     path = write(FIRST)
     cli("mig", "apply", "-f", path, host=HOST).ok()
     done = cli("mig", "check", "-f", path, host=HOST).ok()
@@ -102,6 +96,10 @@ def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, write
     assert [row["as_requested"] for row in rows] == [True, None]
     # It is named, so the file must say something of it.
     assert cli("mig", "check", "-f", path, "-g", "1", host=HOST).code == 7
+
+
+NO_MATCH = 'version: v1\nmig-configs: {x: [{device-filter: "0x20B510DE", devices: all, mig-enabled: false}]}\n'
+FIRST = 'version: v1\nmig-configs: {x: [{devices: [0], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
 
 
 def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, write: Write) -> None:
@@ -239,9 +237,13 @@ def test_a_file_that_may_not_be_read(refused: Refused, write: Write, monkeypatch
     refused("mig", "check", "-f", path, code="bad_file", exit_code=4, host=HOST)
 
 
-def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, write: Write) -> None:
+def test_files_from_stdin_with_a_byte_order_mark_and_an_anchor(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = "\ufeffversion: v1\nmig-configs:\n  x: &off [{devices: all, mig-enabled: false}]\n  y: *off\n"
     assert cli("mig", "check", "-f", write(text), "-c", "y", host=HOST).ok().out.count("as asked") == 2
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TWO.encode())))
+    cli("mig", "check", "-f", "-", "-c", "night", host=HOST).ok()
 
 
 @pytest.mark.parametrize(
@@ -250,11 +252,6 @@ def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, write: Write) -> 
 def test_a_long_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch, size: int, problem: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * size)))
     assert problem in cli("mig", "check", "-f", "-", host=HOST).err
-
-
-def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TWO.encode())))
-    cli("mig", "check", "-f", "-", "-c", "night", host=HOST).ok()
 
 
 def test_export_is_a_v1_file(cli: Cli) -> None:

@@ -52,6 +52,17 @@ def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> No
     assert ([each["pid"] for each in data["jobs"]], off(world, pid)) == ([pid], [])
     assert not record(world, pid).exists()
     assert "no job is paused" in cli("pause", "list", output="table").ok().out
+    # A dry run changes nothing.
+    data = cli("pause", str(pid), "--dry-run", output="json").ok().data
+    assert [step["undo"] for step in data["steps"]] == [None, *[f"gpushare resume {pid}"] * 2]
+    # No program does the same.
+    assert [step["command"] for step in data["steps"]] == [None] * 3
+    assert "$" not in cli("pause", str(pid), "--dry-run", output="table").ok().out
+    assert off(world, pid) == []
+    assert not record(world, pid).exists()
+    cli("pause", str(pid)).ok()
+    cli("resume", str(pid), "--dry-run").ok()
+    assert off(world, pid) == OFF
 
 
 def test_the_pid_that_run_prints_is_enough(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +83,7 @@ def test_the_pid_that_run_prints_is_enough(cli: Cli, world: World, monkeypatch: 
     cli("stop", supervisor).ok()
 
 
-def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid: int) -> None:
+def test_a_second_pause_says_so_and_all_jobs_are_resumed(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid), "--timeout", "10m").ok()
     before = record(world, pid).read_text()
     answer = cli("pause", str(pid)).ok()
@@ -82,19 +93,13 @@ def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid:
     data = cli("pause", str(pid), output="json").ok().data
     assert (data["already_paused"], data["undo"]) == (True, None)
     cli("resume", "--all").ok()
-
-
-def test_a_dry_run_changes_nothing(cli: Cli, world: World, pid: int) -> None:
-    data = cli("pause", str(pid), "--dry-run", output="json").ok().data
-    assert [step["undo"] for step in data["steps"]] == [None, *[f"gpushare resume {pid}"] * 2]
-    # No program does the same.
-    assert [step["command"] for step in data["steps"]] == [None] * 3
-    assert "$" not in cli("pause", str(pid), "--dry-run", output="table").ok().out
-    assert off(world, pid) == []
-    assert not record(world, pid).exists()
-    cli("pause", str(pid)).ok()
-    cli("resume", str(pid), "--dry-run").ok()
-    assert off(world, pid) == OFF
+    other = admin.add_process(H200)
+    for each in (pid, other):
+        cli("pause", str(each)).ok()
+    data = cli("resume", "--all", output="json").ok().data
+    assert [job["pid"] for job in data["jobs"]] == [pid, other]
+    assert (off(world, pid), off(world, other)) == ([], [])
+    assert "no job is paused" in cli("resume", "--all").ok().out
 
 
 def test_the_guard_resumes_at_the_timeout(cli: Cli, world: World, pid: int) -> None:
@@ -149,16 +154,6 @@ def test_status_marks_it(cli: Cli, pid: int) -> None:
     assert since[other] is None
     assert f"note: paused: process {pid}; see by whom, and until when: gpushare pause list" in cli("status").err
     cli("resume", "--all").ok()
-
-
-def test_all_jobs(cli: Cli, world: World, pid: int) -> None:
-    other = admin.add_process(H200)
-    for each in (pid, other):
-        cli("pause", str(each)).ok()
-    data = cli("resume", "--all", output="json").ok().data
-    assert [job["pid"] for job in data["jobs"]] == [pid, other]
-    assert (off(world, pid), off(world, other)) == ([], [])
-    assert "no job is paused" in cli("resume", "--all").ok().out
 
 
 @refusals(

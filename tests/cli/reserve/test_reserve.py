@@ -52,7 +52,7 @@ def test_where_old_files_are_removed_a_lease_stays(two: World, monkeypatch: Patc
     assert stat.S_IMODE(file.stat().st_mode) == 0o1644
 
 
-def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
+def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World, monkeypatch: Patch) -> None:
     answer = cli("reserve", "-g", "0", "--for", "2h", host=TWO, output="json").ok()
     assert answer.data["undo"] == "gpushare reserve -g 0 --end"
     (lease,) = cli("reserve", host=TWO, output="json").ok().data["leases"]
@@ -69,6 +69,14 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert planned["steps"][0]["undo"] == planned["undo"] == "gpushare reserve -g 0 --for 3h"
     cli("reserve", "-g", "0,1", "--end", host=TWO).ok()
     assert leases(two.host, UserLimits()) == {}
+    # The undo of a shorter lease is in whole minutes.
+    cli("reserve", "-g", "0", "--for", "12h", host=TWO).ok()
+    assert cli("reserve", "-g", "0", "--for", "1h", host=TWO).ok().out.strip().endswith("reserve -g 0 --for 12h")
+    # The twelve hours of a user include the half minute that has passed.
+    two.fault("user", 1000)
+    lease = GpuLease(gpu_uuid=two.uuid(0), uid=1000, user="alice", seconds_left=60.0, held_seconds=30.0)
+    monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
+    cli("reserve", "-n", "-g", "0", "--for", "12h", host=TWO).ok()
 
 
 def test_the_list_is_by_gpu_and_the_end_of_all_is_of_what_is_reserved(cli: Cli, refused: Refused, two: World) -> None:
@@ -175,27 +183,6 @@ def test_the_user_of_a_simulated_host_is_told_why_it_cannot_reserve(cli: Cli, re
     assert cli("-o", "json", "reserve", host=TWO).ok().data["leases"] == []
 
 
-def test_the_undo_of_a_shorter_lease_is_in_whole_minutes(cli: Cli, two: World, monkeypatch: Patch) -> None:
-    cli("reserve", "-g", "0", "--for", "12h", host=TWO).ok()
-    assert cli("reserve", "-g", "0", "--for", "1h", host=TWO).ok().out.strip().endswith("reserve -g 0 --for 12h")
-    # The twelve hours of a user include the half minute that has passed.
-    two.fault("user", 1000)
-    lease = GpuLease(gpu_uuid=two.uuid(0), uid=1000, user="alice", seconds_left=60.0, held_seconds=30.0)
-    monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
-    cli("reserve", "-n", "-g", "0", "--for", "12h", host=TWO).ok()
-
-
-def test_a_clock_that_is_set_changes_no_lease(two: World, monkeypatch: Patch) -> None:
-    write(two, "a" * 16, until=60)
-    # One that begins later does not count yet.
-    write(two, "b" * 16, gpu=two.uuid(1), since=500, until=600)
-    now = time.time()
-    for seconds in (-86400.0, 86400.0):
-        monkeypatch.setattr(leases_module.time, "time", lambda seconds=seconds: now + seconds)
-        (lease,) = leases(two.host, UserLimits()).values()
-        assert 30 < lease.seconds_left <= 61
-
-
 def write(
     host: World, name: str, *, gpu: str | None = None, boot: str | None = None, since: float = 0.0, until: float = 60.0
 ) -> Path:
@@ -207,7 +194,7 @@ def write(
     return path
 
 
-def test_what_is_no_lease_does_not_count(two: World) -> None:
+def test_what_is_no_lease_does_not_count_and_the_clock_changes_none(two: World, monkeypatch: Patch) -> None:
     write(two, "0" * 16, boot="00000000-0000-0000-0000-000000000000")
     write(two, "1" * 16, until=-5)
     write(two, "2" * 16).write_text("gpushare lease 1\n")
@@ -216,6 +203,15 @@ def test_what_is_no_lease_does_not_count(two: World) -> None:
     assert leases(two.host, UserLimits()) == {}
     # Those that are over are removed.
     assert not (claim_directory(two.host) / f"{PREFIX}{'1' * 16}").exists()
+    # A clock that is set changes none.
+    write(two, "a" * 16, until=60)
+    # One that begins later does not count yet.
+    write(two, "b" * 16, gpu=two.uuid(1), since=500, until=600)
+    now = time.time()
+    for seconds in (-86400.0, 86400.0):
+        monkeypatch.setattr(leases_module.time, "time", lambda seconds=seconds: now + seconds)
+        (lease,) = leases(two.host, UserLimits()).values()
+        assert 30 < lease.seconds_left <= 61
 
 
 @pytest.mark.needs_root

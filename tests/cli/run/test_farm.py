@@ -41,7 +41,7 @@ def test_failures_and_their_hints(cli: Cli, tmp_path: Path) -> None:
     assert [copy["failure"] for copy in document["data"]["copies"]] == ["exit code 3"] * 2
 
 
-def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
+def test_json_has_every_copy_and_each_line(cli: Cli, tmp_path: Path) -> None:
     answer = cli("-o", "json", "farm", "--copies", "2", "--threads", "30", "--memory", "2G", "--", "echo", "{}")
     data = answer.ok().data
     assert (data["memory_bytes"], data["memory_limit_bytes"]) == (2 * 1024**3, 3 * 1024**3 // 2)
@@ -51,6 +51,11 @@ def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
         (1, "done", 0, 1),
     ]
     assert "[1] 1" in answer.err
+    file = tmp_path / "lines"
+    file.write_text("a b\n\n$HOME\n")
+    answer = cli("-o", "json", "farm", "--each", str(file), "--", "printf", "%s:%s\n", "{}", "x{}").ok()
+    assert [copy["line"] for copy in answer.data["copies"]] == ["a b", "$HOME"]
+    assert missing(answer.err, "[0] a b:xa b\n", "[1] $HOME:x$HOME\n") == []
 
 
 def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
@@ -142,14 +147,6 @@ def test_copies_share_the_gpus(cli: Cli) -> None:
     for name in ("ACTIVE_THREAD_PERCENTAGE", "PINNED_DEVICE_MEM_LIMIT"):
         many, few = (set(re.findall(rf"CUDA_MPS_{name}=(\S+)", text)) for text in (planned, fewer))
         assert (many, len(many)) == (few, 1)
-
-
-def test_each_runs_a_copy_for_each_line(cli: Cli, tmp_path: Path) -> None:
-    file = tmp_path / "lines"
-    file.write_text("a b\n\n$HOME\n")
-    answer = cli("-o", "json", "farm", "--each", str(file), "--", "printf", "%s:%s\n", "{}", "x{}").ok()
-    assert [copy["line"] for copy in answer.data["copies"]] == ["a b", "$HOME"]
-    assert missing(answer.err, "[0] a b:xa b\n", "[1] $HOME:x$HOME\n") == []
 
 
 def test_fail_fast_ends_the_others_and_skips_the_rest(cli: Cli) -> None:

@@ -40,7 +40,7 @@ def holders(world: World) -> set[str]:
     return {reservation.id for reservation in reservations(world.host) or [] if reservation.held}
 
 
-def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world: World) -> None:
+def test_each_copy_reserves_and_shows_its_limit_while_it_runs(real: Real, cli: Cli, world: World) -> None:
     farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     assert reserved(world) == [50 * GIB] * 2
@@ -51,6 +51,13 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world:
     assert [holder["memory_bytes"] for holder in room["devices"][0]["held_by"]] == [50 * GIB] * 2
     farm.end()
     assert reserved(world) == []
+    words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
+    farm = real("farm", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
+    on_gpu(world, 2)
+    until(lambda: all(reservation.limit_bytes for reservation in reservations(world.host) or []), "all have said it")
+    jobs: list[Any] = cli("jobs", output="json").ok().data["jobs"]
+    assert {(job["name"], job["memory_limit_bytes"]) for job in jobs} == {("sweep", 16 * GIB)}
+    farm.end()
 
 
 def test_the_first_copy_is_measured_alone_and_the_next_farm_knows_it(cli: Cli, world: World) -> None:
@@ -212,15 +219,12 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     assert (world.state.processes, reserved(world)) == ([], [])
 
 
-def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
+def test_copies_over_their_limit_are_told_once_and_started_again(cli: Cli) -> None:
     answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", sys.executable, "-c", STRAY).ends(1)
     (error,) = answer.lines("error")
     assert error.startswith("error: copies 0-2: the job holds ")
     assert error.endswith("ended (copy 0; the others likewise)")
     assert len([line for line in answer.lines("note") if "failed" in line]) == 1
-
-
-def test_a_copy_that_was_ended_for_its_memory_is_started_again_as_often_as_asked(cli: Cli) -> None:
     words = ("--copies", "1", "--restart", "1", "--memory", "8G", "--grace", "1s")
     (copy,) = cli("-o", "json", "farm", *words, "--", *over(0)).json["data"]["copies"]
     assert (copy["tries"], copy["reason"]) == (2, "memory_limit")
@@ -244,16 +248,6 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Real, world
     answer = farm.end().ends(130)
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["ended"] * 2
     assert world.state.processes == []
-
-
-def test_the_limit_of_each_copy_is_shown(real: Real, cli: Cli, world: World) -> None:
-    words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
-    farm = real("farm", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
-    on_gpu(world, 2)
-    until(lambda: all(reservation.limit_bytes for reservation in reservations(world.host) or []), "all have said it")
-    jobs: list[Any] = cli("jobs", output="json").ok().data["jobs"]
-    assert {(job["name"], job["memory_limit_bytes"]) for job in jobs} == {("sweep", 16 * GIB)}
-    farm.end()
 
 
 @pytest.mark.parametrize(("action", "limit"), [("end", 100 * GIB - 512 * 1024**2), ("warn", None)])

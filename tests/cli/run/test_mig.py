@@ -20,9 +20,13 @@ from gpushare.base.units import GIB, MIB
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
+from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.mig.ledger import NamedInstance, changing_names
+from gpushare.mig import on_demand
+from gpushare.mig.change import MigChange
+from gpushare.mig.ledger import MigLedger, NamedInstance, changing_names
+from gpushare.mig.on_demand import ON_DEMAND, OnDemand
 from gpushare.mig.places import profile_places
 from gpushare.run import mig as run_mig
 from gpushare.run.jobs import records
@@ -82,6 +86,15 @@ def line(started: Started) -> str:
 def ended(started: Started) -> int:
     started.process.communicate(timeout=120)
     return started.process.returncode
+
+
+@pytest.fixture
+def first(real: Real, world: World) -> Started:
+    """Start a program in the only instance of the host, which ends with its input."""
+    world.mig("1g.18gb")
+    started = waiting(real, "--mig", "1g")
+    until(lambda: {record.pid for record in records(world.host)} == set(world.pids()) != set(), "the first one runs")
+    return started
 
 
 @pytest.mark.parametrize("text", ["1g.18gb", "1g", "19", "MIG 1g.18gb", "1g.18gb:4"])
@@ -518,10 +531,8 @@ def test_memory_that_the_driver_does_not_tell_is_said(cli: Cli, world: World, mo
     assert line.endswith("on MIG 1g.18gb of GPU 0")
 
 
-def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, world: World) -> None:
-    (uuid,) = world.mig("1g.18gb")
-    first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, world: World, first: Started) -> None:
+    uuid = world.state.gpus[0].mig[0].uuid
     second = real("run", "--wait", "--mig", "1g", "--name", "second", "--", sys.executable, "-c", PRINT)
     second.says("waiting for a free instance ('1g'): in use: 1g.18gb:0 of GPU 0: process")
     (job,) = cli("status", output="json").ok().data["waiting_jobs"]
@@ -530,10 +541,7 @@ def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, w
     assert (leases(world), reservations(world.host)) == ({}, [])
 
 
-def test_the_first_one_that_waits_gets_the_instance_first(real: Real, world: World, tmp_path: Path) -> None:
-    world.mig("1g.18gb")
-    first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+def test_the_first_one_that_waits_gets_the_instance_first(real: Real, tmp_path: Path, first: Started) -> None:
     order = tmp_path / "order"
     later = []
     for number in range(3):
@@ -556,18 +564,13 @@ def test_no_instance_in_time(real: Real, refused: Refused, world: World, seconds
     assert (reservations(world.host), ended(first)) == ([], 0)
 
 
-def test_room_in_an_instance_that_one_program_has(real: Real, world: World, cli: Cli) -> None:
-    world.mig("1g.18gb")
-    first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+def test_room_in_an_instance_that_one_program_has(real: Real, world: World, cli: Cli, first: Started) -> None:
     second = real("run", "--wait", "--mig", "1g", "--", "true")
     second.says("waiting for a free instance")
     assert (second.end().code, reservations(world.host)) == (130, [])
     assert ended(first) == 0
     # It is for nobody else.
-    (uuid,) = world.mig("1g.18gb")
-    first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+    uuid = world.state.gpus[0].mig[0].uuid
     words = ("run", "--wait", "--timeout", "0.3s", "-g", uuid, "--memory", "2G", "--", "true")
     assert (cli(*words).code, ended(first)) == (19, 0)
     assert cli(*words).code == 0
@@ -637,12 +640,152 @@ def test_a_plan_says_that_a_job_waits_for_an_instance(cli: Cli, world: World) ->
     taken.release()
 
 
-def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(real: Real, refused: Refused, world: World) -> None:
-    world.mig("1g.18gb")
-    first = waiting(real, "--mig", "1g")
-    until(lambda: len(world.pids()) == 1, "the first one runs")
+def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(real: Real, refused: Refused, first: Started) -> None:
     words = ("run", "--wait", "--mig", "1g", "--name", "train", "--", "true")
     second = real(*words)
     second.says("waiting for a free instance")
     refused(*words, code="name_in_use", exit_code=19)
     assert (ended(first), second.result().code) == (0, 0)
+
+
+PRINT_DEVICES = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+CREATE = ("run", "--mig", "1g", "--create")
+ALIVE = ("--", "cat")
+
+
+def instances(world: World) -> list[str]:
+    return [f"{instance.profile}:{instance.start}" for instance in world.state.gpus[0].mig]
+
+
+@pytest.fixture
+def on(world: World) -> World:
+    """Return a host with MIG on and no instance."""
+    world.run("mig", "enable")
+    return world
+
+
+def test_an_instance_is_made_and_is_gone_afterwards(real: Real, cli: Cli, on: World) -> None:
+    planned = cli("-o", "json", *CREATE, "-n", "--", "true").ok().data["steps"]
+    assert [step["what"].split(" ")[0] for step in planned] == ["create", "run", "destroy"]
+    done = real(*CREATE, "--", sys.executable, "-c", PRINT_DEVICES).result()
+    assert done.out.startswith("MIG-")
+    assert (done.code, instances(on), ON_DEMAND.all(on.host)) == (0, [], [])
+
+
+@pytest.mark.parametrize("more", [(), ("-n",), ("--create",), ("--create", "-n"), ("--create", "--wait", "-n")])
+def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: World, more: Words) -> None:
+    world.mig("1g.18gb:4")
+    world.host.run_directory.mkdir(parents=True, exist_ok=True)
+    (world.host.run_directory / "claims").write_text("")
+    text = refused("run", "--mig", "1g", *more, "--", "true", code="lease_unusable", exit_code=4)
+    assert "claims cannot be read: Not a directory" in text
+    assert instances(world) == ["1g.18gb:4"]
+
+
+@pytest.mark.parametrize("more", [(), ("--create",)])
+def test_nobody_waits_where_only_claims_are_unreadable(
+    refused: Refused, world: World, monkeypatch: Patch, more: Words
+) -> None:
+    world.mig("1g.18gb:4")
+    # Another user has written too many files.
+    monkeypatch.setattr("gpushare.run.mig.claimed_instances", lambda _host: None)
+    monkeypatch.setattr("gpushare.run.mig.why_unreadable", lambda _host, _prefix: "there are too many")
+    text = refused("run", "--mig", "1g", "--wait", *more, "--", "true", code="lease_unusable", exit_code=4)
+    assert "there are too many" in text
+    assert instances(world) == ["1g.18gb:4"]
+
+
+def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
+    (uuid,) = world.mig("1g.18gb:4")
+    assert real(*CREATE, "--", sys.executable, "-c", PRINT_DEVICES).result().out.strip() == uuid
+    assert instances(world) == ["1g.18gb:4"]
+
+
+@pytest.mark.parametrize("daemon", [False, True])
+def test_one_that_somebody_else_uses_stays(real: Real, cli: Cli, on: World, daemon: bool) -> None:
+    started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
+    (uuid,) = until(lambda: [each.uuid for each in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
+    cli(*(("mps", "start", "-g", uuid) if daemon else ("sim", "add", "--mig", uuid))).ok()
+    kept = "an MPS daemon serves it" if daemon else "another program is in it"
+    assert f"stays: {kept}" in started.result().err
+    assert (len(instances(on)), len(on.state.daemons)) == (1, daemon)
+    assert ON_DEMAND.all(on.host) == []
+
+
+def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Real, on: World) -> None:
+    started = real(*CREATE, "--", "sleep", "300")
+    started.says("runs in MIG 1g.18gb")
+    os.kill(started.pid, signal.SIGKILL)
+    until(lambda: not instances(on), "the instance is gone")
+    until(lambda: not ON_DEMAND.all(on.host), "its record is gone")
+    started.result()
+
+
+def test_what_nobody_removed_is_removed_by_the_next_change(cli: Cli, on: World) -> None:
+    on.run("mig", "create", "1g.18gb:0", "2g.35gb:4")
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for profile, start in (("1g.18gb", 0), ("3g.71gb", 4)):
+        path = ON_DEMAND.path(on.host, f"{dead.pid}-0-{start}")
+        record = OnDemand(pid=dead.pid, started=1, gpu_uuid=on.uuid(), profile=profile, start=start, path=path)
+        ON_DEMAND.write(record)
+    assert "it would be destroyed" in cli("mig", "recover", "-n").ok().out
+    assert "it would be destroyed" in cli("mig", "create", "1g.18gb", "-n").ok().err
+    assert "1g.18gb:0" in cli("mig", "recover").ok().out
+    # The other place has an instance that it does not speak of.
+    assert (instances(on), ON_DEMAND.all(on.host)) == (["2g.35gb:4"], [])
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_an_instance_whose_making_failed_is_known(monkeypatch: Patch, cli: Cli, on: World, made: bool) -> None:
+    real = on_demand.transact
+
+    def fails(host: Host, ledger: MigLedger, change: MigChange) -> None:
+        if made:
+            real(host, ledger, change)
+        raise OperationFailed("it was not undone", "see: gpushare mig status", code="not_restored")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(on_demand, "transact", fails)
+        with pytest.raises(OperationFailed, match="not undone"):
+            on_demand.make_instance(on.host, "1g", [on.host.nvml.gpu(0)])
+    assert (len(instances(on)), len(ON_DEMAND.all(on.host))) == (made, made)
+    # Its gpushare lives until the end of this test.
+    monkeypatch.setattr(on_demand, "any_lives", lambda *_: False)
+    cli("mig", "recover").ok()
+    assert (instances(on), ON_DEMAND.all(on.host)) == ([], [])
+
+
+def test_an_instance_that_its_own_job_still_claims_is_not_left_silently(on: World) -> None:
+    record = on_demand.make_instance(on.host, "1g", [on.host.nvml.gpu(0)])
+    claim = take_claim(on.host, next(instance.uuid for instance in on.state.gpus[0].mig))
+    assert isinstance(claim, HeldClaim)
+    with pytest.raises(InUse):
+        on_demand.remove_instance(on.host, record)
+    claim.release()
+    assert (on_demand.remove_instance(on.host, record), instances(on)) == (None, [])
+
+
+def test_a_job_waits_for_room_and_then_makes_its_own(real: Real, cli: Cli, on: World) -> None:
+    first = real("run", "--mig", "7g", "--create", *ALIVE, stdin=subprocess.PIPE)
+    until(lambda: instances(on), "it is made")
+    assert ((answer := cli("-o", "json", *CREATE, "--", "true")).code, answer.error["code"]) == (19, "no_room")
+    second = real(*CREATE, "--wait", "--", sys.executable, "-c", PRINT_DEVICES)
+    second.says("waiting for a free instance")
+    assert first.result().code == 0
+    assert second.result().out.startswith("MIG-")
+    assert instances(on) == []
+
+
+@refusals(
+    "bad_mig 2: --create --mig train | --create --mig 1c.3g.71gb",
+    "mig_profile_unknown 3: --create --mig 9g.99gb",
+    "limit_above_gpu 2: --create --mig 1g --memory 40G",
+)
+def test_what_is_refused_leaves_nothing(refused: Refused, on: World, words: Words, code: str, exit_code: int) -> None:
+    refused("run", *words, "--", "true", code=code, exit_code=exit_code)
+    assert instances(on) == []
+
+
+def test_mig_that_is_off_is_not_switched_on(refused: Refused) -> None:
+    assert "gpushare mig enable -g 0" in refused(*CREATE, "--", "true", code="mig_off", exit_code=6)

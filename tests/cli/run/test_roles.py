@@ -107,7 +107,7 @@ def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_s
     assert missing(answer.err, "not protected: under MPS, a GPU fault of either job ends both", "no memory limit") == []
 
 
-def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, running: int) -> None:
+def test_the_gpu_is_that_of_the_job_to_yield_to(cli: Cli, running: int) -> None:
     world = World("sim:2xh200")
     keep_tuned(world.host, TUNED)
     words = ("run", "--opportunistic", "-n", "--for")
@@ -118,9 +118,6 @@ def test_beside_a_job_that_runs_the_gpu_is_the_one_that_it_is_on(cli: Cli, runni
         planned = cli(*words, beside, "--", "true", host=world.spec).ok()
         assert world.uuid(1) in planned.out
         assert world.uuid(0) not in planned.out
-
-
-def test_of_any_gpu_a_job_takes_that_of_the_job_that_it_yields_to(cli: Cli, running: int) -> None:
     world = World("sim:3xh200")
     recorded(world, running, index=1)
     foreign = str(admin.add_process(world.spec, gpu="2"))
@@ -355,13 +352,9 @@ def two(world: World) -> Iterator[list[str]]:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_pause_asks_which_of_several_is_spared(refused: Refused) -> None:
+def test_several_production_jobs(refused: Refused, cli: Cli, two: list[str], world: World) -> None:
     text = refused("run", "--opportunistic", "--yield", "pause", "--", "true", code="several_production", exit_code=2)
     assert missing(text, "2 production jobs run on GPU 0: llm, web", "--for llm") == []
-
-
-@pytest.mark.usefixtures("two")
-def test_the_memory_of_all_of_them_is_left_to_them(cli: Cli, two: list[str], world: World) -> None:
     planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
     limit = int(planned.out.partition("MEM_LIMIT=0=")[2].partition("M")[0])
     total = 143771

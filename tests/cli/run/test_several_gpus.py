@@ -83,6 +83,15 @@ def test_several_gpus_beside_production(real: Real, cli: Cli, four: World) -> No
     beside = ("--opportunistic", "--for", "web", "--yield", "pause", "--gpus", "2")
     assert "GPUs 0, 1" in cli("run", "-n", *beside, "-g", "0,1", "--", "true", host=four.spec).ok().out
     job.end()
+    # Production itself is on several, and found on each.
+    job = start(real, four, "--gpus", "2", "-g", "0,1", "--production", "web", "--", *ranks())
+    until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
+    for gpu in ("0", "1"):
+        plan = cli("run", "-n", "-g", gpu, "--opportunistic", "--for", "web", "--", "true", host=four.spec).ok()
+        assert "'web'" in plan.err + plan.out
+    elsewhere = cli("run", "-g", "2", "--opportunistic", "--for", "web", "--", "true", host=four.spec)
+    assert "'web' runs on another device" in elsewhere.lines("error")[0]
+    job.end()
 
 
 def test_a_program_sees_its_gpus_in_one_variable(cli: Cli, four: World) -> None:
@@ -149,17 +158,6 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Real, four: World) -> N
     until(lambda: (keys := fixed(four)) and uuids[3] not in keys, "it has chosen again")
     blocker.leave()
     assert job.result().code == 0
-
-
-def test_opportunistic_jobs_find_production_on_each_of_its_gpus(real: Real, cli: Cli, four: World) -> None:
-    job = start(real, four, "--gpus", "2", "-g", "0,1", "--production", "web", "--", *ranks())
-    until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
-    for gpu in ("0", "1"):
-        plan = cli("run", "-n", "-g", gpu, "--opportunistic", "--for", "web", "--", "true", host=four.spec).ok()
-        assert "'web'" in plan.err + plan.out
-    elsewhere = cli("run", "-g", "2", "--opportunistic", "--for", "web", "--", "true", host=four.spec)
-    assert "'web' runs on another device" in elsewhere.lines("error")[0]
-    job.end()
 
 
 def test_a_job_is_bound_to_the_cpus_next_to_its_gpus(cli: Cli, four: World, tmp_path: Path) -> None:

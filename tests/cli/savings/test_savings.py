@@ -131,10 +131,10 @@ def test_recordings_that_are_refused(refused: Refused, recorded: Recorded, tmp_p
         False,
     )
     refused("savings", "--from", str(tmp_path / "none"), code="no_recording", exit_code=6)
-    path = tmp_path / "x"
-    path.write_text("")
-    refused("savings", "--from", str(path), code="empty_recording", exit_code=1)
-    path.write_text("some text\n")
-    refused("savings", "--from", str(path), code="not_a_recording", exit_code=1)
-    path.write_text('{"gpushare_recording": 99}\n')
-    refused("savings", "--from", str(path), code="newer_recording", exit_code=3)
+    file = tmp_path / "x"
+    file.write_text("")
+    refused("savings", "--from", str(file), code="empty_recording", exit_code=1)
+    file.write_text("some text\n")
+    refused("savings", "--from", str(file), code="not_a_recording", exit_code=1)
+    file.write_text('{"gpushare_recording": 99}\n')
+    refused("savings", "--from", str(file), code="newer_recording", exit_code=3)

@@ -59,7 +59,7 @@ def test_no_simulated_host(cli: Cli, verb: str) -> None:
         assert "sim show" not in said
 
 
-def test_reset(cli: Cli, world: World) -> None:
+def test_reset(cli: Cli, world: World, refused: Refused) -> None:
     cli("mps", "start").ok()
     world.client()
     before = world.uuid()
@@ -68,9 +68,7 @@ def test_reset(cli: Cli, world: World) -> None:
     assert cli("sim", "reset").ok().out == f"{H200}: reset\n"
     assert not world.directory.exists()
     assert (world.uuid(), cli("sim", "reset", TWO, host=None).ok().out) == (before, f"{TWO}: reset\n")
-
-
-def test_reset_of_all_is_asked_for(refused: Refused, cli: Cli) -> None:
+    # That of all is asked for.
     cli("status").ok()
     cli("status", host=TWO).ok()
     refused("sim", "reset", "--all", asks=True, code="needs_consent", exit_code=19)

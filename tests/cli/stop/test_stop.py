@@ -179,16 +179,6 @@ def test_a_process_off_the_gpu_ends(cli: Cli, world: World, pid: int, verb: tupl
     assert cli("swap", "list", output="json").data["jobs"] == []
 
 
-def test_a_job_whose_gpushare_was_killed_is_the_users_own(cli: Cli, world: World, pid: int) -> None:
-    write_orphan(world, pid)
-    cli("stop", "train", asks=True).ok()
-    assert (world.pids(), find_record(world.host, "train")) == ([], None)
-    # Nobody else notes its end.
-    (past,) = cli("jobs", output="json").ok().data["jobs"]
-    assert (past["name"], past["state"], past["device"], past["exit_code"]) == ("train", "ended", "GPU 0", None)
-    assert "gpushare killed" in cli("jobs").ok().out
-
-
 def test_root_is_asked_before_a_users_record_ends_a_process(
     refused: Refused, world: World, pid: int, monkeypatch: Patch
 ) -> None:
@@ -204,7 +194,7 @@ def write_orphan(world: World, pid: int) -> JobRecord:
         return world.record("train", pid, supervisor=Identity(dead.pid, 1))
 
 
-def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: int) -> None:
+def test_jobs_whose_gpushare_is_slow_or_was_killed(cli: Cli, world: World, pid: int) -> None:
     with subprocess.Popen(["sleep", "300"]) as supervisor:
         own = world.host.processes.identity(supervisor.pid)
         for grace, expected in ((5.0, "30 s"), (120.0, "2 min 20 s")):
@@ -212,6 +202,14 @@ def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: i
             steps = cli("stop", "train", "-n", output="json").ok().data["steps"]
             assert steps[1]["what"] == f"wait until it is gone, at most {expected}"
         supervisor.kill()
+    # It was killed: the job is the user's own.
+    write_orphan(world, pid)
+    cli("stop", "train", asks=True).ok()
+    assert (world.pids(), find_record(world.host, "train")) == ([], None)
+    # Nobody else notes its end.
+    (past,) = cli("jobs", output="json").ok().data["jobs"]
+    assert (past["name"], past["state"], past["device"], past["exit_code"]) == ("train", "ended", "GPU 0", None)
+    assert "gpushare killed" in cli("jobs").ok().out
 
 
 def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatch: Patch) -> None:

@@ -64,7 +64,7 @@ def slice_of(cli: Cli) -> tuple[int, int | None]:
     return process["slice_us"], process["set_us"]
 
 
-def test_what_gpushare_set_as_its_slice_holds_again(cli: Cli) -> None:
+def test_what_gpushare_set_as_its_slice_holds_again_or_is_told(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("timeslice", "set", "500us", pid).ok()
     cli("swap", "out", pid).ok()
@@ -75,6 +75,13 @@ def test_what_gpushare_set_as_its_slice_holds_again(cli: Cli) -> None:
     cli("swap", "out", pid).ok()
     cli("swap", "in", pid).ok()
     assert slice_of(cli) == (1024, None)
+    pid = str(job())
+    cli("timeslice", "set", "500us", pid).ok()
+    cli("swap", "out", pid).ok()
+    world.set(channel_fault="seccomp")
+    told = cli("swap", "in", pid).ok().err
+    assert f"process {pid} lost its time-slice on the way: " in told
+    assert f"set it again: gpushare timeslice set 500us {pid}" in told
 
 
 def test_run_leaves_a_slice_that_was_set_or_reset_meanwhile_after_a_swap_too(cli: Cli, world: World) -> None:
@@ -98,16 +105,6 @@ def test_run_leaves_a_slice_that_was_set_or_reset_meanwhile_after_a_swap_too(cli
     assert kept.apply([pid], 500) == kept.apply([pid], 500) == []
     assert slice_of(cli) == (1024, None)
     kept.close()
-
-
-def test_a_slice_that_cannot_be_set_again_is_told(cli: Cli, world: World) -> None:
-    pid = str(job())
-    cli("timeslice", "set", "500us", pid).ok()
-    cli("swap", "out", pid).ok()
-    world.set(channel_fault="seccomp")
-    told = cli("swap", "in", pid).ok().err
-    assert f"process {pid} lost its time-slice on the way: " in told
-    assert f"set it again: gpushare timeslice set 500us {pid}" in told
 
 
 @pytest.mark.parametrize("words", [("--memory", "100G"), ("--wait",)])

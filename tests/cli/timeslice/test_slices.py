@@ -51,9 +51,7 @@ def test_a_slice_is_set_shown_and_restored(world: World, pid: int) -> None:
     world.run("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
     assert "gpushare has not set a time-slice" in world.run("timeslice", "reset", str(pid)).ok().err
-
-
-def test_default_is_what_processes_read_that_nobody_has_set(world: World, pid: int) -> None:
+    # The default is what processes read that nobody has set.
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
     world.run("timeslice", "set", "1ms", str(pid)).ok()
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
@@ -77,12 +75,16 @@ def test_in_another_pid_namespace_it_is_said_that_processes_are_missing(cli: Cli
     assert slice_of(world, pid) == 500
 
 
-def test_a_job_is_named(world: World, pid: int) -> None:
+def test_a_job_is_named(world: World, pid: int, monkeypatch: Patch) -> None:
     world.record("web", pid)
     assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
     assert (shown(world, pid)["job"], slice_records(world.host)[pid].job) == ("web", "web")
     world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
+    world.run("timeslice", "set", "500us", "web").ok()
+    monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
+    (process,) = world.run("status").data["gpus"][0]["processes"]
+    assert (process["job"], process["slice_us"]) == ("web", 500)
 
 
 def test_a_dry_run_writes_nothing(world: World, pid: int, monkeypatch: Patch) -> None:
@@ -262,14 +264,6 @@ def test_ctrl_c_in_the_middle_restores_the_slice(world: World, pid: int, monkeyp
     answer = world.run("timeslice", "set", "500us", str(pid))
     assert (answer.code, answer.error["code"]) == (128 + signal.SIGINT, Interrupted.code)
     assert (slice_of(world, pid), slice_records(world.host)) == (2048, {})
-
-
-def test_status_shows_slices_and_jobs_from_records_only(world: World, pid: int, monkeypatch: Patch) -> None:
-    world.record("web", pid)
-    world.run("timeslice", "set", "500us", "web").ok()
-    monkeypatch.setattr(ChannelControl, "find", lambda *_, **__: pytest.fail("the driver is not asked"))
-    (process,) = world.run("status").data["gpus"][0]["processes"]
-    assert (process["job"], process["slice_us"]) == ("web", 500)
 
 
 def test_a_user_takes_back_what_root_has_set_for_its_process(world: World, pid: int, tmp_path: Path) -> None:

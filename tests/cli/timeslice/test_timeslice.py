@@ -41,6 +41,16 @@ def test_set_says_what_it_equals_and_its_undo(cli: Cli, world: World) -> None:
     assert medium.out == "time-slice level medium on GPU 0; undo: gpushare timeslice set long -g 0\n"
     default = cli("timeslice", "reset").ok()
     assert default.out == "time-slice level default on GPU 0; undo: gpushare timeslice set medium -g 0\n"
+    # A dry run changes nothing.
+    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
+    data = cli("timeslice", "set", "short", "-n", output="json").ok().data
+    assert data["dry_run"]
+    assert [step["command"].split()[1] for step in data["steps"]] == ["-i", "compute-policy"]
+    assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.PROHIBITED)
+    assert not list(world.host.run_directory.glob("mode"))
+    # Without -n the note is there.
+    cli("timeslice", "set", "short").ok()
+    assert list(world.host.run_directory.glob("mode/*.json"))
 
 
 @pytest.mark.parametrize("level", ["4", "-1", "tiny", "", "1.0", "short,long"])
@@ -49,7 +59,7 @@ def test_unknown_level(refused: Refused, level: str) -> None:
     refused("timeslice", "set", *words, code="bad_level", exit_code=2)
 
 
-def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
+def test_reset_restores_level_and_mode(cli: Cli, world: World, refused: Refused) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     assert "it becomes default" in cli("timeslice", "set", "short").ok().err
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
@@ -59,6 +69,9 @@ def test_reset_restores_level_and_mode(cli: Cli, world: World) -> None:
     again = cli("timeslice", "reset", output="json").ok()
     assert again.data["steps"] == []
     assert "the time-slice is already default" in again.err
+    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+    world.fault("user", "1000")
+    assert "could not be undone" not in refused("timeslice", "set", "short", code="no_permission", exit_code=4)
 
 
 def test_several_gpus(refused: Refused, cli: Cli) -> None:
@@ -81,24 +94,6 @@ def test_not_root_changes_nothing(refused: Refused, cli: Cli, world: World, word
     # It was not done, so there is nothing that could not be undone.
     assert "could not be undone" not in message
     assert cli("timeslice", *words, "--dry-run").ok().out
-
-
-def test_not_root_with_a_mode_in_the_way(refused: Refused, world: World) -> None:
-    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    world.fault("user", "1000")
-    assert "could not be undone" not in refused("timeslice", "set", "short", code="no_permission", exit_code=4)
-
-
-def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
-    world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
-    data = cli("timeslice", "set", "short", "-n", output="json").ok().data
-    assert data["dry_run"]
-    assert [step["command"].split()[1] for step in data["steps"]] == ["-i", "compute-policy"]
-    assert (world.state.gpus[0].time_slice, world.state.gpus[0].compute_mode) == (0, ComputeMode.PROHIBITED)
-    assert not list(world.host.run_directory.glob("mode"))
-    # Without -n the note is there.
-    cli("timeslice", "set", "short").ok()
-    assert list(world.host.run_directory.glob("mode/*.json"))
 
 
 def test_gpu_without_time_slice(refused: Refused, cli: Cli) -> None:
