@@ -68,8 +68,8 @@ def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World
         assert cli("-o", "json", "run", "-d", *words).error == cli("-o", "json", "run", *words).error
     assert world.pids() == []
     # A dry run starts nothing.
-    assert "run true as a client" in cli("run", "-d", "-n", "--", "true").ok().out
-    assert not output_path(world.host, "true-1").exists()
+    assert "run date as a client" in cli("run", "-d", "-n", "--", "date").ok().out
+    assert not output_path(world.host, "date-1").exists()
 
 
 def test_a_job_whose_error_cannot_be_kept_is_refused_aloud(cli: Cli, monkeypatch: Patch) -> None:
