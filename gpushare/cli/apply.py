@@ -293,12 +293,14 @@ def _notes_if_kept(host: Host, wanted: HostFile, matched: Matched) -> list[str]:
     dropped = [str(index) for index in entries if index not in matched.entries]
     if dropped:
         which = f"it has no entry for GPU {', '.join(dropped)}, which the previous file had"
-        fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
+        sudo = "sudo " if host.root else ""
+        fix = f"for one file with all: {sudo}gpushare capture > gpushare.yaml; {sudo}gpushare apply -f gpushare.yaml"
         notes.append(f"only this file is applied at boot, and {which}; {fix}")
     if wanted.rules:
         notes.append(
             "the rules for time-slices are followed by gpushare timeslice keep, which reads the file at its start and at "
-            f"SIGHUP; as a unit: gpushare export systemd, then systemctl reload {KEEP_UNIT}"
+            "SIGHUP; as a unit: sudo gpushare export systemd --to units; sh units/apply.sh; "
+            f"sudo systemctl reload {KEEP_UNIT}"
         )
     if not host.root and changed_limits(host, wanted):
         notes.append("limits of users (memory, reserve) come into force only when root applies the file")

@@ -41,7 +41,7 @@ from gpushare.export.systemd import FILE, units_export
 from gpushare.hostfile.diff import check_fits, diff_points
 from gpushare.hostfile.file import HostFile, document_of
 from gpushare.hostfile.kept import file_applied_by_root
-from gpushare.hostfile.load import entries_of, kept_file, load, with_place_in_file
+from gpushare.hostfile.load import entries_of, load, with_place_in_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.mig.driver import MigReader
 from gpushare.mps.home import own_home
@@ -236,10 +236,10 @@ def _own_program() -> str:
 
 
 def _boot_file_has_rules(at_boot: str | None) -> bool:
-    """Return whether the file of --at-boot has rules for time-slices; without one on this host, whether the last applied has."""
+    """Return whether the file of --at-boot has rules for time-slices; without one on this host, whether root's last has."""
     if at_boot is not None and os.path.exists(at_boot):
         return bool(load(at_boot)[0].rules)
-    kept = kept_file(settings.connect())
+    kept = file_applied_by_root(settings.connect())
     return kept is not None and bool(kept.rules)
 
 

@@ -58,6 +58,25 @@ def file_applied_by_root(host: Host) -> HostFile | None:
     return next(filter(None, map(file_kept_in, directories)), None)
 
 
+def unread_kept_files(host: Host) -> list[Path]:
+    """Return the kept files of this user and of root that are there, but cannot be read, or are no longer valid."""
+    directories = (host.state_directory, *host.shared_state_directories)
+    return [
+        directory / KEPT for directory in directories if _may_have_file(directory) and file_kept_in(directory) is None
+    ]
+
+
+def _may_have_file(directory: Path) -> bool:
+    """Return whether a directory has a kept file; True, too, where this user may not look."""
+    try:
+        (directory / KEPT).lstat()
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def file_kept_in(directory: Path) -> HostFile | None:
     """Return the file that is kept in a directory; None: there is none, it is no longer valid, or may not be read."""
     with contextlib.suppress(OSError, ValueError, GpushareError):

@@ -82,7 +82,7 @@ def refuse_units(live: LiveGpu) -> None:
     if units:
         raise InUse(
             f"GPU {live.gpu.index} is served by {', '.join(units)} and differs from the file",
-            f"disable the unit first: sudo systemctl disable --now {' '.join(units)}; after apply: gpushare export systemd",
+            f"disable the unit first: sudo systemctl disable --now {' '.join(units)}; after apply: sudo gpushare export systemd --to units; sh units/apply.sh",
             gpu=live.gpu.index,
             code="unit_daemon",
         )

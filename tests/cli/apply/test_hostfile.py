@@ -361,7 +361,10 @@ def test_the_file_of_the_directory_is_the_default(
 
 def test_capture_says_how_to_survive_a_reboot(cli: Cli) -> None:
     (note,) = [line for line in cli("capture").ok().lines("note") if "at every boot" in line]
-    assert "gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; gpushare export systemd" in note
+    assert (
+        ": sudo gpushare capture > gpushare.yaml; sudo gpushare apply gpushare.yaml; sudo gpushare export systemd"
+        in note
+    )
 
 
 # -- capture -----------------------------------------------------------------------------------------
@@ -944,6 +947,34 @@ def test_a_user_who_is_not_root_sees_the_limits_that_root_has_set(cli: Cli, writ
     assert "you may reserve 8.0 GiB" in cli("run", "-g", "0", "--memory", "9G", "--", "true", host=TWO).err
     refused = cli("reserve", "-g", "0", "--for", "5h", "-n", host=TWO)
     assert (refused.code, "the longest here is 4 h" in refused.err) == (4, True)
+
+
+RULES = "version: 1\nslices:\n- match: all\n  slice: 2ms\nmemory:\n- {match: all, limit: 8G}\n"
+
+
+def test_a_capture_loses_no_rules_of_root(cli: Cli, write: Write, tmp_path: Path) -> None:
+    cli("apply", "-f", write(RULES), host=TWO).ok()
+    as_root = cli("capture", host=TWO).ok()
+    World(TWO).fault("user", "1000")
+    as_user = cli("capture", host=TWO).ok()
+    assert as_user.out == as_root.out
+    assert as_user.err.count("slices, memory and reserve are those of the file that root applied last") == 1
+    # Neither does the unit that follows them.
+    assert "gpushare-timeslice.service" in cli("export", "systemd", "--to", str(tmp_path / "u"), host=TWO).ok().out
+    own = RULES.replace("2ms", "4ms").replace("8G", "9G")
+    cli("apply", "-f", write(own), host=TWO).ok()
+    both = cli("capture", host=TWO).ok()
+    assert both.out == as_root.out
+    assert "the slices of your own file are left out: " in both.err
+    (roots,) = World(TWO).host.shared_state_directories
+    (roots / KEPT).write_text("version: 2\n")
+    broken = cli("capture", host=TWO).ok()
+    assert f"{roots / KEPT} cannot be read, or is not valid: its slices, memory and reserve are left out" in broken.err
+    (roots / KEPT).unlink()
+    # Where root has applied none, the user's own rules are captured; limits of that file are not in force.
+    alone = cli("capture", host=TWO).ok()
+    assert ("slice: 4ms" in alone.out, "memory:" in alone.out) == (True, False)
+    assert "slices are those of the file that you applied last" in alone.err
 
 
 def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write: Write) -> None:
