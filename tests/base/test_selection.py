@@ -12,6 +12,7 @@ from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, select, select_for_change, select_one
 from tests.errors import fails
+from tests.tables import each
 
 MIGS = (
     MigInstance(uuid="MIG-8443519f-29f1-5dd9-9d33-0a4c2b6f1c01", profile="1g.18gb", memory_total_bytes=18),
@@ -30,29 +31,18 @@ def names(devices: tuple[Device, ...]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("text", "found"),
-    [
-        (None, ["0", "1", "10"]),
-        ("all", ["0", "1", "10"]),
-        (" ALL ", ["0", "1", "10"]),
-        ("0", ["0"]),
-        ("010", ["10"]),
-        ("10,0", ["10", "0"]),
-        (" 1 , 0 ", ["1", "0"]),
-        ("0,0,0000:01:00.0,GPU-0d54321e", ["0"]),
-        ("GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0", ["0"]),
-        ("gpu-0D54321E", ["0"]),
-        ("GPU-0d543", ["0"]),
-        ("00000000:01:00.0", ["0"]),
-        ("0000:01:00.0", ["0"]),
-        ("0000:01:00", ["0"]),
-        ("01:00.0", ["0"]),
-        ("01:00", ["0"]),
-        ("c1:00.0", ["1"]),
-        ("1ABCD:01:00.0", ["10"]),
-        (MIGS[0].uuid, [MIGS[0].uuid]),
-        ("MIG-8443519f-a", [MIGS[1].uuid]),
-        (f"1,{MIGS[0].uuid}", ["1", MIGS[0].uuid]),
-    ],
+    each(
+        ([None, "all", " ALL "], ["0", "1", "10"]),
+        (["0", "0,0,0000:01:00.0,GPU-0d54321e", "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0", "gpu-0D54321E"], ["0"]),
+        (["GPU-0d543", "00000000:01:00.0", "0000:01:00.0", "0000:01:00", "01:00.0", "01:00"], ["0"]),
+        (["c1:00.0"], ["1"]),
+        (["010", "1ABCD:01:00.0"], ["10"]),
+        (["10,0"], ["10", "0"]),
+        ([" 1 , 0 "], ["1", "0"]),
+        ([MIGS[0].uuid], [MIGS[0].uuid]),
+        (["MIG-8443519f-a"], [MIGS[1].uuid]),
+        ([f"1,{MIGS[0].uuid}"], ["1", MIGS[0].uuid]),
+    ),
 )
 def test_a_device_is_named_by_index_uuid_prefix_or_pci_bus_id(text: str | None, found: list[str]) -> None:
     assert names(select(text, GPUS)) == found

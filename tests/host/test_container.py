@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.host.process import container_of
+from tests.tables import each
 
 ID = "0123456789abcdef" * 4
 SHORT = ID[:12]
@@ -23,53 +24,48 @@ BOTH = pytest.mark.parametrize("layout", [V1, V2], ids=["v1", "v2"])
 @BOTH
 @pytest.mark.parametrize(
     ("path", "container"),
-    [
-        (f"/docker/{ID}", SHORT),
-        (f"/docker/{ID}/docker/{'f' * 64}", "f" * 12),
-        (f"/system.slice/docker-{ID}.scope", SHORT),
-        (f"/user.slice/user-1000.slice/user@1000.service/user.slice/docker-{ID}.scope", SHORT),
-        (f"/my-parent/{ID}", SHORT),
-        (f"/machine.slice/libpod-{ID}.scope", SHORT),
-        (f"/machine.slice/libpod-{ID}.scope/container", SHORT),
-        (f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container", SHORT),
-        (f"/libpod_parent/libpod-{ID}", SHORT),
-        (f"/machine.slice/libpod-conmon-{ID}.scope", None),
-        (f"/system.slice/nerdctl-{ID}.scope", SHORT),
-        (f"/kubepods/burstable/{POD}/{ID}", SHORT),
-        (f"/kubepods/{POD}/{ID}", SHORT),
-        (f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD}.slice/cri-containerd-{ID}.scope", SHORT),
-        (f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope", SHORT),
-        (f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope/container", SHORT),
-        (f"/kubepods.slice/kubepods-{POD}.slice/docker-{ID}.scope", SHORT),
-        (f"/system.slice/containerd.service/kubepods-{POD}.slice:cri-containerd:{ID}", SHORT),
-        (f"/ecs/task-id/{ID}", SHORT),
-        # A shorter id counts below a known parent only, and there the last one.
-        (f"/docker/{HALF}", SHORT),
-        (f"/docker/{'f' * 32}/x/{HALF}", SHORT),
-        (f"/lxc/{HALF}", SHORT),
-        (f"/other/{HALF}", None),
-        (f"/{HALF}/docker/x", None),
-        (f"/kubepods:x/{HALF}", None),
-        ("/lxc/web1", "web1"),
-        ("/lxc/web1/system.slice/sshd.service", "web1"),
-        ("/lxc.payload.web1", "web1"),
-        ("/lxc.payload.web1/user.slice", "web1"),
-        ("/lxc.payload/web1", "web1"),
-        ("/lxc.web1", "web1"),
-        ("/slurm/uid_1000/job_123/step_0/task_0", "job_123"),
-        ("/system.slice/slurmstepd.scope/job_123/step_0/user/task_0", "job_123"),
-        ("/system.slice/node1_slurmstepd.scope/job_123/step_batch/user/task_0", "job_123"),
-        ("/slurm/uid_1000/job_1/job_2", "job_2"),
-        ("/other/job_7", None),
-        ("/job_7/slurmstepd.scope", None),
-        ("/", None),
-        ("/init.scope", None),
-        ("/user.slice/user-1000.slice/session-2.scope", None),
-        ("/system.slice/docker.service", None),
-        ("/system.slice/containerd.service", None),
-        ("/docker", None),
-        ("/kubepods.slice", None),
-    ],
+    each(
+        (
+            [
+                f"/docker/{ID}",
+                f"/system.slice/docker-{ID}.scope",
+                f"/user.slice/user-1000.slice/user@1000.service/user.slice/docker-{ID}.scope",
+                f"/my-parent/{ID}",
+                f"/machine.slice/libpod-{ID}.scope",
+                f"/machine.slice/libpod-{ID}.scope/container",
+                f"/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope/container",
+                f"/libpod_parent/libpod-{ID}",
+                f"/system.slice/nerdctl-{ID}.scope",
+                f"/kubepods/burstable/{POD}/{ID}",
+                f"/kubepods/{POD}/{ID}",
+                f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD}.slice/cri-containerd-{ID}.scope",
+                f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope",
+                f"/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope/container",
+                f"/kubepods.slice/kubepods-{POD}.slice/docker-{ID}.scope",
+                f"/system.slice/containerd.service/kubepods-{POD}.slice:cri-containerd:{ID}",
+                f"/ecs/task-id/{ID}",
+                # A shorter id counts below a known parent only, and there the last one.
+                *(f"/docker/{HALF}", f"/docker/{'f' * 32}/x/{HALF}", f"/lxc/{HALF}"),
+            ],
+            SHORT,
+        ),
+        ([f"/docker/{ID}/docker/{'f' * 64}"], "f" * 12),
+        (["/lxc/web1", "/lxc/web1/system.slice/sshd.service", "/lxc.payload.web1"], "web1"),
+        (["/lxc.payload.web1/user.slice", "/lxc.payload/web1", "/lxc.web1"], "web1"),
+        (
+            [
+                "/slurm/uid_1000/job_123/step_0/task_0",
+                "/system.slice/slurmstepd.scope/job_123/step_0/user/task_0",
+                "/system.slice/node1_slurmstepd.scope/job_123/step_batch/user/task_0",
+            ],
+            "job_123",
+        ),
+        (["/slurm/uid_1000/job_1/job_2"], "job_2"),
+        ([f"/machine.slice/libpod-conmon-{ID}.scope", f"/other/{HALF}", f"/{HALF}/docker/x"], None),
+        ([f"/kubepods:x/{HALF}", "/other/job_7", "/job_7/slurmstepd.scope", "/", "/init.scope", "/docker"], None),
+        (["/user.slice/user-1000.slice/session-2.scope", "/kubepods.slice"], None),
+        (["/system.slice/docker.service", "/system.slice/containerd.service"], None),
+    ),
 )
 def test_the_container_of_a_cgroup(layout: str, path: str, container: str | None) -> None:
     assert container_of(layout.format(path=path)) == container

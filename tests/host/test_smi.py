@@ -166,14 +166,11 @@ def test_a_level_is_set_and_read_on_a_simulated_host() -> None:
 def test_a_refused_level_is_an_error(fault: str, value: str | None, error: type[GpushareError]) -> None:
     host = connect("sim:h200")
     uuid = host.nvml.sweep()[0].uuid or ""
+    with pytest.raises(GpushareError):
+        host.policy.set("GPU-00000000-0000-0000-0000-000000000000", TimeSlice.LONG)
     admin.set_fault(host.spec, fault, value=value)
     with pytest.raises(error):
         host.policy.set(uuid, TimeSlice.LONG)
-
-
-def test_a_gpu_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(GpushareError):
-        connect("sim:h200").policy.set("GPU-00000000-0000-0000-0000-000000000000", TimeSlice.LONG)
 
 
 def test_a_hanging_nvidia_smi_is_a_time_out() -> None:

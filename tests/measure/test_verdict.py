@@ -167,14 +167,10 @@ def test_a_way_that_was_not_measured_or_failed_gives_no_answer() -> None:
     assert picks(found, measured_cells(found)) == []
 
 
-def test_no_factor_says_how_much_slower_a_copy_is_that_stood_still() -> None:
-    alone, starved = run("alone", [100.0]), run("mps", [100.0, 0.0])
-    verdict = verdict_of(alone, starved)
-    assert verdict.slowdown is None
-
-
 def test_a_copy_that_told_nothing_or_took_no_time_is_no_factor() -> None:
     base = run("alone", [100.0])
+    # No factor says how much slower it is that stood still.
+    assert verdict_of(base, run("mps", [100.0, 0.0])).slowdown is None
     silent = CopiesResult(copies=(copy(0, 50.0), copy(1, None)), seconds=1.0)
     verdict = verdict_of(base, replace(run("mps", [50.0, 50.0]), result=silent))
     assert verdict.slowdown == pytest.approx(2.0)

@@ -26,6 +26,7 @@ from gpushare.mig.profile import Layout
 from gpushare.mig.target import difference
 from gpushare.mig.wish import parse_wish
 from tests.mig.boards import MODELS, instance, layout
+from tests.tables import each
 
 A100 = 0x20B510DE
 GPUS = [Gpu(index=index, uuid=f"GPU-{index}", name="A", mig_capable=True) for index in range(4)]
@@ -80,21 +81,12 @@ def test_what_is_read() -> None:
 
 @pytest.mark.parametrize(
     ("text", "fits"),
-    [
-        ("0x20B510DE", True),
-        ("0x20b510de", True),
-        ("0X20B510DE", True),
-        (str(A100), True),
-        ("0x20B510DE:0x153310DE", True),
-        ("0x20B510DE:0x153210DE", False),
-        ("0x20B210DE", False),
-        ("0x20B510DE:0x153310DE:0x1", False),
-        ("A100-PCIE-80GB", False),
-        ("", True),
-        ([], True),
-        (["nonsense", "0x20B510DE"], True),
-        (["0x20B210DE", "0x233010DE"], False),
-    ],
+    each(
+        (["0x20B510DE", "0x20b510de", "0X20B510DE", str(A100), "0x20B510DE:0x153310DE", "", []], True),
+        ([["nonsense", "0x20B510DE"]], True),
+        (["0x20B510DE:0x153210DE", "0x20B210DE", "0x20B510DE:0x153310DE:0x1", "A100-PCIE-80GB"], False),
+        ([["0x20B210DE", "0x233010DE"]], False),
+    ),
 )
 def test_device_filter(text: object, fits: bool) -> None:
     config = parse_parted(entry(device_filter=text))["x"]

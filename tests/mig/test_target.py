@@ -14,6 +14,7 @@ from gpushare.mig.profile import Layout
 from gpushare.mig.target import find_targets
 from tests.errors import fails
 from tests.mig.boards import layout
+from tests.tables import each
 
 
 def with_uuids(one: Layout) -> Layout:
@@ -43,24 +44,16 @@ TRAIN, SMALL, PARTS = 404, 100, 202
 
 @pytest.mark.parametrize(
     ("word", "wanted"),
-    [
-        ("train", [Target(0, TRAIN)]),
-        (" train ", [Target(0, TRAIN)]),
-        ("0/404", [Target(0, TRAIN)]),
-        ("1/404", [Target(1, TRAIN)]),
-        ("0/202/1", [Target(0, PARTS, 1)]),
-        ("0/404/0", [Target(0, TRAIN, 0)]),
-        ("202", [Target(0, PARTS)]),
-        ("2g.20gb:2", [Target(0, PARTS)]),
-        ("2g:2", [Target(0, PARTS)]),
-        ("2G.20GB:2", [Target(0, PARTS)]),
-        ("1g.10gb+me:0", [Target(1, SMALL)]),
+    each(
         # The only one in its GPU instance means the whole; one of two means itself.
-        ("MIG-00000404-0000-Aa", [Target(0, TRAIN)]),
-        ("mig-00000404-0000-aa", [Target(0, TRAIN)]),
-        ("MIG-00000404", [Target(0, TRAIN)]),
-        ("MIG-00000202-0001", [Target(0, PARTS, 1)]),
-    ],
+        (["MIG-00000404-0000-Aa", "mig-00000404-0000-aa", "MIG-00000404"], [Target(0, TRAIN)]),
+        (["MIG-00000202-0001", "0/202/1"], [Target(0, PARTS, 1)]),
+        (["train", " train ", "0/404"], [Target(0, TRAIN)]),
+        (["1/404"], [Target(1, TRAIN)]),
+        (["0/404/0"], [Target(0, TRAIN, 0)]),
+        (["202", "2g.20gb:2", "2g:2", "2G.20GB:2"], [Target(0, PARTS)]),
+        (["1g.10gb+me:0"], [Target(1, SMALL)]),
+    ),
 )
 def test_each_form(word: str, wanted: list[Target]) -> None:
     assert list(find_targets(word, HOST)) == wanted

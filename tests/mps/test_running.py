@@ -10,6 +10,7 @@ from gpushare.host.host import Host
 from gpushare.host.process import Processes, ProcessInfo
 from gpushare.mps.control import PROGRAM
 from gpushare.mps.daemons import daemon_pid, find_daemons
+from tests.tables import each
 
 
 class Table(Processes):
@@ -44,23 +45,14 @@ def daemons(host: Host, *rows: tuple[int, str, str | None, int]) -> list[int | N
 
 @pytest.mark.parametrize(
     ("arguments", "is_daemon"),
-    [
-        ("-d", True),
-        ("-f", True),
-        ("--daemon", True),
-        ("--forground", True),
-        ("--foreground", True),
-        ("-S -d", True),
-        ("-f -multiuser-server", True),
-        ("-d -p 3", True),
-        ("-dM", True),
-        ("", False),
-        ("get_server_list", False),
-        ("start_server -uid 1000", False),
-        ("-v", False),
-        ("-h", False),
-        ("set_default_active_thread_percentage 50", False),
-    ],
+    each(
+        (
+            ["-d", "-f", "--daemon", "--forground", "--foreground", "-S -d", "-f -multiuser-server", "-d -p 3", "-dM"],
+            True,
+        ),
+        (["", "get_server_list", "start_server -uid 1000", "-v", "-h"], False),
+        (["set_default_active_thread_percentage 50"], False),
+    ),
 )
 def test_a_conversation_is_no_daemon(host: Host, arguments: str, is_daemon: bool) -> None:
     row = (10, f"/usr/bin/{PROGRAM} {arguments}", "/p", 1)

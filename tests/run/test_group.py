@@ -19,8 +19,9 @@ from gpushare.run.group import GroupSlice, why_not_settable
 from gpushare.run.jobs import OPPORTUNISTIC, JobRecord, slices_of_group, write_record
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin, open_simulated
-from gpushare.sim.state import SimulatedHostState, StateFile
+from gpushare.sim.state import StateFile
 from tests.errors import fails
+from tests.sim.nvml_host import state_of
 
 SPEC = "sim:h200"
 
@@ -80,12 +81,6 @@ def record_of_member(host: Host, device: Device, pid: int, slice_us: int) -> Job
         slice_us=slice_us,
         supervisor=identity_of(os.getpid()),
     )
-
-
-def state_of(file: StateFile) -> SimulatedHostState:
-    state = file.read()
-    assert state is not None
-    return state
 
 
 def server_slices(file: StateFile) -> list[int]:

@@ -92,22 +92,15 @@ def test_no_cell_is_a_formula(first: str) -> None:
 
 DIGITS = "9" * 5000
 BAD = {
-    "threads": ("mps", "start", "-g", "0", "--threads", DIGITS),
-    "memory": ("mps", "start", "-g", "0", "--memory", DIGITS + "G"),
     "gpu": ("status", "-g", DIGITS),
-    "pid": ("mps", "kill", DIGITS),
     "drain": ("mps", "stop", "-g", "0", "--drain", DIGITS),
     "count": ("mig", "plan", "1g.10gb*" + DIGITS),
     "place": ("mig", "plan", "1g.10gb:" + DIGITS),
     "sum": ("mig", "plan", *["1c.7g*1024"] * 16),
     "slices": ("mig", "plan", f"{DIGITS}g"),
-    "copies": ("farm", "--copies", DIGITS, "--", "true"),
     "uuid": ("status", "-g", "GPU-" + "x" * 15_000),
-    "instance": ("mig", "destroy", "x" * 15_000, "-y"),
     "name": ("mig", "name", "n" * 15_000, "1g.10gb:0", "-y"),
     "host": ("--host", "sim:" + "h" * 15_000, "status"),
-    "explain": ("explain", "e" * 15_000),
-    "user": ("mig", "grant", "x", "u" * 15_000, "-y"),
 }
 
 
@@ -115,7 +108,7 @@ BAD = {
 def test_bad_input_is_refused_soon_and_shortly(name: str) -> None:
     host = "sim:h100" if BAD[name][0] == "mig" else "sim:h200"
     answer = gpushare(*BAD[name], host=host, seconds=10)
-    assert answer.code in {2, 3, 6, 7, 19} or name == "explain", answer.err[:500]
+    assert answer.code in {2, 3, 6, 7, 19}, answer.err[:500]
     assert len(answer.err) < 1500, answer.err[:500]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gpushare.gpu_models import find_model
 from gpushare.host.process import ticks_now
 from gpushare.mig.profile import Profile
+from gpushare.sim import open_simulated
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.mig import Occupied, free_starts, may_join, occupied_places
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedProcess, StateFile, parse_spec
@@ -50,6 +51,13 @@ def free_count(file: StateFile, profile_id: int) -> int:
     profile = model.profile_by_id(profile_id)
     assert profile is not None
     return remaining_capacity(profile, occupied_places(state.gpus[0], model))
+
+
+def state_of(host: str | StateFile) -> SimulatedHostState:
+    """Return the state of a simulated host."""
+    state = (open_simulated(host).state_file if isinstance(host, str) else host).read()
+    assert state is not None
+    return state
 
 
 @contextmanager

@@ -9,15 +9,8 @@ import pytest
 
 from gpushare.base.errors import BadUsage
 from gpushare.sim import admin, open_simulated
-from gpushare.sim.state import SimulatedHostState
 
 SPEC = "sim:2xh200"
-
-
-def state(spec: str = SPEC) -> SimulatedHostState:
-    state = open_simulated(spec).state_file.read()
-    assert state is not None
-    return state
 
 
 def test_opening_a_host_creates_it_once(sim_dir: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from gpushare.connect import connect
 from gpushare.sim import activity, admin
 from gpushare.sim.job import pace_of, target_of
-from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess
+from tests.sim.nvml_host import state_of
 
 SPEC = "sim:h200"
 
@@ -19,9 +20,7 @@ SPEC = "sim:h200"
 @pytest.fixture
 def state() -> SimulatedHostState:
     connect(SPEC)
-    found = StateFile(SPEC).read()
-    assert found is not None
-    return found
+    return state_of(SPEC)
 
 
 def job(
@@ -106,8 +105,7 @@ def test_a_stopped_one_stands_still(state: SimulatedHostState) -> None:
 def test_an_instance_has_its_share_and_no_neighbours() -> None:
     connect(SPEC)
     admin.set_mig(SPEC, "0", ["1g.18gb", "1g.18gb"])
-    state = StateFile(SPEC).read()
-    assert state is not None
+    state = state_of(SPEC)
     jobs = [job(state, 40) for _ in range(2)]
     for one, mig in zip(jobs, state.gpus[0].mig, strict=True):
         one.gpu_instance_id, one.compute_instance_id = mig.gpu_instance_id, mig.compute_instance_id

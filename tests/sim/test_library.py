@@ -11,7 +11,7 @@ import pytest
 from gpushare.gpu_models import GpuModel, load_models
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.state import StateFile
-from tests.sim.nvml_host import add_process, initialised, loaded, new_host
+from tests.sim.nvml_host import add_process, initialised, loaded, new_host, state_of
 
 MODELS = list(load_models().values())
 
@@ -76,46 +76,30 @@ def test_an_h200_answers_as_the_real_one() -> None:
         assert memory.reserved + memory.used + memory.free == memory.total
 
 
-def test_a_wrong_struct_version_is_refused() -> None:
-    with initialised(new_host("sim:h200")) as (nvml, _):
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
+def test_a_wrong_struct_version_and_a_gpu_that_is_not_there_are_refused() -> None:
+    with initialised(new_host("sim:3xt4")) as (nvml, _):
+        handle = nvml.nvmlDeviceGetHandleByIndex(2)
+        assert nvml.nvmlDeviceGetPciInfo(handle).busId == "00000000:03:00.0"
         code = refused(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=0x02000004))
         assert code == nvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH
-
-
-def test_a_gpu_that_is_not_there() -> None:
-    with initialised(new_host("sim:3xt4")) as (nvml, _):
-        assert nvml.nvmlDeviceGetPciInfo(nvml.nvmlDeviceGetHandleByIndex(2)).busId == "00000000:03:00.0"
         assert refused(nvml, lambda: nvml.nvmlDeviceGetHandleByUUID("GPU-none")) == nvml.NVML_ERROR_NOT_FOUND
         assert refused(nvml, lambda: nvml.nvmlDeviceGetHandleByIndex(3)) == nvml.NVML_ERROR_INVALID_ARGUMENT
 
 
-def test_root_sets_the_compute_mode_and_the_file_keeps_it() -> None:
+def test_only_root_sets_the_compute_mode_and_the_file_keeps_it() -> None:
     file = new_host("sim:h200,a30")
     with initialised(file) as (nvml, _):
         handle = nvml.nvmlDeviceGetHandleByIndex(1)
         nvml.nvmlDeviceSetComputeMode(handle, nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS)
         assert nvml.nvmlDeviceGetComputeMode(handle) == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
         assert nvml.nvmlDeviceGetComputeMode(nvml.nvmlDeviceGetHandleByIndex(0)) == 0
-        code = refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 1))
-        assert code == nvml.NVML_ERROR_NOT_SUPPORTED
-        code = refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 9))
-        assert code == nvml.NVML_ERROR_INVALID_ARGUMENT
-    state = file.read()
-    assert state is not None
-    assert [gpu.compute_mode for gpu in state.gpus] == [0, 3]
-
-
-def test_a_user_may_read_but_not_set() -> None:
-    file = new_host("sim:h200", fault_uid=1000)
-    with initialised(file) as (nvml, _):
-        handle = nvml.nvmlDeviceGetHandleByIndex(0)
-        code = refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 3))
-        assert code == nvml.NVML_ERROR_NO_PERMISSION
-        assert nvml.nvmlDeviceGetComputeMode(handle) == 0
-    state = file.read()
-    assert state is not None
-    assert state.gpus[0].compute_mode == 0
+        assert refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 1)) == nvml.NVML_ERROR_NOT_SUPPORTED
+        assert refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 9)) == nvml.NVML_ERROR_INVALID_ARGUMENT
+        with file.changed() as state:
+            state.fault_uid = 1000
+        assert refused(nvml, lambda: nvml.nvmlDeviceSetComputeMode(handle, 0)) == nvml.NVML_ERROR_NO_PERMISSION
+        assert nvml.nvmlDeviceGetComputeMode(handle) == nvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
+    assert [gpu.compute_mode for gpu in state_of(file).gpus] == [0, 3]
 
 
 @pytest.mark.parametrize(

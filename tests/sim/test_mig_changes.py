@@ -14,20 +14,14 @@ import pytest
 
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_layout
-from gpushare.sim.state import SimulatedGpu, SimulatedHostState, StateFile
-from tests.sim.nvml_host import add_process, free_count, initialised, new_host
+from gpushare.sim.state import SimulatedGpu, StateFile
+from tests.sim.nvml_host import add_process, free_count, initialised, new_host, state_of
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 H100, A100 = "sim:h100-80gb", "sim:a100-80gb"
 # Profile ids (-lgip) of both.
 G1, G1_ME, G1_DOUBLE, G2, G3, G4, G7 = 19, 20, 15, 14, 9, 5, 0
 C1, C2, C3, C4, C7 = range(5)
-
-
-def state_of(file: StateFile) -> SimulatedHostState:
-    state = file.read()
-    assert state is not None
-    return state
 
 
 def gpu_of(file: StateFile) -> SimulatedGpu:

@@ -13,7 +13,7 @@ from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.cli import main
 from gpushare.host.program import Completed
 from gpushare.sim import admin, nvidia_ctk, open_simulated
-from gpushare.sim.state import SimulatedHostState
+from tests.sim.nvml_host import state_of
 
 SPEC = "sim:a30,l4"
 GENERATE = ("cdi", "generate")
@@ -28,12 +28,6 @@ def install() -> None:
     nvidia_ctk.install(open_simulated(SPEC).state_file)
 
 
-def state() -> SimulatedHostState:
-    state = open_simulated(SPEC).state_file.read()
-    assert state is not None
-    return state
-
-
 def names(text: str) -> list[str]:
     return [device["name"] for device in yaml.safe_load(text)["devices"]]
 
@@ -44,7 +38,7 @@ def generated(*words: str) -> list[str]:
     return names((open_simulated(SPEC).state_file.directory / "etc/cdi/nvidia.yaml").read_text())
 
 
-def test_a_host_has_no_toolkit_until_it_is_installed() -> None:
+def test_a_host_has_no_toolkit_until_it_is_installed_nor_while_it_is_missing() -> None:
     programs = open_simulated(SPEC).programs
     assert programs.find("nvidia-ctk") is None
     with pytest.raises(NotSupported):
@@ -52,10 +46,6 @@ def test_a_host_has_no_toolkit_until_it_is_installed() -> None:
     install()
     assert programs.find("nvidia-ctk") == "/usr/bin/nvidia-ctk"
     assert (open_simulated(SPEC).state_file.directory / "var/run/cdi/nvidia.yaml").exists()
-
-
-def test_missing_is_a_fault_of_it_too() -> None:
-    install()
     admin.set_fault(SPEC, "missing", value="nvidia-ctk")
     assert open_simulated(SPEC).programs.find("nvidia-ctk") is None
     admin.clear_faults(SPEC)
@@ -64,18 +54,14 @@ def test_missing_is_a_fault_of_it_too() -> None:
         admin.set_fault(SPEC, "missing", value="docker")
 
 
-def test_names_by_index_and_uuid() -> None:
+def test_names_by_index_and_uuid_without_a_gpu_that_is_lost() -> None:
     install()
     admin.set_mig(SPEC, "0", ["2g.12gb:0", "1g.6gb:2"])
-    a30, l4 = state().gpus
+    a30, l4 = state_of(SPEC).gpus
     assert generated() == ["0:0", a30.mig[0].uuid, "0:1", a30.mig[1].uuid, "1", l4.uuid, "all"]
     assert generated("--device-name-strategy=type-index") == ["mig0:0", "mig0:1", "gpu1", "all"]
-
-
-def test_a_gpu_that_is_lost_is_not_listed() -> None:
-    install()
     admin.set_fault(SPEC, "lost", "0")
-    assert generated() == ["1", state().gpus[1].uuid, "all"]
+    assert generated() == ["1", l4.uuid, "all"]
 
 
 def test_what_is_written() -> None:
@@ -93,25 +79,23 @@ def test_what_gpushare_never_runs_is_refused() -> None:
         assert (done.exit_code, done.stdout, "level=error" in done.stderr) == (1, "", True)
 
 
-def test_no_device_is_refused_and_nothing_is_written() -> None:
+@pytest.mark.parametrize(
+    ("fault", "value", "said"),
+    [
+        ("no-driver", None, "NVML"),
+        ("no-nvml", None, "NVML"),
+        ("user", "1000", "permission denied"),
+        ("lost", None, "empty device edits"),
+    ],
+)
+def test_what_is_refused_writes_nothing(fault: str, value: str | None, said: str) -> None:
     install()
     file = open_simulated(SPEC).state_file.directory / "var/run/cdi/nvidia.yaml"
     before = file.read_text()
-    admin.set_fault(SPEC, "lost")
-    done = run(*GENERATE, "--output=/var/run/cdi/nvidia.yaml")
-    assert (done.exit_code, "empty device edits" in done.stderr) == (1, True)
-    assert file.read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("fault", "value", "said"),
-    [("no-driver", None, "NVML"), ("no-nvml", None, "NVML"), ("user", "1000", "permission denied")],
-)
-def test_refusals(fault: str, value: str | None, said: str) -> None:
-    install()
     admin.set_fault(SPEC, fault, value=value)
     done = run(*GENERATE, "--output=/var/run/cdi/nvidia.yaml")
     assert (done.exit_code, said in done.stderr) == (1, True)
+    assert file.read_text() == before
 
 
 def test_the_state_directory_stays_one_that_gpushare_believes_whatever_the_umask() -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from gpushare.host.program import Completed
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.programs import run_smi
-from gpushare.sim.state import SimulatedHostState, StateFile
+from gpushare.sim.state import StateFile
+from tests.sim.nvml_host import state_of
 
 DATA = Path(__file__).parent.parent / "data" / "h200-r580"
 SPEC = "sim:h200"
@@ -23,19 +24,13 @@ def captured(name: str) -> str:
     return (DATA / name).read_text()
 
 
-def state(spec: str = SPEC) -> SimulatedHostState:
-    state = open_simulated(spec).state_file.read()
-    assert state is not None
-    return state
-
-
 def test_what_is_printed_is_what_was_captured() -> None:
     assert run("compute-policy", "-l").stdout == captured("compute-policy-list.txt")
 
 
 def test_setting_the_time_slice_and_reading_it_back() -> None:
     spec = "sim:2xh200"
-    uuid = state(spec).gpus[1].uuid
+    uuid = state_of(spec).gpus[1].uuid
     for device, level in ((uuid, "3"), ("1", "2")):
         done = run("compute-policy", "-i", device, "--set-timeslice", level, spec=spec)
         assert done.exit_code == 0
@@ -44,7 +39,7 @@ def test_setting_the_time_slice_and_reading_it_back() -> None:
         ("0", "Default"),
         ("1", "Medium"),
     ]
-    assert [gpu.time_slice for gpu in state(spec).gpus] == [0, 2]
+    assert [gpu.time_slice for gpu in state_of(spec).gpus] == [0, 2]
 
 
 def test_refusals() -> None:
@@ -62,7 +57,7 @@ def test_refusals() -> None:
     admin.set_fault(SPEC, "not-supported", value="time-slice")
     assert run("compute-policy", "-l").stdout == "Failed to get compute policies for GPU 0 : Not Supported\n"
     assert run(*short).exit_code == 3
-    assert [gpu.time_slice for gpu in state().gpus] == [0]
+    assert [gpu.time_slice for gpu in state_of(SPEC).gpus] == [0]
 
 
 def test_one_lost_gpu_does_not_hide_the_other() -> None:
