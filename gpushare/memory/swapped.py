@@ -76,7 +76,7 @@ class Swap(Kept, Named):
 
     def living(self, host: Host) -> tuple[Image, ...]:
         """Return the images of its processes that still run."""
-        return tuple(image for image in self.images if host.processes.identity(image.pid) == image.identity)
+        return tuple(image for image in self.images if host.processes.alive(image.pid, image.started))
 
     def identities(self, host: Host) -> list[Identity]:
         """Return its processes that still run."""

@@ -59,15 +59,15 @@ class PausedJob(Kept, Named):
 
     def living(self, host: Host) -> tuple[Channels, ...]:
         """Return the channels of the processes that still run."""
-        return tuple(each for each in self.channels if host.processes.identity(each.pid) == (each.pid, each.started))
+        return tuple(each for each in self.channels if host.processes.alive(each.pid, each.started))
 
     def lives(self, host: Host) -> bool:
         """Return whether any of it still runs."""
-        return host.processes.identity(self.pid) == (self.pid, self.started) or bool(self.living(host))
+        return host.processes.alive(self.pid, self.started) or bool(self.living(host))
 
     def has_live_keeper(self, host: Host) -> bool:
         """Return whether its keeper lives; else nobody ends the pause in time, and it is to be completed or resumed."""
-        return self.keeper is not None and host.processes.identity(self.keeper.pid) == self.keeper
+        return self.keeper is not None and host.processes.alive(*self.keeper)
 
     def resumed_by_run(self, host: Host) -> bool:
         """Return whether a living `gpushare run` pauses and resumes the job: nobody else may."""

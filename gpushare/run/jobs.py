@@ -200,7 +200,7 @@ def slices_of_group(host: Host, device: Device) -> dict[int, int]:
         for record in JOBS.all(host, shared=False)
         if record.role == OPPORTUNISTIC and record.mps and record.slice_us is not None
         if device.uuid in record.devices and (record.supervisor is None or record.supervisor.pid != record.pid)
-        if host.processes.identity(record.pid) == (record.pid, record.started)
+        if host.processes.alive(record.pid, record.started)
     }
 
 

@@ -151,7 +151,7 @@ def follow(host: Host, output: Output) -> Iterator[bytes]:
         # Its record may go before its last words are printed: the job lives as long as the gpushare that was in it.
         supervisor = gpushare_of(host, output.name) or supervisor
         # Looked up before the reading, so that all that it prints before its end is read.
-        is_alive = supervisor is not None and host.processes.identity(supervisor.pid) == supervisor
+        is_alive = supervisor is not None and host.processes.alive(*supervisor)
         if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
             os.lseek(output.descriptor, 0, os.SEEK_SET)
         yield from read_blocks(output.descriptor)

@@ -169,7 +169,7 @@ class ProductionJob:
 
     def lives(self) -> bool:
         """Return whether the job runs. If it was started again under its name, follow the new process."""
-        if self._host.processes.identity(self.pid) == (self.pid, self.started):
+        if self._host.processes.alive(self.pid, self.started):
             return True
         record = None if self.name is None else find_record(self._host, self.name)
         if record is None or self._device.uuid not in record.devices or not is_running(self._host, record):

@@ -296,7 +296,7 @@ class Job:
         """Return whether the job that `start` returned is there: its gpushare, or, if that was killed, its program."""
         from gpushare.run.jobs import JOBS, is_running
 
-        if self._host.processes.identity(supervisor.pid) == supervisor:
+        if self._host.processes.alive(*supervisor):
             return True
         record = JOBS.read(JOBS.path(self._host, self.name))
         return record is not None and record.supervisor == supervisor and is_running(self._host, record)

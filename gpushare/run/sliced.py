@@ -54,7 +54,7 @@ class KeptSlices:
         for pid in self._known.keys() - set(pids):
             self._forget_contexts(pid)
         for pid, started in self.proved.keys() - {(pid, channels.started) for pid, channels in self._known.items()}:
-            if self.host.processes.identity(pid) != (pid, started):
+            if not self.host.processes.alive(pid, started):
                 del self.proved[pid, started]
         return [pid for pid in sorted(pids) if self._apply_one(pid, microseconds)]
 

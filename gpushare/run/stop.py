@@ -100,7 +100,7 @@ def find_target(host: Host, text: str) -> Target:
     record = running_record(host, text)
     if record is not None:
         supervisor = record.supervisor
-        if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
+        if supervisor is not None and not host.processes.alive(*supervisor):
             # It has ended.
             supervisor = None
         job = job_of(host, Identity(record.pid, record.started), record.name, record)
@@ -234,7 +234,7 @@ class Stop:
         """Wait until the job's gpushare and its program are gone, at most this long; return whether they are."""
         both = {supervisor, Identity(self._job.pid, self._job.started)}
         deadline = time.monotonic() + seconds
-        while any(self._host.processes.identity(process.pid) == process for process in both):
+        while any(self._host.processes.alive(*process) for process in both):
             if time.monotonic() >= deadline:
                 return False
             if is_stopped(supervisor.pid):

@@ -99,7 +99,7 @@ def slice_records(host: Host) -> dict[int, SliceRecord]:
     """
     latest: dict[int, SliceRecord] = {}
     for record in sorted(RECORDS.all(host), key=lambda record: record.set_at):
-        if not record.keeper_uid and host.processes.identity(record.pid) == (record.pid, record.started):
+        if not record.keeper_uid and host.processes.alive(record.pid, record.started):
             latest[record.pid] = record
     return latest
 
