@@ -59,6 +59,7 @@ class ChannelsOff:
     def take_off(self, channels: Channels) -> None:
         """Take the channels of a process off the GPU. Raises NotFound: it has ended, or has other channels now; GpushareError."""
         # Noted first, for the way back: a driver that does not answer may have taken them off.
+        off_before = self.off.get(channels.pid)
         self.off[channels.pid] = channels
         try:
             # Ctrl-C waits: an abandoned call could take channels off after the way back.
@@ -68,6 +69,8 @@ class ChannelsOff:
             may_be_off = isinstance(error, TimedOut) or error.code == "half_done"
             if not may_be_off:
                 del self.off[channels.pid]
+                if off_before is not None:
+                    self.off[channels.pid] = off_before
             raise
 
     def put_back(self, pid: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.errors import OperationFailed
 from gpushare.base.selection import Device
 from gpushare.host.channels import DISABLE_CHANNELS
 from gpushare.host.host import Host
@@ -136,6 +137,26 @@ def test_a_process_that_ended_before_its_channels_went_off_is_no_longer_known(ho
     assert pauser.known.keys() == pauser.off.keys() == {pids[1]}
     pauser.enable()
     assert not pauser.off
+
+
+def test_what_is_off_is_put_back_if_the_driver_refuses_channels_made_since(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = add_process(H200)
+    pauser = ChannelPauser(host, os.getpid())
+    pauser.find([pid])
+    pauser.disable()
+    pauser.known[pid] = replace(pauser.known[pid])
+
+    def refuse(_channels: object) -> float:
+        raise OperationFailed("the driver failed", "see: sudo dmesg | tail")
+
+    monkeypatch.setattr(pauser.control, "disable", refuse)
+    with pytest.raises(OperationFailed):
+        pauser.disable()
+    assert pauser.off.keys() == {pid}
+    assert not pauser.enable()
+    assert World(H200).process(pid).channels_off == []
 
 
 def test_what_the_driver_does_not_put_back_is_told_and_can_be_resumed_later() -> None:
