@@ -29,7 +29,7 @@ from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
 from gpushare.measure.recording import Recording, RecordingFile, Underuse, find_underuse
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, format_date
 from gpushare.show.status import gpu_errors, is_lost
 from gpushare.show.waiting import progress_line
 
@@ -134,9 +134,8 @@ def _recording_result(recording: Recording, path: Path) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
     data = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(find_underuse(recording)))
     header = data.header
-    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
     seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"
-    text = f"{header.host}   driver {header.driver or '-'}   {began}   {seen}\n{data.file}"
+    text = f"{header.host}   driver {header.driver or '-'}   {format_date(header.started_at)}   {seen}\n{data.file}"
     no_process = "no process was seen" if data.processes_known else "processes were not recorded"
     tables = (
         ("gpus", "GPUs", _GPU_COLUMNS, data.gpus, None),

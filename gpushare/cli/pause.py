@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,7 +16,7 @@ from gpushare.pause.change import pauses_locked
 from gpushare.pause.record import PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, format_date
 
 LIST: Final = "list"
 
@@ -57,8 +56,8 @@ def pause(
         )
         if work.was_paused:
             # Nothing has changed, so there is nothing to undo.
-            until = "" if work.job.until is None else f", until {date_text(wall_time(work.job.until))}"
-            text = f"{work.job.title} is already paused, since {date_text(wall_time(work.job.since))}{until}"
+            until = "" if work.job.until is None else f", until {format_date(wall_time(work.job.until))}"
+            text = f"{work.job.title} is already paused, since {format_date(wall_time(work.job.since))}{until}"
             return replace(result, tables=(), done=((text, None),))
         if settings.dry_run:
             return result
@@ -122,11 +121,6 @@ def paused_row(job: PausedJob, host: Host) -> PausedRow:
     )
 
 
-def date_text(at: float) -> str:
-    """Return a time in seconds since 1970 as ``2026-11-28 08:01:12``, local time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
 def list_paused(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
     jobs = [job for job in paused_jobs(host) if job.is_paused(host)]
@@ -136,8 +130,8 @@ def list_paused(host: Host) -> Any:
         Column("name", "name", optional=True),
         Column("user", "user", rank=2),
         Column("state", "state", rank=1),
-        Column("since", "since", format=date_text),
-        Column("until", "until", format=date_text, unknown="resumed"),
+        Column("since", "since", format=format_date),
+        Column("until", "until", format=format_date, unknown="resumed"),
         Column("by", "by", rank=1),
         Column("processes", "processes", rank=3, format=lambda pids: " ".join(map(str, pids))),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, Final
 
 import typer
@@ -27,7 +26,7 @@ from gpushare.host.identity import wall_time
 from gpushare.memory.swapped import BACK, Swap, swaps
 from gpushare.run.swap_job import plan_swap_in, plan_swap_out
 from gpushare.show.plan import PlanAnswer, with_answer
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, format_date
 
 app = typer.Typer(
     **GROUP,
@@ -81,7 +80,7 @@ def list_swapped() -> Any:
         Column("state", "state"),
         Column("memory_bytes", "memory", right=True, format=format_bytes),
         Column("gpu_uuid", "GPU UUID", rank=2),
-        Column("since", "since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
+        Column("since", "since", format=format_date),
     )
     return Result(
         data=SwapListAnswer(jobs=rows),

@@ -7,6 +7,7 @@ the keys, unknown is null.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, fields, is_dataclass
 from decimal import Decimal
@@ -45,6 +46,11 @@ def plain_value(value: Any) -> str:
     if isinstance(value, float | Decimal):
         return f"{float(value):g}"
     return str(value)
+
+
+def format_date(at: float) -> str:
+    """Return a time in seconds since 1970 as ``2026-11-28 08:01:12``, local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 @dataclass(frozen=True)

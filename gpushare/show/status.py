@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -38,7 +37,7 @@ from gpushare.base.units import (
     ranges,
 )
 from gpushare.base.values import dataclass
-from gpushare.show.result import Column, Result, Table, plain_value, record_table
+from gpushare.show.result import Column, Result, Table, format_date, plain_value, record_table
 
 Row = Mapping[str, Any]
 
@@ -624,7 +623,7 @@ def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
 def _header_line(snapshot: Snapshot) -> str:
     parts = [snapshot.host, f"driver {snapshot.driver_version or '-'}"]
     if snapshot.taken_at is not None:
-        parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
+        parts.append(format_date(snapshot.taken_at))
     return "   ".join(parts)
 
 
