@@ -24,7 +24,7 @@ from gpushare.base.errors import (
 from gpushare.base.model import Gpu, GpuProcess
 from gpushare.base.units import MIB
 from gpushare.host.host import Host
-from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, NvmlReader, nvml_error
+from gpushare.host.nvml import FUNCTION_NOT_FOUND, IN_USE, NOT_SUPPORTED, NvmlReader, nvml_error
 from gpushare.mig.profile import (
     ComputeInstance,
     ComputeProfile,
@@ -278,6 +278,20 @@ def need_rights(host: Host) -> None:
         )
 
 
+def _pending_hint(index: int, *, enabled: bool, in_use: bool) -> str:
+    """Return how a MIG mode is changed that the driver changes only at a reset or reboot; our own change is taken back.
+
+    Where the driver cannot reset the GPU, as in some virtual machines, a reboot completes a pending change (MIG user
+    guide). MIG cannot be switched off while there are instances.
+    """
+    first = f"end the programs on it: gpushare status -g {index}"
+    if not in_use:
+        first = f"reset it: sudo nvidia-smi --gpu-reset -i {index}"
+    destroy = "" if enabled else f"gpushare mig destroy all -g {index}; "
+    last = f"{destroy}sudo nvidia-smi -i {index} -mig {int(enabled)}; sudo reboot"
+    return f"{first}; then run this again; if that fails, too: {last}; then run this again"
+
+
 class MigChanges:
     """The modifying calls; each raises as `nvml_error`. The mode needs root, the others root or mig/config."""
 
@@ -302,7 +316,7 @@ class MigChanges:
             text = self._nvml.demand(lambda nvml: str(nvml.NVMLError(int(status))))
             raise type(nvml_error(int(status), text))(
                 f"GPU {index}: MIG {on_or_off(enabled)} is only pending: {text}",
-                f"end the programs on it: gpushare status -g {index}; then reset it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+                _pending_hint(index, enabled=enabled, in_use=int(status) == IN_USE),
                 gpu=gpu,
                 code="mode_pending",
             )
@@ -311,7 +325,7 @@ class MigChanges:
             now = "unknown" if held is None else f"{on_or_off(held[0])}, pending {on_or_off(held[1])}"
             raise OperationFailed(
                 f"GPU {index}: MIG {on_or_off(enabled)} was accepted, but the mode is {now}",
-                f"with no program on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
+                _pending_hint(index, enabled=enabled, in_use=False),
                 gpu=gpu,
                 code="mode_pending",
             )

@@ -453,9 +453,18 @@ def test_dcgm_is_in_the_way_where_the_gpu_must_be_reset(cli: Cli, refused: Refus
 def test_a_mode_that_is_only_pending_is_an_error_and_taken_back(refused: Refused) -> None:
     for host in (A100, H100):
         World(host).fault("reset-required")
-        refused("mig", "apply", "1g.10gb", code="mode_pending", exit_code=1, host=host)
+        text = refused("mig", "apply", "1g.10gb", code="mode_pending", exit_code=1, host=host)
+        assert "reset it: sudo nvidia-smi --gpu-reset -i 0; then run this again; if that fails, too: " in text
         gpu = World(host).state.gpus[0]
         assert (gpu.mig_mode, gpu.mig_pending) == (0, 0)
+    # The ways that the hint names: after a reset the driver takes the change, or a reboot completes a pending one.
+    World(H100).clear()
+    assert "sudo nvidia-smi -i 0 -mig 1; sudo reboot" in text
+    with World(A100).file.changed() as state:
+        state.gpus[0].mig_mode = state.gpus[0].mig_pending = 1
+    for host in (A100, H100):
+        World(host).run("mig", "apply", "1g.10gb").ends(0)
+        assert [profile for profile, _ in World(host).look()[0].places] == ["1g.10gb"]
     # Instances that went for it are made again.
     host = World.new(A100)
     assert host.run("mig", "apply", "1c.3g.40gb*2 1g.10gb").code == 0
