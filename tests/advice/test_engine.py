@@ -15,6 +15,7 @@ from gpushare.advice.rules import BASE, Kind, Outcome, Reason, WayVerdict, verdi
 from gpushare.advice.ways import ADVISED
 from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
+from tests.tables import each
 
 
 def reason(kind: Kind, weight: int = 0, rule: str = "rule") -> Reason:
@@ -106,17 +107,11 @@ def test_every_way_begins_somewhere() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("several and not pair", True),
-        ("latency or several", True),
-        ("latency and several", None),
-        ("latency and pair", False),
-        ("not latency", None),
-        ("yes(latency)", False),
-        ("no(latency)", False),
-        ("unknown(latency)", True),
-        ("not (pair or no(same_user))", True),
-    ],
+    each(
+        (["several and not pair", "latency or several", "unknown(latency)", "not (pair or no(same_user))"], True),
+        (["latency and pair", "yes(latency)", "no(latency)"], False),
+        (["latency and several", "not latency"], None),
+    ),
 )
 def test_a_condition_is_true_false_or_unknown(text: str, expected: bool | None) -> None:
     assert engine.parse_condition(text)(situation_of({"processes": 4, "users": "same"}), Way.MPS) is expected

@@ -149,6 +149,13 @@ def test_mig_leaves_no_whole_gpu() -> None:
     )
 
 
+BAD_NAMES: list[dict[str, Any]] = [
+    *({"name": "GPU"}, {"node_class": "A"}, {"tags": ("discovery",)}, {"cluster": "a b"}, {"role": "x y"}),
+    *({"ami": ami} for ami in ("windows2022@latest", "bottlerocket@latest", "al2023@v2024_01")),
+    {"instance_type": "big"},
+]
+
+
 @pytest.mark.parametrize(
     ("described", "options", "kind", "code"),
     [
@@ -156,17 +163,9 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(name=None), {}, NotSupported, "no_model"),
         (t4s(time_slice=TimeSlice.SHORT), {}, NotSupported, "no_slice_length"),
         (host(gpu(0), gpu(1, Way.EXCLUSIVE)), {}, NotSupported, "per_gpu"),
-        (t4s(), {"name": "GPU"}, BadUsage, "bad_name"),
-        (t4s(), {"node_class": "A"}, BadUsage, "bad_name"),
-        (t4s(), {"ami": "windows2022@latest"}, BadUsage, "bad_name"),
-        (t4s(), {"tags": ("discovery",)}, BadUsage, "bad_name"),
-        (t4s(), {"cluster": "a b"}, BadUsage, "bad_name"),
-        (t4s(), {"role": "x y"}, BadUsage, "bad_name"),
+        *((t4s(), options, BadUsage, "bad_name") for options in BAD_NAMES),
         (t4s(), {"node_class": "ours", "role": "nodes"}, BadCombination, "bad_combination"),
         (t4s(), {"node_class": "ours", "ami": "al2023@latest"}, BadCombination, "bad_combination"),
-        (t4s(), {"ami": "bottlerocket@latest"}, BadUsage, "bad_name"),
-        (t4s(), {"ami": "al2023@v2024_01"}, BadUsage, "bad_name"),
-        (t4s(), {"instance_type": "big"}, BadUsage, "bad_name"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
     ],
 )

@@ -352,15 +352,10 @@ def refusal(call: Callable[[], object]) -> tuple[type[GpushareError], str]:
 @pytest.mark.parametrize(
     ("status", "kind", "code"),
     [
-        (0x56, NotSupported, "driver_refuses"),
-        (0x1B, NotSupported, "driver_refuses"),
-        (0x24, NotSupported, "driver_refuses"),
-        (0x57, NotFound, "stale_channels"),
-        (0x33, NotFound, "stale_channels"),
-        (0x23, NotFound, "stale_channels"),
+        *((status, NotSupported, "driver_refuses") for status in (0x56, 0x1B, 0x24)),
+        *((status, NotFound, "stale_channels") for status in (0x57, 0x33, 0x23)),
         (0x0F, GpuLost, "gpu_lost"),
-        (0x40, OperationFailed, "driver_failed"),
-        (0x99, OperationFailed, "driver_failed"),
+        *((status, OperationFailed, "driver_failed") for status in (0x40, 0x99)),
     ],
 )
 @pytest.mark.parametrize("call", ["SET_TIMESLICE", "DISABLE_CHANNELS"])

@@ -38,6 +38,7 @@ from gpushare.measure.recording import (
 from gpushare.measure.statistics import Histogram
 from gpushare.mps.control import SERVER_PROGRAM
 from tests.errors import fails
+from tests.tables import each
 
 PERCENT = st.floats(min_value=0, max_value=100)
 HEADER = Header(
@@ -135,40 +136,21 @@ def test_a_damaged_end_counts_for_nothing(tmp_path: Path) -> None:
     assert (found.missed, found.reason, found.damaged_lines) == (0, None, 1)
 
 
+EMPTY = '{"gpushare_recording": 1, "host": "h", "started_at": %s, "interval_seconds": %s, "gpus": [%s]}\n'
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
-    [
-        ("", "empty_recording"),
-        ("no json\n", "not_a_recording"),
-        ("[]\n", "not_a_recording"),
-        ('{"schema": 1}\n', "not_a_recording"),
-        ('{"gpushare_recording": 0}\n', "not_a_recording"),
-        ('{"gpushare_recording": 1}\n', "not_a_recording"),
-        ('{"gpushare_recording": "1", "host": "x"}\n', "not_a_recording"),
-        ("[" * 100_000, "not_a_recording"),
+    each(
+        (["", EMPTY % ("1", "1", "")], "empty_recording"),
+        (["no json\n", "[]\n", '{"schema": 1}\n', '{"gpushare_recording": 0}\n', "[" * 100_000], "not_a_recording"),
+        (['{"gpushare_recording": 1}\n', '{"gpushare_recording": "1", "host": "x"}\n'], "not_a_recording"),
         # Of no calendar, and more than a number of C holds.
-        (
-            '{"gpushare_recording": 1, "host": "h", "started_at": 1e300, "interval_seconds": 1, "gpus": []}\n',
-            "not_a_recording",
-        ),
-        *(
-            (
-                f'{{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": {seconds}, "gpus": []}}\n',
-                "not_a_recording",
-            )
-            for seconds in ("0", "-1", "NaN")
-        ),
-        (
-            '{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": 1, '
-            + '"gpus": [{"index": 0, "memory_total_bytes": 1%s}]}\n' % ("0" * 400),
-            "not_a_recording",
-        ),
-        ('{"gpushare_recording": 2, "new": true}\n', "newer_recording"),
-        (
-            '{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": 1, "gpus": []}\n',
-            "empty_recording",
-        ),
-    ],
+        ([EMPTY % ("1e300", "1", "")], "not_a_recording"),
+        ([EMPTY % ("1", seconds, "") for seconds in ("0", "-1", "NaN")], "not_a_recording"),
+        ([EMPTY % ("1", "1", '{"index": 0, "memory_total_bytes": 1%s}' % ("0" * 400))], "not_a_recording"),
+        (['{"gpushare_recording": 2, "new": true}\n'], "newer_recording"),
+    ),
 )
 def test_what_is_no_recording_is_said(tmp_path: Path, text: str, code: str) -> None:
     path = tmp_path / "r.jsonl"

@@ -136,15 +136,13 @@ def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
         (entry(device_filter=0x20B510DE), "'device-filter' is 548737246, not a text in quotes"),
         (entry(device_filter=[0x20B510DE]), "item 1 of 'device-filter' is 548737246, not a text in quotes"),
         (entry(mig_devices=["1g.10gb"]), "'mig-devices' is a list"),
-        (entry(mig_devices={"bogus": 2}), "'bogus', which is not a MIG profile"),
-        (entry(mig_devices={"3g": 2}), "'3g', which is not a MIG profile"),
-        (entry(mig_devices={"3G.40GB": 2}), "'3G.40GB', which is not a MIG profile"),
-        (entry(mig_devices={" 3g.40gb": 2}), "is not a MIG profile"),
-        (entry(mig_devices={"3g.40gb:4": 2}), "'3g.40gb:4', which is not a MIG profile"),
-        (entry(mig_devices={"1g.10gb+": 2}), "is not a MIG profile"),
-        (entry(mig_devices={"1g.10gb+me,me": 2}), "is not a MIG profile"),
-        (entry(mig_devices={"1g.10gb+me-gfx": 2}), "is not a MIG profile"),
-        (entry(mig_devices={"1g.10gb+1me": 2}), "is not a MIG profile"),
+        *(
+            (entry(mig_devices={name: 2}), f"'{name}', which is not a MIG profile")
+            for name in (
+                *("bogus", "3g", "3G.40GB", " 3g.40gb", "3g.40gb:4", "1g.10gb+"),
+                *("1g.10gb+me,me", "1g.10gb+me-gfx", "1g.10gb+1me"),
+            )
+        ),
         (entry(mig_devices={9: 2}), "the key 9, which is not a MIG profile"),
         (entry(mig_devices={"1g.10gb": -1}), "'1g.10gb' is -1, not a whole number"),
         (entry(mig_devices={"1g.10gb": "2"}), "'1g.10gb' is '2', not a whole number"),
