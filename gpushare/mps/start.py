@@ -18,7 +18,17 @@ from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
 from gpushare.mps.control import MpsControl, control_command, probe_version, start_argv, start_environment
 from gpushare.mps.daemons import FoundDaemon, check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
-from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, own_home, pipe_users, set_pipe_users
+from gpushare.mps.home import (
+    RUNNING,
+    STARTING,
+    UNIT_PIPES,
+    DaemonHome,
+    DaemonRecord,
+    own_home,
+    pipe_users,
+    set_pipe_users,
+    unit_at,
+)
 from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
@@ -349,8 +359,37 @@ def _refuse_second_daemon(host: Host, device: Device, daemons: Sequence[FoundDae
                 # It is dead, or left by an interrupted start: the lock tells whether another gpushare starts it just now.
                 continue
             raise _daemon_exists_error(device, daemon.pid)
-        if not daemon.ours and item.serves(host, device.gpu.index):
-            raise foreign_daemon_error(item, device.title, device.gpu)
+        error = _foreign_error(host, device, item)
+        if error is not None:
+            raise error
+
+
+def _foreign_error(host: Host, device: Device, item: FoundDaemon) -> InUse | None:
+    """Return the error about a daemon of others that serves a device; None: it is gpushare's, or does not serve it."""
+    if item.daemon.ours or not item.serves(host, device.gpu.index):
+        return None
+    error = foreign_daemon_error(item, device.title, device.gpu)
+    pipe = item.daemon.pipe_directory
+    if not item.trusted or pipe is None:
+        return error
+    join = f"start the program without gpushare: CUDA_MPS_PIPE_DIRECTORY={shlex.quote(pipe)} CMD"
+    # systemd would start that of a unit again.
+    is_unit = pipe.startswith(f"{UNIT_PIPES}/")
+    stop = f"stop it: sudo systemctl disable --now {unit_at(pipe)}" if is_unit else item.stop_hint
+    hint = f"{join}; or outside MPS: gpushare run -g {device.selector} --slice 2ms -- CMD; or {stop}"
+    return InUse(error.message, hint, gpu=error.gpu, code=error.code)
+
+
+def foreign_errors(host: Host, devices: Sequence[Device]) -> list[InUse | None]:
+    """Return for each device why no client of gpushare can run there: a daemon of others serves it, and none of gpushare."""
+    daemons = find_daemons(host, list({device.gpu.index: device.gpu for device in devices}.values()), deep=False)
+    own = {item.daemon.device_uuid for item in daemons if item.daemon.ours}
+    return [
+        None
+        if device.uuid in own
+        else next(filter(None, (_foreign_error(host, device, item) for item in daemons)), None)
+        for device in devices
+    ]
 
 
 def _outside_notes(host: Host, device: Device) -> list[str]:

@@ -31,6 +31,7 @@ from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
 from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.start import foreign_errors
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
@@ -308,6 +309,8 @@ class JobStart:
             turns=queue.turns,
             run_seconds=queue.run_seconds,
         )
+        if request.client and len(devices) > 1:
+            devices = _without_refused(devices, foreign_errors(self.host, devices))
         start = self._run_swappable if queue.swappable else self._run_on
         return self._run_in_ledger(devices, request, options, queue, start)
 

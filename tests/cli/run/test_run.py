@@ -74,9 +74,23 @@ def test_an_unfit_host(
     refused("run", "--", "true", code=code, exit_code=exit_code)
 
 
-def test_foreign_daemon(refused: Refused, world: World, sim_dir: Path) -> None:
+def test_foreign_daemon(refused: Refused, cli: Cli, world: World, sim_dir: Path) -> None:
     world.foreign_daemon(sim_dir)
-    refused("run", "--", "true", code="foreign_daemon", exit_code=19)
+    text = refused("run", "--", "true", code="foreign_daemon", exit_code=19)
+    assert f"without gpushare: CUDA_MPS_PIPE_DIRECTORY={sim_dir / 'p'} CMD; or outside MPS: " in text
+    cli(
+        *text.partition("or outside MPS: gpushare ")[2].partition(" CMD; or stop it: gpushare mps stop")[0].split(),
+        "true",
+    ).ok()
+    # A job that may choose takes a GPU without one.
+    two = World("sim:2xh100")
+    for name in ("two", "more"):
+        (sim_dir / name).mkdir()
+    two.foreign_daemon(sim_dir / "two", uuid=two.uuid(0))
+    for words in (("-g", "any", "--memory", "1G"), ("-g", "0,1", "--threads", "25"), ("-g", "any", "--wait")):
+        cli("run", *words, "--", "sh", "-c", 'test "$GPUSHARE_GPU" = 0 && exit 9; true', host=two.spec).ok()
+    two.foreign_daemon(sim_dir / "more", uuid=two.uuid(1))
+    assert cli("run", "-g", "any", "--", "true", host=two.spec).code == 19
 
 
 def test_dry_run(cli: Cli, world: World) -> None:
