@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gpushare.show.render import GAP, LAST_RESORT, layout_of, table_lines
+from gpushare.show.render import GAP, LAST_RESORT, cell, layout_of, table_lines
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.status import status_result
 from gpushare.show.text import visible
@@ -138,3 +138,9 @@ def test_an_empty_table_says_so_and_plain_keeps_its_header(shown):
     result = Result(command="x", tables=(Table(name="t", title="T", columns=columns, rows=(), empty="none"),))
     assert shown(result, OutputFormat.TABLE) == ("none\n", "")
     assert shown(result, OutputFormat.PLAIN) == ("# T\n# none\nname  size\n", "")
+
+
+def test_an_unknown_value_has_the_word_of_its_column() -> None:
+    share, memory = Column("share", "share", format="{:.2f}".format), Column("memory", "memory", unknown="all")
+    assert [cell(share, value) for value in (0.5, None)] == ["0.50", "-"]
+    assert [cell(memory, value) for value in (3, None)] == ["3", "all"]
