@@ -151,8 +151,7 @@ def test_what_a_crash_left_is_removed_by_the_next_of_its_kind(cli: Cli, world: W
     cli("mig", "status").ok()
     run, state = world.directory / "run", world.host.state_directory
     state.mkdir(parents=True, exist_ok=True)
-    home = next((run / "mps").iterdir())
-    left = [home / ".daemon-abcd1234", world.directory / ".state-abcd1234"]
+    left = [next((run / "mps").iterdir()) / ".daemon-abcd1234", world.directory / ".state-abcd1234"]
     for path in left:
         path.write_text("half")
     cli("mps", "set", "--threads", "40").ok()

@@ -43,9 +43,7 @@ def test_the_page_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own page
     out = capsys.readouterr().out
-    assert names["exit_code"] == 0
-    assert missing(out, "trained\n", "limit_above_gpu") == []
-    assert world.pids() == []
+    assert (names["exit_code"], missing(out, "trained\n", "limit_above_gpu"), world.pids()) == (0, [], [])
     assert re.search(r"^0 \d+ \[\]$", out, re.MULTILINE)
 
 
@@ -138,8 +136,7 @@ def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: Patc
 
     with gpushare.start(["sleep", "60"], name="train") as job:
         monkeypatch.setattr("gpushare.run.stop.find_target", find)
-    assert (looks, job.wait()) == (["train", "train"], 143)
-    assert world.pids() == []
+    assert (looks, job.wait(), world.pids()) == (["train", "train"], 143, [])
 
 
 def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(world: World, monkeypatch: Patch) -> None:
@@ -203,8 +200,7 @@ def test_errors_are_those_of_the_commands(act: Callable[[], object], kind: type[
 def test_what_start_sets_itself_is_no_option(world: World, option: str, hint: str) -> None:
     with pytest.raises(gpushare.BadUsage) as raised:
         gpushare.start(["sleep", "60"], options=[option])
-    assert (raised.value.message, raised.value.hint) == (f"{option} is not for options", hint)
-    assert world.pids() == []
+    assert (raised.value.message, raised.value.hint, world.pids()) == (f"{option} is not for options", hint, [])
 
 
 def test_a_value_of_an_option_may_look_like_one(world: World) -> None:

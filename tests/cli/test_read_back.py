@@ -75,8 +75,7 @@ def test_a_memory_limit_may_be_all_of_the_gpu_and_not_more(world: World) -> None
     with pytest.raises(BadUsage) as caught:
         check_memory(device, total + 1)
     assert caught.value.code == "limit_above_gpu"
-    unknown = Device(gpu=replace(device.gpu, memory_total_bytes=None))
-    check_memory(unknown, 2**60)
+    check_memory(Device(gpu=replace(device.gpu, memory_total_bytes=None)), 2**60)
 
 
 def test_each_step_names_the_command_that_takes_it_back(world: World) -> None:

@@ -219,8 +219,7 @@ def test_grants_are_applied_again_after_a_re_creation(cli: Cli) -> None:
     admin.set_mig(A100, "0", ["1g.10gb:4"])
     assert reapplied() == 0
     admin.set_mig(A100, "0", ["3g.40gb:0"])
-    assert (nodes(), reapplied()) == ([(True, OPEN)] * 2, 4)
-    assert nodes() == closed
+    assert (nodes(), reapplied(), nodes()) == ([(True, OPEN)] * 2, 4, closed)
 
 
 def test_a_user_that_is_gone_opens_nothing_to_others() -> None:

@@ -100,8 +100,7 @@ def test_placements_that_are_refused_are_unknown(kind: str) -> None:
     host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb:4 1g.10gb:0").code == 0
     admin.set_fault(host.spec, kind, "0", "mig-placements")
-    answer = host.run("mig", "status").ok()
-    row = answer.json["data"]["gpus"][0]
+    row = host.run("mig", "status").ok().json["data"]["gpus"][0]
     assert len(row["instances"]) == 2
     assert row["lost_compute_slices"] is row["lost_memory_slices"] is None
     host.run("mig", "fits", "1g.10gb", "-g", "0").ends(3, "placements_unknown")

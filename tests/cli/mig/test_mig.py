@@ -182,8 +182,7 @@ def test_an_instance_that_is_not_there_is_answered_with_those_that_are(cli: Cli)
 def test_who_holds_in_several_ways_is_named_once(cli: Cli) -> None:
     cli("--host", "sim:h100", "mig", "apply", "3g:4")
     cli("--host", "sim:h100", "sim", "add", "--mig", "2", "--holder", "--name", "nv-hostengine")
-    done = cli("--host", "sim:h100", "mig", "destroy", "0/2")
-    first = done.err.splitlines()[0]
+    first = cli("--host", "sim:h100", "mig", "destroy", "0/2").err.splitlines()[0]
     assert (first.count("nv-hostengine"), first.count("/dev/nvidia-caps/")) == (1, 2)
 
 

@@ -17,8 +17,7 @@ def test_a_plan_names_what_may_evict(cli: Cli) -> None:
     assert host.run("mig", "apply", "-g", "1", "3g.40gb*2").code == 0
     for _, uuid in host.devices():
         host.add(uuid)
-    answer = cli("mig", "plan", "-g", "1", "--exact", "7g.80gb", host=TWO).ends(19)
-    (hint,) = answer.lines("hint")
+    (hint,) = cli("mig", "plan", "-g", "1", "--exact", "7g.80gb", host=TWO).ends(19).lines("hint")
     evict = shlex.split(hint[hint.index("--evict ") :])
     # What it says can be run with the words of the plan.
     cli("mig", "apply", "-g", "1", "7g.80gb", *evict, "--dry-run", host=TWO).ok()

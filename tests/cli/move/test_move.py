@@ -179,8 +179,7 @@ def test_a_part_that_is_out_moves_for_its_job_only_if_it_is_all_of_it(refused: R
 def test_a_record_with_a_gpu_of_no_host_changes_nothing(refused: Refused, cli: Cli, world: World, uuid: str) -> None:
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
-    swap = sure(find_swap(world.host, pid))
-    SWAPS.write(replace(swap, left_uuid=uuid))
+    SWAPS.write(replace(sure(find_swap(world.host, pid)), left_uuid=uuid))
     refused("swap", "in", str(pid), code="restore_refused", exit_code=1, host=SPEC)
     assert (sure(find_swap(world.host, pid)).state, world.process(pid).checkpoint) == (OUT, CHECKPOINTED)
 

@@ -173,8 +173,7 @@ def test_memory_none_removes_the_limit_and_the_undo_restores_it(cli: Cli, world:
     cli("mps", "start", *at_first).ok()
     world.client()
     before, held = limits(cli), simulated(world)
-    answer = cli("mps", "set", "--memory", "2G").ok()
-    undo = answer.out.partition("; undo: gpushare ")[2]
+    undo = cli("mps", "set", "--memory", "2G").ok().out.partition("; undo: gpushare ")[2]
     assert undo.split() == ["mps", "set", "-g", "0", "--memory", "8G" if at_first else "none"]
     cli("mps", "set", "--memory", "none").ok()
     assert limits(cli) == [(100.0, None, "normal")]

@@ -41,8 +41,7 @@ def test_limits_are_set_and_shown(cli: Cli, world: World) -> None:
     (simulated,) = world.state.daemons
     assert (simulated.threads, simulated.memory, simulated.priority) == (25.0, {"0": 1500}, 1)
     assert simulated.visible == [world.uuid()]
-    pid = world.client()
-    client = world.process(pid)
+    client = world.process(world.client())
     assert (client.threads, client.memory_limit_bytes) == (25.0, 1500 * MIB)
 
 
@@ -375,8 +374,7 @@ def test_two_at_once_the_loser_leaves_the_compute_mode(cli: Cli, world: World, m
 
 
 def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
-    device = Device(gpu=world.host.nvml.sweep()[0])
-    steps = plan_start(world.host, device, Limits(), exclusive=True).steps
+    steps = plan_start(world.host, Device(gpu=world.host.nvml.sweep()[0]), Limits(), exclusive=True).steps
     (step,) = [step for step in steps if "nvidia-smi" in step.command]
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     step.do()

@@ -26,8 +26,7 @@ QUICK = ("observe", "--for", "0.2s", "--interval", "100ms")
 def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -> None:
     pid = admin.add_process(world.spec, memory_bytes=2 * GIB, sm_percent=20)
     path = tmp_path / "r.jsonl"
-    answer = cli(*QUICK, "--to", str(path), output="json").ok()
-    data = answer.data
+    data = cli(*QUICK, "--to", str(path), output="json").ok().data
     assert (data["file"], data["samples"], data["reason"]) == (str(path), 2, "finished")
     assert data["header"]["interval_seconds"] == 0.1
     (gpu,), (process,) = data["gpus"], data["processes"]
@@ -69,7 +68,6 @@ def test_a_narrow_terminal_shows_all_findings_and_jobs(
 def test_the_tables_fit(cli: Cli, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.chdir(tmp_path)
-
     admin.add_process(world.spec)
     assert max(map(len, cli(*QUICK, "--to", "r.jsonl", output="table").ok().out.splitlines())) <= width
 

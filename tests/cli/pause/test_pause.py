@@ -43,8 +43,7 @@ def kill_guard(world: World, pid: int) -> None:
 
 def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> None:
     data = cli("pause", str(pid), output="json").ok().data
-    assert off(world, pid) == OFF
-    assert (data["already_paused"], data["undo"]) == (False, f"gpushare resume {pid}")
+    assert (off(world, pid), data["already_paused"], data["undo"]) == (OFF, False, f"gpushare resume {pid}")
     assert data["job"]["processes"] == [pid]
     (job,) = cli("pause", "list", output="json").ok().data["jobs"]
     assert (job["pid"], job["state"], job["until"], job["guarded"]) == (pid, "paused", None, True)
@@ -97,8 +96,7 @@ def test_a_second_pause_says_so_and_all_jobs_are_resumed(cli: Cli, world: World,
     for each in (pid, other):
         cli("pause", str(each)).ok()
     data = cli("resume", "--all", output="json").ok().data
-    assert [job["pid"] for job in data["jobs"]] == [pid, other]
-    assert (off(world, pid), off(world, other)) == ([], [])
+    assert ([job["pid"] for job in data["jobs"]], off(world, pid), off(world, other)) == ([pid, other], [], [])
     assert "no job is paused" in cli("resume", "--all").ok().out
 
 

@@ -128,8 +128,7 @@ def test_root_sets_the_longest_lease_whoever_writes_the_file(cli: Cli, two: Worl
 
 @pytest.mark.needs_root
 def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, two: World, tmp_path: Path) -> None:
-    path = write(two, "a" * 16, since=-60, until=3600)
-    os.chown(path, 65534, 65534)
+    os.chown(write(two, "a" * 16, since=-60, until=3600), 65534, 65534)
     file = tmp_path / "gpushare.yaml"
     file.write_text("version: 1\nreserve: {longest: 0m}\n")
     told = "reserve: longest lease: 12 h -> 0 s"

@@ -76,8 +76,7 @@ def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
         restart = "gpushare mps stop -g 0 --force && gpushare mps start -g 0 --threads 50 --memory 8G --users all"
         assert error["hint"].endswith(f"or restart MPS: {restart}")
     # A share of the server is checked whether it may be used at all: who waits or is started again may find it well.
-    device = select_one("0", world.host.nvml.sweep())
-    MpsShare(world.host, device, Limits()).check("true")
+    MpsShare(world.host, select_one("0", world.host.nvml.sweep()), Limits()).check("true")
     # Outside MPS, and once the affected clients have ended, it runs.
     cli("run", "--slice", "2ms", "--", "true").ok()
     cli("stop", str(neighbour)).ok()
@@ -87,8 +86,7 @@ def test_a_server_in_fault_takes_no_new_client(cli: Cli, world: World) -> None:
 def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
     run = gpushare("run", "--", "cat")
     until_attached(run)
-    daemon = admin.describe(H200).daemons[0].pid
-    World().send(daemon, signal.SIGKILL)
+    World().send(admin.describe(H200).daemons[0].pid, signal.SIGKILL)
     assert run.stderr is not None
     # Its program ends with its input, and that with this test: a run that says something else is ended.
     watchdog = threading.Timer(60.0, run.kill)

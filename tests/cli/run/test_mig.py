@@ -284,8 +284,7 @@ def test_what_the_program_leaves_keeps_the_instance_not_the_lease(real: Real, re
     started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "600")
     until(world.attached, "attached")
     other = world.client(environment={"CUDA_VISIBLE_DEVICES": uuid})
-    assert started.end().code == 130
-    assert (len(world.state.daemons), leases(world)) == (1, {})
+    assert (started.end().code, len(world.state.daemons), leases(world)) == (130, 1, {})
     assert str(other) in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
     world.send(other, signal.SIGKILL)
     until(lambda: world.state.daemons == [], "no daemon")
@@ -567,13 +566,11 @@ def test_no_instance_in_time(real: Real, refused: Refused, world: World, seconds
 def test_room_in_an_instance_that_one_program_has(real: Real, world: World, cli: Cli, first: Started) -> None:
     second = real("run", "--wait", "--mig", "1g", "--", "true")
     second.says("waiting for a free instance")
-    assert (second.end().code, reservations(world.host)) == (130, [])
-    assert ended(first) == 0
+    assert (second.end().code, reservations(world.host), ended(first)) == (130, [], 0)
     # It is for nobody else.
     uuid = world.state.gpus[0].mig[0].uuid
     words = ("run", "--wait", "--timeout", "0.3s", "-g", uuid, "--memory", "2G", "--", "true")
-    assert (cli(*words).code, ended(first)) == (19, 0)
-    assert cli(*words).code == 0
+    assert (cli(*words).code, ended(first), cli(*words).code) == (19, 0, 0)
 
 
 def test_jobs_before_it_that_take_no_instance(world: World) -> None:
@@ -708,8 +705,7 @@ def test_one_that_somebody_else_uses_stays(real: Real, cli: Cli, on: World, daem
     cli(*(("mps", "start", "-g", uuid) if daemon else ("sim", "add", "--mig", uuid))).ok()
     kept = "an MPS daemon serves it" if daemon else "another program is in it"
     assert f"stays: {kept}" in started.result().err
-    assert (len(instances(on)), len(on.state.daemons)) == (1, daemon)
-    assert ON_DEMAND.all(on.host) == []
+    assert (len(instances(on)), len(on.state.daemons), ON_DEMAND.all(on.host)) == (1, daemon, [])
 
 
 def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Real, on: World) -> None:

@@ -306,8 +306,7 @@ def test_a_production_job_without_a_record_is_not_started(
         real(path, text, **named)
 
     monkeypatch.setattr(store, "replace_file", full)
-    answer = cli("run", "--production", "web", "--", "touch", str(done)).ends(1)
-    (line,) = answer.lines("error")
+    (line,) = cli("run", "--production", "web", "--", "touch", str(done)).ends(1).lines("error")
     assert "the record of a job, cannot be written: No space left" in line
     assert not done.exists()
     # The daemon that was started for it is gone.
@@ -361,8 +360,7 @@ def test_several_production_jobs(refused: Refused, cli: Cli, two: list[str], wor
     assert total - 102 * 1024 < limit < total - 100 * 1024
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=60.0" in planned.out
     # Except of those whose memory is unknown.
-    record = sure(find_record(world.host, two[0]))
-    write_record(world.host, replace(record, memory_peak_bytes=None))
+    write_record(world.host, replace(sure(find_record(world.host, two[0])), memory_peak_bytes=None))
     planned = cli("run", "--opportunistic", "-n", "--", "true").ok()
     assert "_MEM_LIMIT=0=" in planned.out
     assert "the memory limit leaves nothing to 'llm', whose memory is unknown; set one with --memory" in planned.err
@@ -483,7 +481,6 @@ def test_adapt_needs_productions_progress(refused: Refused, world: World, runnin
     for target in ("web", str(running)):
         words = ("run", "--opportunistic", "--for", target, "--keep", "97%", "--", "true")
         assert "--metric 'rate=([0-9.]+)' -- CMD" in refused(*words, code="no_progress", exit_code=6)
-    before = sure(find_record(world.host, "web"))
-    write_record(world.host, replace(before, rate=PrintedRate("/tmp/x", "a(b)")))
+    write_record(world.host, replace(sure(find_record(world.host, "web")), rate=PrintedRate("/tmp/x", "a(b)")))
     planned = cli("run", "--opportunistic", "--for", "web", "--keep", "95%", "-n", "--", "true").ok()
     assert "whose server has a time-slice by which 'web' keeps 95 %" in planned.out

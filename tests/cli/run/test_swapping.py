@@ -410,8 +410,7 @@ def test_a_job_that_is_ended_while_out_comes_back(
     answer = job.end(number)
     assert "back on the GPU: 8.0 GiB" in answer.err
     assert answer.code == 0, answer
-    assert (world.state.processes, swaps(world.host)) == ([], [])
-    assert reservations(world.host) == []
+    assert (world.state.processes, swaps(world.host), reservations(world.host)) == ([], [], [])
 
 
 def test_a_job_without_room_ends_out_of_the_gpu(start: Real, cli: Cli, world: World) -> None:

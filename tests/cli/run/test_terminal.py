@@ -101,8 +101,7 @@ def test_ctrl_c_reaches_gpushare_and_the_program_once(screens: list[Screen], wor
     screens.append(screen := on_terminal(*gpushare_run("--", sys.executable, "-c", HANDLES)))
     screen.until("ready")
     screen.type("\x03")
-    assert (screen.wait(), screen.text.count("handled")) == (5, 1)
-    assert world.state.daemons == []
+    assert (screen.wait(), screen.text.count("handled"), world.state.daemons) == (5, 1, [])
 
 
 def test_ctrl_c_does_not_kill_a_client_with_its_queue(screens: list[Screen], world: World) -> None:

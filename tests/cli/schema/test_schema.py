@@ -8,8 +8,7 @@ from tests.cli.drive import Cli, Refused
 
 
 def test_schemas(cli: Cli, refused: Refused) -> None:
-    answer = cli("schema", "mps", "stop", host=None)
-    schema = json.loads(answer.ok().out)
+    schema = json.loads(cli("schema", "mps", "stop", host=None).ok().out)
     assert schema["properties"]["command"] == {"const": "mps stop"}
     assert "StoppedDaemon" in schema["$defs"]
     assert cli("schema", "mps", "stop", host=None, output="json").ok().data == schema

@@ -153,8 +153,7 @@ def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
             ("big", 2, 14 * GIB, [0, 1]),
         ]
         assert waiting[0]["since_seconds"] < 60
-        text = cli("status", host="sim:2xt4").ok().out
-        assert missing(text, "reserved", "waiting for room", "6.0 GiB") == []
+        assert missing(cli("status", host="sim:2xt4").ok().out, "reserved", "waiting for room", "6.0 GiB") == []
         # Of one GPU, only its own.
         only = cli("status", "-g", "1", host="sim:2xt4", output="json").ok().data
         assert [job["name"] for job in only["waiting_jobs"]] == ["big"]
@@ -189,7 +188,6 @@ def test_vgpu_sessions_of_a_hypervisor(cli: Cli) -> None:
     assert "vGPU" not in cli("status", host="sim:h200").ok().out
     words = ("sim", "vgpu", "NVIDIA H200-35C", "--memory", "35G", "--vm", "win-1")
     uuid = cli(*words, host="sim:h200").ok().out.strip()
-    answer = cli("status", host="sim:h200").ok()
-    assert missing(answer.out, "vGPU sessions", "win-1", "17.5 / 35.0 GiB") == []
+    assert missing(cli("status", host="sim:h200").ok().out, "vGPU sessions", "win-1", "17.5 / 35.0 GiB") == []
     (session,) = cli("status", host="sim:h200", output="json").ok().json["data"]["vgpu_sessions"]
     assert (session["uuid"], session["type"], session["vm"]) == (uuid, "NVIDIA H200-35C", "win-1")

@@ -31,8 +31,7 @@ def runs(real: Real, world: World, *options: str, program: tuple[str, ...] = ("s
 @pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G")])
 def test_its_gpushare_ends_it_unasked(real: Real, cli: Cli, world: World, options: tuple[str, ...]) -> None:
     started = runs(real, world, *options)
-    answer = cli("stop", "train", output="json", asks=True).ok()
-    (job,) = answer.data["jobs"]
+    (job,) = cli("stop", "train", output="json", asks=True).ok().data["jobs"]
     assert (job["name"], job["ended_by"], job["drain"]) == ("train", "gpushare", None)
     assert started.result().code == 128 + signal.SIGTERM
     assert not alive(job["pid"])
@@ -160,8 +159,7 @@ def test_a_process_of_one_self_is_asked_for(refused: Refused, cli: Cli, world: W
     message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
     assert f"this ends process {pid} (python3, gpushare did not start it)" in message
     (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
-    assert (job["name"], job["ended_by"]) == (None, "signal")
-    assert world.pids() == []
+    assert (job["name"], job["ended_by"], world.pids()) == (None, "signal", [])
     # One that catches its signals is killed after the grace.
     pid = admin.add_process(world.spec, catches=(signal.SIGTERM, signal.SIGINT))
     cli("stop", str(pid), "--grace", "0.1s").ok()
@@ -376,8 +374,7 @@ def test_a_stopped_client_is_ended(cli: Cli, world: World) -> None:
 
 def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> None:
     world.foreign_daemon(sim_dir)
-    pid = world.client(sm_percent=0)
-    (job,) = cli("stop", str(pid), output="json").ok().data["jobs"]
+    (job,) = cli("stop", str(world.client(sm_percent=0)), output="json").ok().data["jobs"]
     assert (job["ended_by"], world.pids()) == ("mps", [])
 
 

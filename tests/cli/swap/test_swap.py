@@ -222,8 +222,7 @@ def test_a_driver_that_refuses_leaves_the_job_running(cli: Cli, world: World, na
     # Of the list of processes it is no client of MPS.
     assert "uses NCCL, CUDA IPC or managed memory" in answer.error["message"]
     there = world.process(int(pid))
-    assert (there.checkpoint, there.memory_bytes) == (RUNNING, 20 * GIB)
-    assert swaps(world.host) == []
+    assert (there.checkpoint, there.memory_bytes, swaps(world.host)) == (RUNNING, 20 * GIB, [])
 
 
 def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: Patch, pid: str) -> None:

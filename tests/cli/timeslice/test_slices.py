@@ -55,8 +55,7 @@ def test_a_slice_is_set_shown_and_restored(world: World, pid: int) -> None:
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
     world.run("timeslice", "set", "1ms", str(pid)).ok()
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
-    other = admin.add_process(H200)
-    world.alter(other, slices={"compute": 700})
+    world.alter(admin.add_process(H200), slices={"compute": 700})
     # Somebody else has set it, or the level has changed: they differ, so nothing is claimed.
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] is None
 
@@ -197,8 +196,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     assert world.asked("timeslice", "set", "40ms", str(pid)).error["code"] == "needs_consent"
     world.run("timeslice", "set", "40ms", str(pid), "-y").ok()
     assert slice_of(world, pid) == 40_000
-    undo = world.run("timeslice", "set", "1ms", str(pid)).ok().data["undo"]
-    world.asked(*undo.split()[1:]).ok()
+    world.asked(*world.run("timeslice", "set", "1ms", str(pid)).ok().data["undo"].split()[1:]).ok()
     assert slice_of(world, pid) == 40_000
     world.alter(pid, uid=4242)
     world.fault("user", "4242")
