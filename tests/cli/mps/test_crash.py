@@ -112,27 +112,24 @@ def test_a_start_that_was_killed_is_completed_by_a_start(cli: Cli, world: World,
         clean()
 
 
-def test_a_start_that_was_killed_is_undone_by_a_stop(cli: Cli, world: World, clean: Callable[[], None]) -> None:
+def test_a_start_that_was_killed_is_seen_and_undone_by_a_stop(
+    cli: Cli, world: World, clean: Callable[[], None]
+) -> None:
+    seen = 0
     for point in points(cli, *START):
         begun = bool(world.state.daemons) or mode(world) is not ComputeMode.DEFAULT
+        if begun:
+            checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
+            record = home_of(world.host.run_directory, world.uuid()).read()
+            assert record is not None, point
+            if record.interrupted:
+                seen += 1
+                assert checks["mps.interrupted"]["remedy"] == f"gpushare mps stop -g {world.uuid()}"
+                assert "was interrupted" in cli("status").err
         stopped = cli("mps", "stop")
         # Nothing is there to stop where nothing was begun.
         assert stopped.code == 0 or (stopped.code == 6 and not begun), point
         clean()
-
-
-def test_a_start_that_was_killed_is_seen(cli: Cli, world: World) -> None:
-    seen = 0
-    for point in points(cli, *START):
-        if world.state.daemons or mode(world) is not ComputeMode.DEFAULT:
-            checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
-            complete = home_of(world.host.run_directory, world.uuid()).read()
-            assert complete is not None, point
-            if complete.interrupted:
-                seen += 1
-                assert checks["mps.interrupted"]["remedy"] == f"gpushare mps stop -g {world.uuid()}"
-                assert "was interrupted" in cli("status").err
-        cli("mps", "stop")
     assert seen > 4
 
 

@@ -54,7 +54,8 @@ def test_one_lost_gpu_hides_no_other(cli: Cli, world: World) -> None:
 )
 def test_a_host_that_does_not_answer(refused: Refused, world: World, fault: str, code: str, exit_code: int) -> None:
     world.fault(fault)
-    refused("status", code=code, exit_code=exit_code)
+    for words in (("status",), ("timeslice", "show"), ("timeslice", "set", "short")):
+        refused(*words, code=code, exit_code=exit_code)
 
 
 def test_a_blind_namespace_is_said(cli: Cli, world: World) -> None:

@@ -175,16 +175,6 @@ def test_a_reset_beside_a_daemon_prints_no_undo_that_is_refused(cli: Cli) -> Non
     assert "undo" not in cli("timeslice", "reset").ok().out
 
 
-@pytest.mark.parametrize(
-    ("fault", "code", "exit_code"),
-    [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
-)
-@pytest.mark.parametrize("words", [("show",), ("set", "short")])
-def test_an_unusable_host(refused: Refused, world: World, fault: str, code: str, exit_code: int, words: Words) -> None:
-    world.fault(fault)
-    refused("timeslice", *words, code=code, exit_code=exit_code)
-
-
 def test_missing_smi(refused: Refused, world: World) -> None:
     world.fault("missing", "nvidia-smi")
     refused("timeslice", "set", "short", code="program_missing", exit_code=3)
