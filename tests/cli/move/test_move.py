@@ -14,7 +14,7 @@ from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import BACK, OUT, RETURNING, SWAPS, find_swap, swaps
 from gpushare.run.moving import Mover
@@ -70,8 +70,7 @@ def test_a_job_moves_and_its_undo_brings_it_back(cli: Cli, world: World) -> None
 def test_a_job_needs_room_for_all_that_it_has_reserved(cli: Cli, refused: Refused, world: World) -> None:
     words = ("--memory", "80G", "--movable", "--name", "train")
     cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
-    other = Place(world.host, Request(memory_bytes=70 * GIB, keys=(world.state.gpus[1].uuid,), client=False))
-    other.take(*other.request.keys)
+    world.hold(70 * GIB, 1)
     refused("move", "train", "-g", "1", code="no_room", exit_code=19, host=SPEC)
     assert ") with 80.0 GiB" in refused("move", "--off", "0", "-g", "1", code="no_room", exit_code=19, host=SPEC)
     cli("move", "train", "-g", "1,2", host=SPEC).ok()
@@ -101,8 +100,7 @@ def test_its_own_place_is_not_enough_where_others_took_the_rest(cli: Cli, refuse
     words = ("--slice", "2ms", "--memory", "90G", "--name", "train")
     cli("run", "-d", "-g", "0", *words, "--", "sleep", "300", host=SPEC).ok()
     cli("move", "train", "-g", "1", host=SPEC).ok()
-    other = Place(world.host, Request(memory_bytes=90 * GIB, keys=(world.uuid(),), client=False))
-    other.take(*other.request.keys)
+    other = world.hold(90 * GIB)
     refused("move", "train", "-g", "0", code="no_room", exit_code=19, host=SPEC)
     other.leave()
     cli("move", "train", "-g", "0", host=SPEC).ok()

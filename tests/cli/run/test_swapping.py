@@ -234,9 +234,9 @@ def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(start: Real,
 
 
 def swapping(
-    world: World, place: Place, policy: Policy, memory: JobMemory | None = None
+    world: World, pid: int, policy: Policy, memory: JobMemory | None = None, place: Place | None = None
 ) -> tuple[Swapping, list[str], list[float]]:
-    """Return what swaps a job on the first GPU by a policy, what it says, and its clock, which a test sets."""
+    """Return what swaps a program on the first GPU by a policy, what it says, and its clock, which a test sets."""
     (device,) = select("0", world.host.nvml.sweep())
     messages: list[str] = []
     at = [0.0]
@@ -244,22 +244,21 @@ def swapping(
         world.host,
         device,
         memory or JobMemory(world.host, device),
-        place,
+        place or Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False)),
         policy,
         messages.append,
         limits=UserLimits(),
         movable=False,
         clock=lambda: at[0],
     )
+    watch.started(SimpleNamespace(program_pid=pid))  # type: ignore[arg-type]
     return watch, messages, at
 
 
 def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) -> None:
     (device,) = select("0", world.host.nvml.sweep())
-    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
-    watch, messages, _ = swapping(world, place, Idle(1.0))
     process = subprocess.Popen(["sleep", "60"])
-    watch.started(SimpleNamespace(program_pid=process.pid))  # type: ignore[arg-type]
+    watch, messages, _ = swapping(world, process.pid, Idle(1.0))
     watch._swap = Swap(
         pid=process.pid, started=1, name=None, uid=0, gpu_uuid=device.uuid, state=OUT, since=0.0, images=()
     )  # fmt: skip
@@ -268,7 +267,7 @@ def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) ->
     assert not watch.poll()
     assert messages == []
     assert not watch.out
-    place.leave()
+    watch.leave()
 
 
 def on_gpu(world: World, pid: int, size: int) -> None:
@@ -298,10 +297,7 @@ def sleeper() -> Iterator[int]:
 
 def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: World, sleeper: int) -> None:
     """It reads its data first: a notebook without a GPU says nothing, and a turn ends once there is something to copy."""
-    (device,) = select("0", world.host.nvml.sweep())
-    place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
-    watch, messages, at = swapping(world, place, Idle(1.0))
-    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
+    watch, messages, at = swapping(world, sleeper, Idle(1.0))
     for _ in range(40):
         at[0] += 0.5
         assert not watch.poll()
@@ -315,11 +311,8 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
 
 
 def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -> None:
-    (device,) = select("0", world.host.nvml.sweep())
     on_gpu(world, sleeper, 4 * GIB)
-    place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
-    watch, messages, at = swapping(world, place, Idle(1.0))
-    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
+    watch, messages, at = swapping(world, sleeper, Idle(1.0))
     world.fault("lost")
     for _ in range(6):
         at[0] += 0.5
@@ -335,14 +328,12 @@ def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -
 
 def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) -> None:
     (device,) = select("0", world.host.nvml.sweep())
-    place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
     memory = JobMemory(world.host, device, limit_bytes=8 * GIB)
-    watch, _, at = swapping(world, place, Idle(1.0), memory)
     process = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     until(lambda: len(world.host.processes.descendants(process.pid)) == 3, "both have started")
     _, first, second = world.host.processes.descendants(process.pid)
     memory.begin(process.pid)
-    watch.started(SimpleNamespace(program_pid=process.pid))  # type: ignore[arg-type]
+    watch, _, at = swapping(world, process.pid, Idle(1.0), memory)
     on_gpu(world, first, 4 * GIB)
     for _ in range(6):
         at[0] += 0.5
@@ -369,8 +360,7 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     place = Place(world.host, request)
     place.take(device.uuid)
     place.add(sleeper)
-    watch, _, at = swapping(world, place, ForProduction())
-    watch.started(SimpleNamespace(program_pid=sleeper))  # type: ignore[arg-type]
+    watch, _, at = swapping(world, sleeper, ForProduction(), place=place)
 
     def looks() -> None:
         for _ in range(4):

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import repair
 from gpushare.memory.swapped import OUT, SWAPS, find_swap, swaps
 from gpushare.run.sliced import KeptSlices
@@ -112,8 +112,7 @@ def test_a_job_comes_back_with_all_that_it_had_reserved(cli: Cli, refused: Refus
     cli("run", "-d", *words, "--swap", "request", "--name", "train", "--", "sleep", "300").ok()
     (reserved,) = reservations(world.host) or []
     cli("swap", "out", "train").ok()
-    other = Place(world.host, Request(memory_bytes=60 * GIB, keys=reserved.keys, client=False))
-    other.take(*reserved.keys)
+    other = world.hold(60 * GIB)
     refused("swap", "in", "train", code="no_room", exit_code=19)
     other.leave()
     cli("swap", "in", "train").ok()
