@@ -197,6 +197,12 @@ def test_what_is_unknown_is_absent(cli: Cli, world: World) -> None:
     found = samples(cli)
     assert value(found, "gpu_time_slice_level") is None
     assert value(found, "gpu_memory_unlisted_bytes") is None
+    # So it is of a lost GPU.
+    world = World("sim:2xh200")
+    world.fault("lost", gpu="1")
+    found = samples(cli, world.spec)
+    assert [value(found, "gpu_up", gpu=gpu) for gpu in "01"] == [1, 0]
+    assert (value(found, "gpu_time_slice_level", gpu="1"), value(found, "host_up")) == (None, 1)
 
 
 def test_a_host_that_does_not_answer(cli: Cli, world: World, tmp_path: Path) -> None:
