@@ -217,6 +217,7 @@ def test_wrong_usage(refused: Refused, cli: Cli, words: str, command: str) -> No
         ("mig delete", "destroy"),
         ("status --json", "-o json"),
         ("--json status", "-o json"),
+        ("status --wach 1", "--watch"),
         ("mps start --mem 4G", "--memory"),
         ("mps start --sm 50", "--threads"),
         ("mps start --percent=50", "--threads"),
