@@ -25,6 +25,14 @@ def shown(cli: Cli) -> dict[str, Any]:
     return dict(daemon)
 
 
+def test_a_daemon_of_ours_without_a_record(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "25").ok()
+    (home_of(world.host.run_directory, world.uuid()).directory / "daemon.json").unlink()
+    assert shown(cli)["ours"] is True
+    cli("mps", "stop").ok()
+    assert world.state.daemons == []
+
+
 def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> None:
     gpus = world.host.nvml.sweep()
     uuid = world.uuid()
