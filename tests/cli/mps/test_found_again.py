@@ -15,7 +15,7 @@ from gpushare.base.units import GIB
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import pipe_directory
+from gpushare.mps.home import home_of, pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
 from tests.cli.drive import Cli, Patch, Real, World
 
