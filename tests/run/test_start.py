@@ -35,7 +35,7 @@ def test_the_time_of_a_job_is_over_at_its_end_and_stays_over(clock: Clock) -> No
 )
 def test_a_job_is_started_again_after_a_fault_of_mps_only(restart: bool, faults: int, started: int) -> None:
     codes: list[int] = []
-    run: Any = SimpleNamespace(mps_fault=True, options=SimpleNamespace(stays=True), parts=())
+    run: Any = SimpleNamespace(mps_fault=True, options=SimpleNamespace(stays=True, parts=()), parts=())
 
     def carry_out() -> int:
         codes.append(len(codes))
@@ -43,7 +43,7 @@ def test_a_job_is_started_again_after_a_fault_of_mps_only(restart: bool, faults:
         return codes[-1]
 
     run.carry_out = carry_out
-    start: Any = SimpleNamespace(restart=restart, say=lambda _: None)
-    job: Any = SimpleNamespace(record=SimpleNamespace(name=None))
+    start: Any = SimpleNamespace(restart=restart, say=lambda _: None, command=("true",))
+    job: Any = SimpleNamespace(record=SimpleNamespace(name=None), keep_peak=lambda _: None)
     assert JobStart._run_and_record(start, run, job) == started - 1
     assert len(codes) == started
