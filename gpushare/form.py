@@ -26,7 +26,7 @@ class Value:
     hint: str
 
     def error(self, problem: str, hint: str = "", *, at: Mark | None = None) -> BadUsage:
-        """Return the error ``FILE:3:7: 'threads' PROBLEM``; ``at`` is another place than that of the value."""
+        """Return the error ``FILE:3:7: 'threads' PROBLEM``; ``at`` is a place other than that of the value."""
         return BadUsage(f"{self.shown}:{at or self.mark}: {self.what} {problem}", hint or self.hint, code="bad_file")
 
     def mismatch_error(self, meaning: str) -> BadUsage:
@@ -63,7 +63,7 @@ class Value:
         }
 
     def items(self) -> list[Value]:
-        """Return the items of a list, each with its place. Raises BadUsage: it is no list."""
+        """Return the items of a list, each with its place. Raises BadUsage: it is not a list."""
         if not isinstance(self.raw, list):
             raise self.mismatch_error("a list")
         places = self.raw.items_at if isinstance(self.raw, LocatedList) else ()

@@ -114,7 +114,7 @@ class Workload:
     io_bound: bool | None = None
     # It does not end by itself: nobody can wait for its end.
     server: bool | None = None
-    # Each of them has to advance, instead of one after another.
+    # Each of them has to keep advancing, instead of waiting until the one before it has ended.
     progress: bool | None = None
     # Keeping each process within its share matters more than lending idle SMs.
     containment: bool | None = None

@@ -125,7 +125,7 @@ QUESTIONS: Final = (
     ),
     Question(
         field="progress",
-        text="Does each of them have to advance, instead of one after another?",
+        text="Must each of them keep advancing, instead of waiting until the one before it has ended?",
         answers=_yes_no_answers(
             "each of them has to advance (--needs progress)", "only the total time counts (--needs no-progress)"
         ),

@@ -223,19 +223,21 @@ def _warnings(
     warnings = []
     loads = {workload.load for workload in work}
     # Equal loads are shown as "4 x 25 %", others as their sum.
-    terms = f"{len(work)} x {plain_number(work[0].load)} %" if len(loads) == 1 else "together the loads"
+    terms = f"{len(work)} x {plain_number(work[0].load)} % is" if len(loads) == 1 else "the loads add up to"
     for option in options:
         where = _on_gpus_text(option.gpus)
         fullest = plain_number(option.max_load_percent)
         if option.verdict == "no_headroom":
-            load = (
-                f"{terms} is {plain_number(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
-            )
+            load = f"{terms} {plain_number(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
             warnings.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
             warnings.append(f"{where}, the fullest has {fullest} % load, above the target of {plain_number(target)} %")
+    is_memory_known = capacity is not None and all(workload.memory_bytes is not None for workload in work)
     if len(work) > 1 and not any(option.recommended for option in options):
-        warnings.append(f"the target load of {plain_number(target)} % needs all {len(work)} GPUs with this memory")
-    if len(work) > 1 and (capacity is None or any(workload.memory_bytes is None for workload in work)):
+        room = " and has room for the memory" if is_memory_known else ""
+        warnings.append(
+            f"no smaller number of GPUs keeps each load at or below the target of {plain_number(target)} %{room}"
+        )
+    if len(work) > 1 and not is_memory_known:
         warnings.append("memory was not checked: the work must also fit in memory; give --memory and --gpu-memory")
     return warnings

@@ -391,7 +391,7 @@ class ListedJob:
     pid: int | None
     state: str
     user: str | None
-    # production, opportunistic or plain; None: it is no job, or, without root, another user's.
+    # production, opportunistic or plain; None: it is not a job, or, without root, another user's.
     role: str | None
     device: str | None
     gpu_indexes: tuple[int, ...] = ()

@@ -57,7 +57,7 @@ JobName = Annotated[str, JOB_NAME.fullmatch]
 
 
 def job_name(text: str | None) -> str | None:
-    """Return the name of a job, or None if it is no valid one: another user may have written it, and shells complete names."""
+    """Return the name of a job, or None if it is not a valid one: another user may have written it, and shells complete names."""
     # A job called so could not be paused: `pause list` lists.
     return text if text is not None and text != "list" and JOB_NAME.fullmatch(text) else None
 

@@ -136,8 +136,8 @@ _PROPERTIES: Final = (
             "What they need: nccl, p2p (between GPUs), ipc (CUDA IPC), graphics, profiler, dynamic-parallelism, "
             "cuda-graphs, bandwidth-qos, weights (unequal shares; weights=2:1), resizing (shares change often), "
             "containment (no use of idle shares), replicas (copies of one model), multi-model (one server, several "
-            "models), server (it does not end by itself), gaps (production waits between requests), progress (each has to advance, instead of one after "
-            "another), managed-memory (UVM), vms, containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
+            "models), server (it does not end by itself), gaps (production waits between requests), progress (each has to keep advancing, instead of waiting "
+            "for the one before it), managed-memory (UVM), vms, containers, kubernetes, occupied (the programs on the GPU cannot be ended). no-NAME: they do not. "
             "[for example: nccl,no-graphics]"
         ),
     ),

@@ -214,8 +214,8 @@ def systemd(
 
     If the file has rules for time-slices (slices:), another unit follows them: gpushare timeslice keep.
 
-    Each MPS daemon runs in the foreground of its unit, so systemd notices its end; stopping the unit waits for the
-    clients. The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another
+    Each MPS daemon runs in the foreground of its unit, so systemd notices its end. Stopping or restarting the unit waits
+    up to 60 s for the clients; those that are left then lose the GPU and fail. The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another
     one.
     """
     host = describe(gpu, file=file, for_daemons=True)

@@ -198,7 +198,7 @@ def _cap_finder(
                 )
         if not benched.best:
             say_once(
-                f"another way than MPS was faster for {format_copies(benched.copies)} (gpushare bench); this is the best cap under MPS"
+                f"a way other than MPS was faster for {format_copies(benched.copies)} (gpushare bench); this is the best cap under MPS"
             )
         percent: float | None = benched.threads_percent
         return percent

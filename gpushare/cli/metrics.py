@@ -48,7 +48,8 @@ def metrics(
 
     The metrics say how each GPU is shared: its time-slice, MPS daemons with limits and clients, MIG layout with free
     slices and slices that no further instance can use, leases, and the jobs of gpushare with role, way, time-slice and
-    memory. Use it next to dcgm-exporter: both label a GPU with its UUID.
+    memory. Without root, only the jobs of this user and of root. Use it next to dcgm-exporter: both label a GPU with its
+    UUID.
     """
     address, port = _parse_address(listen)
     from prometheus_client import CollectorRegistry, make_wsgi_app

@@ -13,7 +13,7 @@ from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
-from gpushare.base.units import format_bytes, format_duration, parse_memory_limit, quoted
+from gpushare.base.units import counted, format_bytes, format_duration, parse_memory_limit, quoted
 from gpushare.cli.options import Command, Refused, option, refuse, verb
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
@@ -147,7 +147,7 @@ def _recorded_work(use: GpuUse) -> Work:
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
     """Return what makes loads from this recording uncertain."""
     notes = [
-        f"loads are means of {recording.samples} samples in {format_duration(recording.seconds)}: record a typical period, long enough"
+        f"loads are means of {counted(recording.samples, 'sample')} in {format_duration(recording.seconds)}: record a typical period, long enough"
     ]
     if any(use.source == "utilization" for use in uses):
         notes.append("utilization only says that a kernel ran: the real load of the SMs is lower, never higher")

@@ -254,8 +254,8 @@ def set_slice(
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
-    This needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice
-    for a job helps the others on the GPU that must answer fast. The shorter the slices, the more time two jobs that
+    This takes effect at once, is read back, and ends with the process. For your own jobs it needs no root, except where
+    Yama restricts access, as on Ubuntu. A short slice for a job helps the others on the GPU that must answer fast. The shorter the slices, the more time two jobs that
     always have work lose to the switches. 3x is three times the usual slice, as with gpushare run --weight 3.
 
     Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;

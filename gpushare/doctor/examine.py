@@ -214,7 +214,7 @@ def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[
 
 
 def _uuids_of_other_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
-    """Check programs not yet on the GPU for MIG UUIDs that now mean another instance than the one they were chosen for."""
+    """Check programs not yet on the GPU for MIG UUIDs that no longer mean the instance that they were chosen for."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
     pids_by_uuid: dict[str, list[int]] = {}
     for pid, environment in sorted(environments.items()):
@@ -425,7 +425,7 @@ def _permissions(seen: Examination) -> Iterator[Check]:
     """Check that this user may open the device nodes, and say what the user may change."""
     user = "root" if seen.host.uid == 0 else f"user {seen.host.uid}"
     if not seen.host.root:
-        user += ": MPS works, time-slice, compute mode and MIG need root"
+        user += ": MPS and the time-slices of your own jobs work; time-slice level, compute mode and MIG need root"
     elif seen.host.uid != 0:
         user += ", who may do what root may"
     yield Check.passed("user.root", seen=f"commands run as {user}")

@@ -127,7 +127,7 @@ def sharing_of_node(host: HostDescription) -> NodeSharing:
 
 
 def _check_default_slices(host: HostDescription) -> None:
-    """Refuse a time-slice of another length than the default: the plugin has no setting for it."""
+    """Refuse a time-slice level other than the default: the plugin has no setting for it."""
     for gpu in host.gpus:
         level = gpu.time_slice or TimeSlice.DEFAULT
         if gpu.sharing is Way.TIMESLICE and level is not TimeSlice.DEFAULT:

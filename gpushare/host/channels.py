@@ -1223,7 +1223,7 @@ class ChannelControl:
                 Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]}
             )
         except ValueError:
-            raise _refusal_error("internal", pid, "its answer is no list of groups", None) from None
+            raise _refusal_error("internal", pid, "its answer is not a list of groups", None) from None
         if not channels.groups:
             raise _refusal_error("internal", pid, "its answer names no groups", None)
         return channels

@@ -168,7 +168,7 @@ def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
     me = identity_of(os.getpid())
     if me is None or real_uid(os.getpid()) != os.geteuid():
         raise OperationFailed(
-            "gpushare runs as another user than the one who started it, so its claim would not count",
+            "gpushare runs as a different user from the one who started it, so its claim would not count",
             "run it as one user: sudo gpushare ..., or without sudo",
             code=_CODE,
         )

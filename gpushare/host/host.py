@@ -110,7 +110,7 @@ class Host:
 
 
 def processes_on(host: Host, index: int) -> tuple[GpuProcess, ...] | None:
-    """Return the processes on a GPU; None: it does not answer, or NVML's PIDs are of another namespace than ours."""
+    """Return the processes on a GPU; None: it does not answer, or NVML's PIDs are of a different namespace from ours."""
     if host.processes.namespace_is_host() is False:
         return None
     return or_none(lambda: host.nvml.processes(index))

@@ -115,7 +115,7 @@ def is_device(opened: str, path: str) -> bool:
         number = re.search(r"\d+$", path, re.ASCII)
         if number is not None and number[0] != str(minor):
             return False
-        # Minor 5 of nvidia-caps is another device than minor 5 of nvidia.
+        # Minor 5 of nvidia-caps is not the same device as minor 5 of nvidia.
         driver = "nvidia-caps" if path.startswith("/dev/nvidia-caps/") else "nvidia"
         return drivers().get(major, "").startswith(driver)
     return stat.S_ISCHR(node.st_mode) and device == (os.major(node.st_rdev), os.minor(node.st_rdev))

@@ -246,7 +246,7 @@ def _mps_document(mps: MpsWish) -> dict[str, object]:
 
 
 def _without_defaults(keys: dict[str, object]) -> dict[str, object]:
-    """Return the keys that have another value than None, false or an empty list."""
+    """Return the keys that have a value other than None, false or an empty list."""
     return {key: value for key, value in keys.items() if value not in (None, False, [])}
 
 

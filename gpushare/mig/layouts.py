@@ -61,7 +61,7 @@ def layouts_of(
 
 
 class _HostFacts:
-    """What other sources than NVML know of a GPU's instances: names, grants, claims, open files."""
+    """What sources other than NVML know of a GPU's instances: names, grants, claims, open files."""
 
     def __init__(
         self,

@@ -438,7 +438,7 @@ class MpsControl:
         ]
 
     def _check_limit_held(self, what: str, held: object, wanted: object) -> None:
-        """Raise OperationFailed if the daemon reports another value than the one that was just set."""
+        """Raise OperationFailed if the daemon reports a value other than the one that was just set."""
         if held != wanted:
             raise OperationFailed(
                 f"the MPS daemon did not accept the {what} {wanted}: it holds {'none' if held is None else held}",

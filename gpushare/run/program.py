@@ -575,7 +575,7 @@ class Session:
             return 1
         if status >= 0:
             return status
-        # Ended by us, perhaps by another signal than the one we got: report the one that the caller sent.
+        # Ended by us, perhaps by a signal other than the one we got: report the one that the caller sent.
         if -status in {signal.SIGKILL, signal.SIGINT, signal.SIGTERM} and self._ended_by is not None:
             return 128 + self._ended_by
         return 128 - status

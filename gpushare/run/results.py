@@ -64,7 +64,7 @@ def keep_tuned(host: Host, tuned: Tuned) -> Path:
 class BenchedCap:
     """The best cap under MPS for some number of copies (None: no cap), when and under which driver it was measured.
 
-    ``best`` False: another way than MPS was faster.
+    ``best`` False: a way other than MPS was faster.
     """
 
     copies: Count

@@ -75,9 +75,9 @@ def _gpus_in_use_by(host: Host, pid: int) -> list[int] | None:
 
 
 def _other_device_error(title: str, selector: str, device: Device) -> BadUsage:
-    """Return the error of a production job that runs on another device than this job would."""
+    """Return the error of a production job that does not run on the device of this job."""
     return BadUsage(
-        f"{title} runs on another device than {device.title}",
+        f"{title} runs on a different device from {device.title}",
         f"run this job there: -g {selector}; or drop --for",
         code="other_device",
     )

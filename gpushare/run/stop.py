@@ -68,7 +68,7 @@ class Target:
     job: Job
     supervisor: Identity | None = None
     waits: bool = False
-    # None: it waits, or it is no job of gpushare.
+    # None: it waits, or it is not a job of gpushare.
     record: JobRecord | None = None
 
 
@@ -145,7 +145,7 @@ class Stop:
 
     Raises:
         NoPermission: the job belongs to another user, and this is not root.
-        NotFound: the process is no job, and not on a GPU (``not_on_gpu``).
+        NotFound: the process is not a job, and not on a GPU (``not_on_gpu``).
         BadUsage: it serves the clients of MPS (``serves_clients``).
     """
 
@@ -297,7 +297,7 @@ class Stop:
         return is_blind and any(host.processes.uses_driver(pid) for pid in tree)
 
     def _loss_of_job(self) -> Loss:
-        """Return the question to ask before a job is ended whose gpushare is gone, or a process that is no job by itself."""
+        """Return the question to ask before a job is ended whose gpushare is gone, or a process that is not a job by itself."""
         job = self._job
         if self.target.record is not None:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))

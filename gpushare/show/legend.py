@@ -27,7 +27,7 @@ HEADS: Final = {
     "pid": "The process id.",
     "type": "C computes, G draws, M is a client of MPS; M+C is both.",
     "user": "Who owns the process.",
-    "SM": "The part of the SMs' time that the process uses; - for clients of MPS: the driver counts it for the server.",
+    "SM": "How much of the time its kernels ran, however few SMs they used; - for clients of MPS: the driver counts it for the server.",
     "age": "How long the process has been running.",
     "idle": "How long ago it last worked on the GPU.",
     "job": "The name that run or farm gave it; every command that takes a JOB takes it.",

@@ -450,7 +450,7 @@ def way_text(
 ) -> str | None:
     """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MPS, slice 200us``, ``MIG train (1g.10gb)``.
 
-    ``way`` is as in `ListedJob`. Of a process that is no job of gpushare's only a slice that gpushare has set is known.
+    ``way`` is as in `ListedJob`. Of a process that is not a job of gpushare only a slice that gpushare has set is known.
     """
     turns = "time-slice" if slice_us is None else f"slice {format_slice(slice_us)}"
     if way is None:

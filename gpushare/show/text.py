@@ -47,8 +47,11 @@ def safe_json(text: str) -> str:
 
 # Where a command begins in a text.
 _COMMAND_BEGINS: Final = r"(?:^|(?<=[:;,$] )|(?<=&& )|(?<=\|\| )|(?<=\()|(?<=\bor )|(?<=\bthen ))"
-# Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
-_SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+# Where sudo looks for programs (secure_path in sudoers): as in RHEL 8 and 9, and what Debian and Arch add. Only root may read
+# sudoers.
+_SUDO_PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+_SUDO_PATH_BUT_RHEL: Final = "/usr/local/sbin:/usr/local/bin"
+_RHEL: Final = "/etc/redhat-release"
 
 # Who types on a simulated host is who the simulation says.
 _simulated = False
@@ -82,7 +85,9 @@ def complete_commands(text: str) -> str:
         return text.replace("sudo gpushare", "gpushare")
     from shutil import which
 
-    found_by_sudo = which("gpushare", path=_SUDO_PATH)
+    # Fedora has this file too, and finds more: a full path is right there, only longer.
+    path = _SUDO_PATH if os.path.exists(_RHEL) else f"{_SUDO_PATH_BUT_RHEL}:{_SUDO_PATH}"
+    found_by_sudo = which("gpushare", path=path)
     if found_by_sudo is not None and os.path.realpath(found_by_sudo) == os.path.realpath(this_program):
         return text
     return text.replace("sudo gpushare", f"sudo {shlex.quote(this_program)}")

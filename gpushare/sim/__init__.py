@@ -24,7 +24,7 @@ class SimulatedHost(Host):
     library: SimulatedLibrary
 
 
-# A directory below it with the UID of a user makes that user's run directory another one than root's.
+# A directory below it with the UID of a user gives that user a run directory other than root's.
 _USERS: Final = "users"
 
 

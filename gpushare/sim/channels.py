@@ -105,7 +105,7 @@ class SimulatedFiles(KernelFiles):
 
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
-        """Yield a process; Refused: it is gone, has another start than this (None: any), or a sandbox forbids it."""
+        """Yield a process; Refused: it is gone, has a different start from this (None: any), or a sandbox forbids it."""
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
             raise Refused(state.channel_fault)

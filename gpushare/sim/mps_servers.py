@@ -59,7 +59,7 @@ def append_to_logs(lines: Iterable[LogLine]) -> None:
             file.write(text)
 
 
-# What is no number is device 0; only a G right after the number counts, anything else is mebibytes: "1.5G" is 1M.
+# What is not a number is device 0; only a G right after the number counts, anything else is mebibytes: "1.5G" is 1M.
 _MEMORY = re.compile(r"([0-9]{1,18})([gG]?)")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 _DEVICE = re.compile(r"\s*([+-]?[0-9]{1,9})")

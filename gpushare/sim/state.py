@@ -364,7 +364,7 @@ class StateFile:
         except OSError as error:
             raise self._broken_error(error.strerror) from None
         except ValueError:
-            raise self._broken_error("it is no text") from None
+            raise self._broken_error("it is not text") from None
 
     def _parse_state(self, text: str) -> SimulatedHostState:
         try:
@@ -372,7 +372,7 @@ class StateFile:
             SIMULATED_USERS.update({uid: name for name, uid in raw["users"].items()})
             return _build(SimulatedHostState, raw)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._broken_error("the file has another form than this gpushare writes") from None
+            raise self._broken_error("the file does not have the form that this gpushare writes") from None
 
     def _broken_error(self, reason: str | None) -> OperationFailed:
         """Return the error of a state file that cannot be read, with the command that starts over."""
@@ -434,7 +434,7 @@ _PARTS: Final[dict[type[Any], dict[str, type[Any]]]] = {
 
 
 def _build(cls: type[T], raw: dict[str, Any]) -> T:
-    """Return a value of the state from its JSON object; KeyError: it has other names than the fields of the class.
+    """Return a value of the state from its JSON object; KeyError: its names are not the fields of the class.
 
     Not ``cls(**raw)``, which takes three times as long: each NVML call may read the state.
     """

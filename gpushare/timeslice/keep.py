@@ -707,7 +707,7 @@ class Deviation:
 
 
 def deviations(host: Host, policy: Policy) -> list[Deviation]:
-    """Return the processes with another slice than their rule says; their slices are read, and nothing is written."""
+    """Return the processes whose slice is not the one of their rule; their slices are read, and nothing is written."""
     rows = []
     uuids = {gpu.index: gpu.uuid for gpu in host.nvml.identities()}
     with host.open_channels() as control:

@@ -151,7 +151,7 @@ async def follow_output(spec: str, job: str, add: Callable[[Sequence[str]], None
     rest = b""
     try:
         while block := await process.stdout.read(1 << 16):
-            # A progress bar ends its lines with a carriage return, and what is no text may have no ends at all.
+            # A progress bar ends its lines with a carriage return, and what is not text may have no ends at all.
             *lines, rest = re.split(rb"\r?\n|\r", rest + block)
             if len(rest) > _LONGEST_LINE:
                 lines, rest = [*lines, rest], b""

@@ -94,7 +94,9 @@ def test_a_command_for_root_is_one_that_this_user_can_type(monkeypatch, tmp_path
     of_root = tmp_path / "bin"
     of_root.mkdir()
     monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setattr("gpushare.show.text._SUDO_PATH", str(of_root))
+    monkeypatch.setattr("gpushare.show.text._SUDO_PATH", str(tmp_path / "none"))
+    monkeypatch.setattr("gpushare.show.text._SUDO_PATH_BUT_RHEL", str(of_root))
+    monkeypatch.setattr("gpushare.show.text._RHEL", str(tmp_path / "redhat-release"))
     monkeypatch.setattr("sys.argv", [str(own)])
     monkeypatch.setattr("gpushare.show.text._simulated", False)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
@@ -106,5 +108,8 @@ def test_a_command_for_root_is_one_that_this_user_can_type(monkeypatch, tmp_path
     (of_root / "gpushare").unlink()
     (of_root / "gpushare").symlink_to(own)
     assert texts() == ["sudo gpushare mig enable -g 0"] * 4
+    # There sudo does not look in /usr/local.
+    (tmp_path / "redhat-release").touch()
+    assert texts() == [f"sudo {own} mig enable -g 0"] * 4
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert texts() == ["gpushare mig enable -g 0"] * 4

@@ -201,7 +201,7 @@ def test_whether_they_are_to_advance_is_asked(monkeypatch: pytest.MonkeyPatch) -
     # The numbers are given; of the questions, only the one about advancing is answered.
     words = (*TWO, "--memory", "12G", "--isolation", "none", "--latency", "none")
     out, said = on_a_terminal(monkeypatch, "steady\nyes\n", *words)
-    assert "Does each of them have to advance, instead of one after another?" in said
+    assert "Must each of them keep advancing, instead of waiting until the one before it" in said
     assert "--swap turns" in out
 
 

@@ -236,7 +236,10 @@ def test_user(cli: Cli, world: World) -> None:
     assert ("as root" if os.geteuid() == 0 else "may do what root may") in checks(cli)["user.root"]["seen"]
     world.fault("user", "1000")
     found = checks(cli)
-    assert (found["user.root"]["verdict"], "user 1000: MPS works" in found["user.root"]["seen"]) == ("pass", True)
+    assert (
+        found["user.root"]["verdict"],
+        "user 1000: MPS and the time-slices of your own jobs work" in found["user.root"]["seen"],
+    ) == ("pass", True)
     # The log of the kernel may not be readable.
     assert found["gpu.xid"]["verdict"] == "skip"
 

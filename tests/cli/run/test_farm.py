@@ -65,7 +65,7 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     words = ("--memory", "4G", "--like", str(file), "-n", "--", "true")
     answer = cli("farm", "--copies", "4", *words).ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
-    assert "another way than MPS was faster for 4 copies" in answer.err
+    assert "a way other than MPS was faster for 4 copies" in answer.err
     near = cli("farm", "--copies", "5", *words).ok()
     assert near.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 5
     assert "the cap is that of 4 copies: 5 copies were not measured" in near.err

@@ -453,7 +453,7 @@ def test_a_process_to_yield_to_is_looked_for_on_the_gpus(cli: Cli, refused: Refu
     pid = admin.add_process(world.spec, "1", name="serve")
     words = ("run", "-n", "--opportunistic", "--for", str(pid))
     text = refused(*words, "-g", "0", "--", "true", code="other_device", exit_code=2, host=world.spec)
-    assert missing(text, f"process {pid} runs on another device than GPU 0", "run this job there: -g 1") == []
+    assert missing(text, f"process {pid} runs on a different device from GPU 0", "run this job there: -g 1") == []
     # Of several GPUs it is the one on which the process works that tells.
     both = cli(*words, "-g", "0,1", "--gpus", "2", "--", "true", host=world.spec).ok()
     assert f"next to process {pid}: paused" in both.err
