@@ -90,20 +90,15 @@ CHANGING += [
 ]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "--host sim:a30 -o json status",
-        "status --host sim:a30 -o json",
-        "--host=sim:a30 status --output=json",
-        "-ojson status --host sim:a30",
-        # The last one counts.
-        "--host sim:h200 -o csv status --host sim:a30 -o JSON",
-        "--host sim:h200 --host sim:a30 -o plain --output json status",
-        # Between a group and its command.
-        "--host sim:a30 timeslice -o json show",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "--host sim:a30 -o json status", "status --host sim:a30 -o json", "--host=sim:a30 status --output=json",
+    "-ojson status --host sim:a30",
+    # The last one counts.
+    "--host sim:h200 -o csv status --host sim:a30 -o JSON",
+    "--host sim:h200 --host sim:a30 -o plain --output json status",
+    # Between a group and its command.
+    "--host sim:a30 timeslice -o json show",
+])  # fmt: skip
 def test_common_options_before_and_after(cli: Cli, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.setenv("GPUSHARE_HOST", "sim:l4")
     answer = cli(*words.split(), host=None).ok()
@@ -144,17 +139,10 @@ def test_a_command_that_is_printed_is_for_the_same_host(cli: Cli, monkeypatch: p
     assert "; undo: gpushare timeslice reset -g 0\n" in cli(*words, *option).ok().out
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        ("resume", "pause list"),
-        ("apply nosuch.yaml", "capture"),
-        ("sim end 5", "sim show"),
-        ("logs -f a -o json", "logs a"),
-        ("mps start --bogus", "mps start --help"),
-        ("mps status", "mps start"),
-    ],
-)
+@pytest.mark.parametrize(("words", "command"), [
+    ("resume", "pause list"), ("apply nosuch.yaml", "capture"), ("sim end 5", "sim show"),
+    ("logs -f a -o json", "logs a"), ("mps start --bogus", "mps start --help"), ("mps status", "mps start"),
+])  # fmt: skip
 def test_a_hint_is_for_the_same_host_before_the_host_is_read(cli: Cli, words: str, command: str) -> None:
     answer = cli("--host", "sim:t4", *words.split(), host=None)
     assert f"gpushare --host sim:t4 {command}" in answer.out + answer.err
@@ -180,21 +168,11 @@ def test_unknown_host(cli: Cli) -> None:
     assert cli("status", host="sim:nosuch").lines("hint") == ["hint: see them all: gpushare sim list --models"]
 
 
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        ("status --nonsense", "status"),
-        ("mps start --treads 5", "mps start"),
-        ("timeslice set", "timeslice set"),
-        ("stop", "stop"),
-        ("logs train --lines -1", "logs"),
-        ("jobs train", "jobs"),
-        ("status -g", "status"),
-        ("status more", "status"),
-        ("mps logs --lines 0", "mps logs"),
-        ("sim add --sm 101", "sim add"),
-    ],
-)
+@pytest.mark.parametrize(("words", "command"), [
+    ("status --nonsense", "status"), ("mps start --treads 5", "mps start"), ("timeslice set", "timeslice set"),
+    ("stop", "stop"), ("logs train --lines -1", "logs"), ("jobs train", "jobs"), ("status -g", "status"),
+    ("status more", "status"), ("mps logs --lines 0", "mps logs"), ("sim add --sm 101", "sim add"),
+])  # fmt: skip
 def test_wrong_usage(refused: Refused, cli: Cli, words: str, command: str) -> None:
     said = refused(*words.split(), code="usage", exit_code=2)
     assert f"see: gpushare {command} --help" in said
@@ -352,15 +330,11 @@ def test_broken_pipe(real: Real) -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (("status", "-o", "json"), "the disk may be full"),
-        (("status", "--help"), "the disk may be full"),
-        (("timeslice", "set", "short", "-o", "json"), "the command itself succeeded"),
-        (("timeslice", "set", "short", "-n"), "the disk may be full"),
-    ],
-)
+@pytest.mark.parametrize(("words", "hint"), [
+    (("status", "-o", "json"), "the disk may be full"), (("status", "--help"), "the disk may be full"),
+    (("timeslice", "set", "short", "-o", "json"), "the command itself succeeded"),
+    (("timeslice", "set", "short", "-n"), "the disk may be full"),
+])  # fmt: skip
 def test_a_result_that_cannot_be_written(
     real: Real, world: World, words: tuple[str, ...], hint: str, unbuffered: str
 ) -> None:

@@ -22,14 +22,11 @@ def is_whole(command: str, screen: str) -> bool:
 
 
 @pytest.mark.usefixtures("at_80")
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("--production", "1", "--opportunistic", "2", "--users", "same", "--memory", "30G", "--needs", "gaps"),
-        ("--production", "1", "--opportunistic", "1", "--memory", "30G"),
-        ("--processes", "3", "--users", "different", "--isolation", "fault", "--memory", "10G"),
-    ],
-)
+@pytest.mark.parametrize("case", [
+    ("--production", "1", "--opportunistic", "2", "--users", "same", "--memory", "30G", "--needs", "gaps"),
+    ("--production", "1", "--opportunistic", "1", "--memory", "30G"),
+    ("--processes", "3", "--users", "different", "--isolation", "fault", "--memory", "10G"),
+])  # fmt: skip
 def test_the_commands_of_advise(cli: Cli, case: tuple[str, ...]) -> None:
     screen = cli("advise", "--no-input", *case, host=H200, output="table").ok().out
     data: Any = cli("advise", "--no-input", *case, host=H200, output="json").ok().data

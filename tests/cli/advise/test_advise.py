@@ -106,17 +106,10 @@ def test_what_stands_on_the_screen(cli: Cli) -> None:
 # -- what is printed works -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("spec", "words", "winner"),
-    [
-        (A100, USERS, "mig"),
-        (A100, GROUPS, "mig+mps"),
-        ("sim:t4", FARM, "mps"),
-        (H200, PAIR, "mps-priority"),
-        (H200, GROUPS_OF_PEOPLE, "mig+timeslice"),
-        ("sim:2xh100-80gb", FARM, "mps"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "words", "winner"), [
+    (A100, USERS, "mig"), (A100, GROUPS, "mig+mps"), ("sim:t4", FARM, "mps"), (H200, PAIR, "mps-priority"),
+    (H200, GROUPS_OF_PEOPLE, "mig+timeslice"), ("sim:2xh100-80gb", FARM, "mps"),
+])  # fmt: skip
 def test_what_is_printed_works_pasted_and_is_undone(cli: Cli, spec: str, words: tuple[str, ...], winner: str) -> None:
     before = shown(cli, spec)
     data = advised(cli, spec, words, "--command", "true")
@@ -212,17 +205,14 @@ def test_mig_is_switched_on_where_the_driver_lists_profiles_only_then(cli: Cli) 
     assert "gpushare mig profiles -g 0" in answer.err
 
 
-@pytest.mark.parametrize(
-    ("there", "words", "spec", "steps"),
-    [
-        ("", FARM, "sim:t4", ["limit each client process to 50 % of the SM threads"]),
-        ("", USERS, A100, ["switch MIG on for GPU 0"]),
-        ("mig apply -g 0 3g.40gb", (*FARM, "--destroy"), A100, ["switch MIG off", "serve GPU 0 with an MPS daemon"]),
-        ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon"]),
-        ("mps start -g 0", USERS, A100, ["stop the idle MPS daemon", "switch MIG on"]),
-        ("mps start -g 0 --threads 30", FARM, "sim:t4", []),
-    ],
-)
+@pytest.mark.parametrize(("there", "words", "spec", "steps"), [
+    ("", FARM, "sim:t4", ["limit each client process to 50 % of the SM threads"]),
+    ("", USERS, A100, ["switch MIG on for GPU 0"]),
+    ("mig apply -g 0 3g.40gb", (*FARM, "--destroy"), A100, ["switch MIG off", "serve GPU 0 with an MPS daemon"]),
+    ("mps start -g 0", PEOPLE, "sim:t4", ["stop the idle MPS daemon"]),
+    ("mps start -g 0", USERS, A100, ["stop the idle MPS daemon", "switch MIG on"]),
+    ("mps start -g 0 --threads 30", FARM, "sim:t4", []),
+])  # fmt: skip
 def test_apply_does_what_the_lines_do_as_one_plan(
     cli: Cli, there: str, words: Any, spec: str, steps: list[str]
 ) -> None:
@@ -320,54 +310,30 @@ def test_a_recording_is_read(cli: Cli, tmp_path: Path) -> None:
 # -- errors ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        ("--way mgi", "bad_way", 2),
-        ("--processes 0", "bad_count", 2),
-        ("--processes many", "bad_count", 2),
-        (f"--processes {'9' * 5000}", "bad_count", 2),
-        ("--users some", "bad_value", 2),
-        ("--isolation quota,bad", "bad_value", 2),
-        ("--needs nccl,gpu", "bad_value", 2),
-        ("--needs ''", "bad_value", 2),
-        ("--needs nccl,no-nccl", "bad_combination", 2),
-        ("--latency 20", "bad_duration", 2),
-        ("--latency 0", "bad_value", 2),
-        ("--memory 6", "bad_size", 2),
-        ("--memory 34G,17G --processes 3", "bad_count", 2),
-        ("--sms 500", "bad_count", 2),
-        ("-g 0-9", "unknown_gpu", 6),
-        ("--memory 34G,17G --needs weights=1:2:3", "bad_count", 2),
-        ("--processes 2 --dry-run", "bad_combination", 2),
-        ("--pattern often", "bad_value", 2),
-        ("--production x", "bad_count", 2),
-        ("--production 1 --memory 60G,40G", "bad_count", 2),
-        ("--production 1 --memory 60G,xyz", "bad_count", 2),
-        ("--production 1 --opportunistic 1 --memory 60G,xyz", "bad_size", 2),
-        ("--production 1 --processes 2", "two_counts", 2),
-        ("--live --file x", "bad_combination", 2),
-        ("--way mps --apply", "bad_combination", 2),
-        ("--live --production 1", "bad_combination", 2),
-        ("--file /nowhere/w.yaml", "no_file", 6),
-        ("--from /nowhere/r.jsonl", "no_recording", 6),
-        ("-g 7", "unknown_gpu", 6),
-        ("--memory 900G --apply", "nothing_fits", 3),
-        # What belongs to the measured command is no need.
-        ("--processes 2 true --needs nccl", "bad_combination", 2),
-        ('--measure --command "echo it\'s"', "bad_command", 2),
-        ("--measure", "no_command", 2),
-        ("--measure --repeat 0 -- true", "usage", 2),
-        ("--measure --for 1s -- true", "bad_combination", 2),
-        ("--measure --for 0 --metric (x) -- true", "bad_duration", 2),
-        ("--measure --metric x -- true", "bad_metric", 2),
-        ("--measure --way mps -- true", "bad_combination", 2),
-        ("--repeat 3", "bad_combination", 2),
-        ("--processes 2 -- true", "bad_combination", 2),
-        ("--measure --production 1 --opportunistic 1 -- true", "pair_not_measured", 3),
-        ("--measure -- gs-no-such-program", "command_not_found", 127),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "exit_code"), [
+    ("--way mgi", "bad_way", 2), ("--processes 0", "bad_count", 2), ("--processes many", "bad_count", 2),
+    (f"--processes {'9' * 5000}", "bad_count", 2), ("--users some", "bad_value", 2),
+    ("--isolation quota,bad", "bad_value", 2), ("--needs nccl,gpu", "bad_value", 2), ("--needs ''", "bad_value", 2),
+    ("--needs nccl,no-nccl", "bad_combination", 2), ("--latency 20", "bad_duration", 2),
+    ("--latency 0", "bad_value", 2), ("--memory 6", "bad_size", 2), ("--memory 34G,17G --processes 3", "bad_count", 2),
+    ("--sms 500", "bad_count", 2), ("-g 0-9", "unknown_gpu", 6),
+    ("--memory 34G,17G --needs weights=1:2:3", "bad_count", 2), ("--processes 2 --dry-run", "bad_combination", 2),
+    ("--pattern often", "bad_value", 2), ("--production x", "bad_count", 2),
+    ("--production 1 --memory 60G,40G", "bad_count", 2), ("--production 1 --memory 60G,xyz", "bad_count", 2),
+    ("--production 1 --opportunistic 1 --memory 60G,xyz", "bad_size", 2),
+    ("--production 1 --processes 2", "two_counts", 2), ("--live --file x", "bad_combination", 2),
+    ("--way mps --apply", "bad_combination", 2), ("--live --production 1", "bad_combination", 2),
+    ("--file /nowhere/w.yaml", "no_file", 6), ("--from /nowhere/r.jsonl", "no_recording", 6),
+    ("-g 7", "unknown_gpu", 6), ("--memory 900G --apply", "nothing_fits", 3),
+    # What belongs to the measured command is no need.
+    ("--processes 2 true --needs nccl", "bad_combination", 2), ('--measure --command "echo it\'s"', "bad_command", 2),
+    ("--measure", "no_command", 2), ("--measure --repeat 0 -- true", "usage", 2),
+    ("--measure --for 1s -- true", "bad_combination", 2), ("--measure --for 0 --metric (x) -- true", "bad_duration", 2),
+    ("--measure --metric x -- true", "bad_metric", 2), ("--measure --way mps -- true", "bad_combination", 2),
+    ("--repeat 3", "bad_combination", 2), ("--processes 2 -- true", "bad_combination", 2),
+    ("--measure --production 1 --opportunistic 1 -- true", "pair_not_measured", 3),
+    ("--measure -- gs-no-such-program", "command_not_found", 127),
+])  # fmt: skip
 def test_bad_words_are_refused(refused: Refused, words: str, code: str, exit_code: int) -> None:
     refused("advise", *shlex.split(words), code=code, exit_code=exit_code)
 
@@ -382,27 +348,21 @@ def test_each_option_that_a_pair_makes_superfluous_is_named(refused: Refused) ->
         assert refused(*words, code="two_counts", exit_code=2).rstrip().endswith(hint)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "is empty"),
-        ("workloads: []\n", "is empty"),
-        ("root: yes\n", "no workloads"),
-        ("- {processes: 4\n", "gpushare.yaml:2:1: this is not YAML"),
-        ("workloads:\n- processes: 4\n  memroy: 6G\n", "gpushare.yaml:3:3: 'memroy' is not a property"),
-        ("workloads:\n- processes: 4\n  memory: six\n", "gpushare.yaml:3:3: 'six' is not a memory size"),
-        ("workloads:\n- processes: 4\n  processes: 5\n", "gpushare.yaml:3:3: the key 'processes' is given twice"),
-        ("workloads: [{processes: 2}]\nhost: x\n", "gpushare.yaml:2:1: unknown key 'host'"),
-        ("- just text\n", "gpushare.yaml:1:3: a workload is a mapping"),
-        ("- {saturating: maybe}\n", "gpushare.yaml:1:4: 'maybe' is not a valid value for saturating"),
-        ("root: perhaps\nworkloads: [{processes: 2}]", "'perhaps' is not a valid value for root"),
-        ("workloads: [{user: [a, b]}]", "is not a valid value for user"),
-        ("workloads: [{name: {a: b}}]", "is not a valid value for name"),
-        ("workloads: [{processes: &a [*a]}]", "is not a valid number of processes"),
-        ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G or 1500M"),
-        (b"\xff\xfe\x00", "is not UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), [
+    ("", "is empty"), ("workloads: []\n", "is empty"), ("root: yes\n", "no workloads"),
+    ("- {processes: 4\n", "gpushare.yaml:2:1: this is not YAML"),
+    ("workloads:\n- processes: 4\n  memroy: 6G\n", "gpushare.yaml:3:3: 'memroy' is not a property"),
+    ("workloads:\n- processes: 4\n  memory: six\n", "gpushare.yaml:3:3: 'six' is not a memory size"),
+    ("workloads:\n- processes: 4\n  processes: 5\n", "gpushare.yaml:3:3: the key 'processes' is given twice"),
+    ("workloads: [{processes: 2}]\nhost: x\n", "gpushare.yaml:2:1: unknown key 'host'"),
+    ("- just text\n", "gpushare.yaml:1:3: a workload is a mapping"),
+    ("- {saturating: maybe}\n", "gpushare.yaml:1:4: 'maybe' is not a valid value for saturating"),
+    ("root: perhaps\nworkloads: [{processes: 2}]", "'perhaps' is not a valid value for root"),
+    ("workloads: [{user: [a, b]}]", "is not a valid value for user"),
+    ("workloads: [{name: {a: b}}]", "is not a valid value for name"),
+    ("workloads: [{processes: &a [*a]}]", "is not a valid number of processes"),
+    ("workloads: [{memory: 6442450944}]", "give a size with its unit: 6G or 1500M"), (b"\xff\xfe\x00", "is not UTF-8"),
+])  # fmt: skip
 def test_a_bad_file_names_its_line(cli: Cli, write: Write, text: str | bytes, said: str) -> None:
     file = write(text)
     answer = cli("advise", "-f", file)

@@ -26,20 +26,17 @@ APART = "--users different --isolation fault --root"
 PAIR = ("--production", "1", "--opportunistic", "1", "--users", "same", *RUN)
 
 
-@pytest.mark.parametrize(
-    ("spec", "there", "words", "winner", "first"),
-    [
-        ("sim:t4", "mps start -g 0 --threads 20 --memory 1G", SMALL, "mps", "gpushare mps set -g 0"),
-        ("sim:h200", "mps start -g 0 --threads 30", PAIR, "mps-priority", "gpushare mps set -g 0"),
-        ("sim:t4", "mps start -g 0 --memory 1G --priority low", PEOPLE, "timeslice", "gpushare mps stop -g 0"),
-        (A100, "mps start -g 0 --threads 20", USERS, "mig", "gpushare mps stop -g 0"),
-        (A100, "mps start -g 0", GROUPS, "mig+mps", "gpushare mps stop -g 0"),
-        (A100, "mig apply -g 0 1g.10gb*7", GROUPS, "mig+mps", "gpushare mps start -g MIG-"),
-        (A100, "mig apply -g 0 1g.10gb*7", (*BIG, DESTROY), "mig+mps", "gpushare mig destroy 0/7"),
-        (A100, "mig apply -g 0 3g.40gb", (*SMALL, DESTROY), "mps", "gpushare mig disable -g 0 --destroy"),
-        (A100, "mig apply -g 0 1g.10gb", GROUPS, "mig+mps", "gpushare mig create -g 0"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "there", "words", "winner", "first"), [
+    ("sim:t4", "mps start -g 0 --threads 20 --memory 1G", SMALL, "mps", "gpushare mps set -g 0"),
+    ("sim:h200", "mps start -g 0 --threads 30", PAIR, "mps-priority", "gpushare mps set -g 0"),
+    ("sim:t4", "mps start -g 0 --memory 1G --priority low", PEOPLE, "timeslice", "gpushare mps stop -g 0"),
+    (A100, "mps start -g 0 --threads 20", USERS, "mig", "gpushare mps stop -g 0"),
+    (A100, "mps start -g 0", GROUPS, "mig+mps", "gpushare mps stop -g 0"),
+    (A100, "mig apply -g 0 1g.10gb*7", GROUPS, "mig+mps", "gpushare mps start -g MIG-"),
+    (A100, "mig apply -g 0 1g.10gb*7", (*BIG, DESTROY), "mig+mps", "gpushare mig destroy 0/7"),
+    (A100, "mig apply -g 0 3g.40gb", (*SMALL, DESTROY), "mps", "gpushare mig disable -g 0 --destroy"),
+    (A100, "mig apply -g 0 1g.10gb", GROUPS, "mig+mps", "gpushare mig create -g 0"),
+])  # fmt: skip
 def test_what_was_there_comes_back(cli: Cli, spec: str, there: str, words: Any, winner: str, first: str) -> None:
     cli(*there.split(), host=spec).ok()
     before = captured(cli, spec)
@@ -178,16 +175,13 @@ def test_two_small_instances_fit_next_to_a_named_one(cli: Cli) -> None:
     pasted(commands(data)[:1], A100)
 
 
-@pytest.mark.parametrize(
-    ("spec", "words", "way", "first"),
-    [
-        ("sim:2xa30", f"--processes 4 --memory 10G {APART}", "mig", "mig apply -g 0-1 '2g.12gb*2'"),
-        ("sim:4xt4", f"--processes 10 --memory 4G {OURS}", "mps", "mps start -g 0-3 --threads 66.6"),
-        ("sim:2xa30", f"--processes 60 --memory 300M {OURS}", "mps", "mps start -g 0-1 --threads 6.6"),
-        ("sim:2xt4", f"--processes 4 --memory 6G {OURS}", "mps", "mps start -g 0-1 --memory 6912M"),
-        ("sim:2xa30", f"--processes 6 --groups 6 --memory 2G {APART}", "mig", "mig apply -g 0-1"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "words", "way", "first"), [
+    ("sim:2xa30", f"--processes 4 --memory 10G {APART}", "mig", "mig apply -g 0-1 '2g.12gb*2'"),
+    ("sim:4xt4", f"--processes 10 --memory 4G {OURS}", "mps", "mps start -g 0-3 --threads 66.6"),
+    ("sim:2xa30", f"--processes 60 --memory 300M {OURS}", "mps", "mps start -g 0-1 --threads 6.6"),
+    ("sim:2xt4", f"--processes 4 --memory 6G {OURS}", "mps", "mps start -g 0-1 --memory 6912M"),
+    ("sim:2xa30", f"--processes 6 --groups 6 --memory 2G {APART}", "mig", "mig apply -g 0-1"),
+])  # fmt: skip
 def test_more_than_one_gpu_holds_is_placed_on_several(cli: Cli, spec: str, words: str, way: str, first: str) -> None:
     before = captured(cli, spec)
     data = advised(cli, spec, words, *RUN)

@@ -94,15 +94,11 @@ def test_a_way_is_explained_and_has_no_column_in_the_table(cli: Cli, refused: Re
     assert [way_of(text) for text in ("by-turns", "swapping", "idle")] == [Way.TURNS, Way.SWAP, Way.SWAP]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "more", "rule"),
-    [
-        (("fault", "driver", "565.57.01"), (), "leaving-driver"),
-        (("fault", "host-memory", "20G"), (), "leaving-host-memory"),
-        ((), ("--needs", "nccl"), "leaving-peers"),
-        ((), ("--latency", "50ms"), "leaving-latency"),
-    ],
-)
+@pytest.mark.parametrize(("prepare", "more", "rule"), [
+    (("fault", "driver", "565.57.01"), (), "leaving-driver"),
+    (("fault", "host-memory", "20G"), (), "leaving-host-memory"), ((), ("--needs", "nccl"), "leaving-peers"),
+    ((), ("--latency", "50ms"), "leaving-latency"),
+])  # fmt: skip
 def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str, ...], rule: str) -> None:
     if prepare:
         cli("sim", *prepare, host=A30).ok()

@@ -22,17 +22,11 @@ def start(real: Real, cli: Cli, *words: str, host: str = H200) -> None:
     until(lambda: f'"{name}"' in cli("jobs", host=host, output="json").ok().out, f"{name} runs")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "--users same --memory 20G --needs gaps",
-        "--users same --memory 80G,20G --needs gaps --latency 50ms",
-        "--users different --memory 20G --needs gaps",
-        "--users same --memory 20G",
-        "--users same --memory 80G",
-        "--users different --memory 80G",
-    ],
-)
+@pytest.mark.parametrize("case", [
+    "--users same --memory 20G --needs gaps", "--users same --memory 80G,20G --needs gaps --latency 50ms",
+    "--users different --memory 20G --needs gaps", "--users same --memory 20G", "--users same --memory 80G",
+    "--users different --memory 80G",
+])  # fmt: skip
 def test_the_jobs_have_names_their_memory_and_an_undo(cli: Cli, case: str) -> None:
     data = advised(cli, H200, ONE_EACH, *case.split())
     jobs = [command for command in commands(data) if command.startswith("gpushare run")]

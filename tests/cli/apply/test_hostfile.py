@@ -267,15 +267,11 @@ def test_each_new_device_beside_one_like_it_gets_its_daemon(two: Host) -> None:
     assert len({daemon.visible[0] for daemon in two.world.state.daemons}) == 3
 
 
-@pytest.mark.parametrize(
-    ("way", "said"),
-    [
-        (one("exclusive: true", index=7), "this host has no GPU 7"),
-        ("mig: [3g.40gb*3]", "3g.40gb*3 does not fit on GPU 0, even empty"),
-        ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
-        ("mps: {memory: 900G}", "the memory limit 900.0 GiB is too large: GPU 0 has 79.6 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("way", "said"), [
+    (one("exclusive: true", index=7), "this host has no GPU 7"),
+    ("mig: [3g.40gb*3]", "3g.40gb*3 does not fit on GPU 0, even empty"), ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
+    ("mps: {memory: 900G}", "the memory limit 900.0 GiB is too large: GPU 0 has 79.6 GiB"),
+])  # fmt: skip
 def test_diff_says_what_can_never_be(two: Host, way: str, said: str) -> None:
     done = two("diff", way)
     assert (done.code, said in done.out, "make it so" in done.err) == (7, True, False)
@@ -421,25 +417,17 @@ LIMIT = "version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {us
 SECOND = "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "exit_code", "said"),
-    [
-        ("mps: {threads: 300}", "bad_file", 2, ":4:"),
-        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: GPU 0: 3g.40gb*3 does not fit"),
-        (one("timeslice: long") + SECOND, "never_fits", 3, ":5:3: GPU 1: 7g.80gb*2 does not fit"),
-        (
-            one("mig: [9g.80gb]", index=1),
-            "mig_profile_unknown",
-            3,
-            ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'",
-        ),
-        ("mps: {memory: 400G}", "limit_above_gpu", 2, ":3:3"),
-        ("mps: {memory: 400G}", "limit_above_gpu", 2, "give at most memory: 81559M"),
-        ("mps: {users: [no-such-user]}", "no_user", 6, "no-such-user"),
-        (one("exclusive: true", index=4), "unknown_gpu", 6, "this host has no GPU 4"),
-        (LIMIT, "no_user", 6, "gpushare.yaml:3:10"),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "exit_code", "said"), [
+    ("mps: {threads: 300}", "bad_file", 2, ":4:"),
+    ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: GPU 0: 3g.40gb*3 does not fit"),
+    (one("timeslice: long") + SECOND, "never_fits", 3, ":5:3: GPU 1: 7g.80gb*2 does not fit"),
+    (one("mig: [9g.80gb]", index=1), "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '9g.80gb'"),
+    ("mps: {memory: 400G}", "limit_above_gpu", 2, ":3:3"),
+    ("mps: {memory: 400G}", "limit_above_gpu", 2, "give at most memory: 81559M"),
+    ("mps: {users: [no-such-user]}", "no_user", 6, "no-such-user"),
+    (one("exclusive: true", index=4), "unknown_gpu", 6, "this host has no GPU 4"),
+    (LIMIT, "no_user", 6, "gpushare.yaml:3:10"),
+])  # fmt: skip
 def test_a_file_that_can_never_hold_changes_nothing(two: Host, text: str, code: str, exit_code: int, said: str) -> None:
     two.world.host.nvml.sweep()
     assert said in two.refused(text, code=code, exit_code=exit_code)
@@ -454,29 +442,22 @@ LONG_FIRST = "version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- match
 INSTANCE = "mig: [{wish: 3g.40gb, name: a, mps: {memory: SIZE}}, 1g.10gb]"
 
 
-@pytest.mark.parametrize(
-    ("before", "wanted"),
-    [
-        ("mps: {threads: 50}", "mps: {threads: 50, memory: 800G}"),
-        ("mig: [3g.40gb]", "mps: {memory: 800G}"),
-        (INSTANCE.replace("SIZE", "8G"), INSTANCE.replace("SIZE", "50G")),
-        ("mig: [1g.10gb]", INSTANCE.replace("SIZE", "50G")),
-    ],
-)
+@pytest.mark.parametrize(("before", "wanted"), [
+    ("mps: {threads: 50}", "mps: {threads: 50, memory: 800G}"), ("mig: [3g.40gb]", "mps: {memory: 800G}"),
+    (INSTANCE.replace("SIZE", "8G"), INSTANCE.replace("SIZE", "50G")),
+    ("mig: [1g.10gb]", INSTANCE.replace("SIZE", "50G")),
+])  # fmt: skip
 def test_a_limit_that_is_too_large_changes_no_gpu(two: Host, before: str, wanted: str) -> None:
     two.apply(one(before, index=1))
     for more in ([], ["-n"]):
         two.refused(f"{LONG_FIRST}{wanted}\n", *more, code="limit_above_gpu", exit_code=2)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "wanted", "code"),
-    [
-        ("driver", "550.54.14", "mps: {multiuser: true}", "no_multiuser"),
-        ("driver", "550.54.14", "mig: [{wish: 3g.40gb, mps: {multiuser: true}}]", "no_multiuser"),
-        ("missing", "nvidia-cuda-mps-control", "mps: {}", "program_missing"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "value", "wanted", "code"), [
+    ("driver", "550.54.14", "mps: {multiuser: true}", "no_multiuser"),
+    ("driver", "550.54.14", "mig: [{wish: 3g.40gb, mps: {multiuser: true}}]", "no_multiuser"),
+    ("missing", "nvidia-cuda-mps-control", "mps: {}", "program_missing"),
+])  # fmt: skip
 def test_a_daemon_that_can_never_be_changes_no_gpu(two: Host, kind: str, value: str, wanted: str, code: str) -> None:
     two.world.fault(kind, value)
     for more in ([], ["-n"]):

@@ -283,17 +283,13 @@ def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path
     assert world.pids() == []
 
 
-@pytest.mark.parametrize(
-    ("script", "words", "says"),
-    [
-        ("exit 3", (), "exit code 3"),
-        ("kill -9 $$", (), "killed by SIGKILL"),
-        ("echo hello", ("--metric", RATE), "printed no rate or time that --metric matches"),
-        ("exec sleep 600", ("--timeout", "0.3s"), "did not end within 0.3 s"),
-        ("exec sleep 600", ("--timeout", "0.3s", *WINDOW), "printed no rate or time that --metric matches in 0.3 s"),
-        ("echo rate=1", WINDOW, "ended before it was measured for 0.06 s"),
-    ],
-)
+@pytest.mark.parametrize(("script", "words", "says"), [
+    ("exit 3", (), "exit code 3"), ("kill -9 $$", (), "killed by SIGKILL"),
+    ("echo hello", ("--metric", RATE), "printed no rate or time that --metric matches"),
+    ("exec sleep 600", ("--timeout", "0.3s"), "did not end within 0.3 s"),
+    ("exec sleep 600", ("--timeout", "0.3s", *WINDOW), "printed no rate or time that --metric matches in 0.3 s"),
+    ("echo rate=1", WINDOW, "ended before it was measured for 0.06 s"),
+])  # fmt: skip
 def test_a_command_that_fails_already_alone(
     cli: Cli, world: World, script: str, words: tuple[str, ...], says: str
 ) -> None:
@@ -305,33 +301,20 @@ def test_a_command_that_fails_already_alone(
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--copies", "0", "--", "true"), "bad_copies", 2),
-        (("--ways", "x", "--", "true"), "bad_way", 2),
-        (("--repeat", "0", "--", "true"), "usage", 2),
-        (("--metric", "x", "--", "true"), "bad_metric", 2),
-        (("--latency", "(", "--", "true"), "bad_metric", 2),
-        (("--for", "1s", "--", "true"), "bad_combination", 2),
-        (("--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
-        (("--timeout", "x", "--", "true"), "bad_duration", 2),
-        (("--timeout", "0s", "--", "true"), "bad_duration", 2),
-        (("--size", "256", "--", "true"), "bad_combination", 2),
-        (("--cpu", "--", "true"), "bad_combination", 2),
-        (("--metric", "(x)"), "bad_combination", 2),
-        (("--lower-is-better", "--", "true"), "bad_combination", 2),
-        (("--size", "3"), "bad_size", 2),
-        (("--footprint", "3"), "bad_size", 2),
-        (("--to", "/tmp", "--", "true"), "file_exists", 2),
-        (("--to", "/nonexistent/x", "--", "true"), "no_directory", 6),
-        (("--compare", "/nonexistent/x", "--", "true"), "no_file", 6),
-        (("--plot", "/tmp/x.gif", "--", "true"), "bad_plot", 2),
-        (("-g", "4", "--", "true"), "unknown_gpu", 6),
-        (("--", "gs-no-such-program"), "command_not_found", 127),
-        (("--ways", "streams,mig", "--", "true"), "no_way", 3),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "exit_code"), [
+    (("--copies", "0", "--", "true"), "bad_copies", 2), (("--ways", "x", "--", "true"), "bad_way", 2),
+    (("--repeat", "0", "--", "true"), "usage", 2), (("--metric", "x", "--", "true"), "bad_metric", 2),
+    (("--latency", "(", "--", "true"), "bad_metric", 2), (("--for", "1s", "--", "true"), "bad_combination", 2),
+    (("--for", "0", "--metric", "(x)", "--", "true"), "bad_duration", 2),
+    (("--timeout", "x", "--", "true"), "bad_duration", 2), (("--timeout", "0s", "--", "true"), "bad_duration", 2),
+    (("--size", "256", "--", "true"), "bad_combination", 2), (("--cpu", "--", "true"), "bad_combination", 2),
+    (("--metric", "(x)"), "bad_combination", 2), (("--lower-is-better", "--", "true"), "bad_combination", 2),
+    (("--size", "3"), "bad_size", 2), (("--footprint", "3"), "bad_size", 2),
+    (("--to", "/tmp", "--", "true"), "file_exists", 2), (("--to", "/nonexistent/x", "--", "true"), "no_directory", 6),
+    (("--compare", "/nonexistent/x", "--", "true"), "no_file", 6),
+    (("--plot", "/tmp/x.gif", "--", "true"), "bad_plot", 2), (("-g", "4", "--", "true"), "unknown_gpu", 6),
+    (("--", "gs-no-such-program"), "command_not_found", 127), (("--ways", "streams,mig", "--", "true"), "no_way", 3),
+])  # fmt: skip
 def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("bench", *words, code=code, exit_code=exit_code)
 

@@ -43,15 +43,12 @@ def test_all_of_it_on_a_host(cli):
         assert all(list(source) == ["key", "title", "where", "date"] for source in cell["sources"])
 
 
-@pytest.mark.parametrize(
-    ("host", "way", "row", "words"),
-    [
-        ("sim:h200", "mps", "max_partitions", "48 clients (MPS 13000)"),
-        ("sim:a100-80gb", "mig", "reconfigure", "When idle, you are root; with a reset of the GPU; idle now"),
-        ("sim:a30", "mig", "max_partitions", "4 of 1g.6gb"),
-        ("sim:t4", "timeslice", "reconfigure", "Live, you are root: default, short, medium, long"),
-    ],
-)
+@pytest.mark.parametrize(("host", "way", "row", "words"), [
+    ("sim:h200", "mps", "max_partitions", "48 clients (MPS 13000)"),
+    ("sim:a100-80gb", "mig", "reconfigure", "When idle, you are root; with a reset of the GPU; idle now"),
+    ("sim:a30", "mig", "max_partitions", "4 of 1g.6gb"),
+    ("sim:t4", "timeslice", "reconfigure", "Live, you are root: default, short, medium, long"),
+])  # fmt: skip
 def test_a_cell_of_this_host(cli, host, way, row, words):
     assert words in cells(cli("compare", host=host, output="json").ok(), way)[row]["host"]
 
@@ -94,13 +91,10 @@ def test_a_lost_gpu_is_left_out(cli, world, refused):
     refused("compare", "--view", "host", code="gpu_lost", exit_code=6)
 
 
-@pytest.mark.parametrize(
-    ("fault", "code", "exit_code", "why"),
-    [
-        ("no-driver", "driver_not_loaded", 9, "the NVIDIA driver is not loaded"),
-        ("no-nvml", "nvml_missing", 12, "libnvidia-ml.so.1 is not on this machine"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "code", "exit_code", "why"), [
+    ("no-driver", "driver_not_loaded", 9, "the NVIDIA driver is not loaded"),
+    ("no-nvml", "nvml_missing", 12, "libnvidia-ml.so.1 is not on this machine"),
+])  # fmt: skip
 def test_without_a_driver_the_table_is_there(cli, world, refused, fault, code, exit_code, why):
     world.fault(fault)
     answer = cli("compare").ok()
@@ -158,27 +152,15 @@ def test_csv_is_a_record_per_cell(cli):
     assert all(row["sources"].split()[0] == "nvidia-table-2022" for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (("mgi",), "bad_way"),
-        (("--view", "tomorrow"), "bad_view"),
-        (("--view", ""), "bad_view"),
-        (("--why", "colour", "mig"), "no_row"),
-        (("--why", "memory", "mig"), "no_row"),
-        (("--why", "errors", "colour"), "bad_way"),
-        (("mig", "--why", "errors", "mig"), "bad_combination"),
-        (("--driver", "new"), "bad_driver"),
-        (("--driver", "100"), "bad_driver"),
-        (("--driver", "469.99"), "bad_driver"),
-        (("--driver", "5800"), "bad_driver"),
-        (("--driver", "580", "--view", "host"), "bad_combination"),
-        (("--driver", "580", "-g", "0"), "bad_combination"),
-        (("-g", "0", "--view", "published"), "bad_combination"),
-        (("--why", "errors"), "usage"),
-        (("-g", "7"), "unknown_gpu"),
-    ],
-)
+@pytest.mark.parametrize(("words", "code"), [
+    (("mgi",), "bad_way"), (("--view", "tomorrow"), "bad_view"), (("--view", ""), "bad_view"),
+    (("--why", "colour", "mig"), "no_row"), (("--why", "memory", "mig"), "no_row"),
+    (("--why", "errors", "colour"), "bad_way"), (("mig", "--why", "errors", "mig"), "bad_combination"),
+    (("--driver", "new"), "bad_driver"), (("--driver", "100"), "bad_driver"), (("--driver", "469.99"), "bad_driver"),
+    (("--driver", "5800"), "bad_driver"), (("--driver", "580", "--view", "host"), "bad_combination"),
+    (("--driver", "580", "-g", "0"), "bad_combination"), (("-g", "0", "--view", "published"), "bad_combination"),
+    (("--why", "errors"), "usage"), (("-g", "7"), "unknown_gpu"),
+])  # fmt: skip
 def test_what_is_not_understood_is_refused(refused, words, code):
     message = refused("compare", *words, code=code, exit_code=6 if code == "unknown_gpu" else 2)
     assert code != "bad_driver" or f"'{words[1]}' is not a driver version from 470 to 999" in message

@@ -614,16 +614,12 @@ def test_a_kept_file_that_says_otherwise_or_is_damaged_hides_nothing(cli: Cli, w
     assert "this host has no GPU 7" in findings(cli)["host.file"]["seen"]
 
 
-@pytest.mark.parametrize(
-    ("way", "undone"),
-    [
-        ("timeslice: long", ("timeslice", "reset", "-g", "0")),
-        ("mps: {threads: 25}", ("mps", "stop", "-g", "0")),
-        ("mps: {threads: 25}", ("mps", "set", "-g", "0", "--threads", "30")),
-        ("mig: [3g.71gb]", ("mig", "destroy", "all", "-g", "0")),
-        ("mig: [3g.71gb]", ("mig", "create", "1g.18gb", "-g", "0")),
-    ],
-)
+@pytest.mark.parametrize(("way", "undone"), [
+    ("timeslice: long", ("timeslice", "reset", "-g", "0")), ("mps: {threads: 25}", ("mps", "stop", "-g", "0")),
+    ("mps: {threads: 25}", ("mps", "set", "-g", "0", "--threads", "30")),
+    ("mig: [3g.71gb]", ("mig", "destroy", "all", "-g", "0")),
+    ("mig: [3g.71gb]", ("mig", "create", "1g.18gb", "-g", "0")),
+])  # fmt: skip
 def test_what_was_applied_and_is_gone_is_told(
     cli: Cli, world: World, tmp_path: Path, way: str, undone: tuple[str, ...]
 ) -> None:
@@ -698,15 +694,10 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
 
 
-@pytest.mark.parametrize(
-    ("fault", "value", "identifier"),
-    [
-        ("refused", "compute-mode", "gpu.compute_mode"),
-        ("refused", "processes", "gpu.unlisted_memory"),
-        ("not-supported", "memory", "gpu.unlisted_memory"),
-        ("refused", "mig-instances", "mig.state"),
-    ],
-)
+@pytest.mark.parametrize(("fault", "value", "identifier"), [
+    ("refused", "compute-mode", "gpu.compute_mode"), ("refused", "processes", "gpu.unlisted_memory"),
+    ("not-supported", "memory", "gpu.unlisted_memory"), ("refused", "mig-instances", "mig.state"),
+])  # fmt: skip
 def test_what_cannot_be_read_does_not_pass(cli: Cli, world: World, fault: str, value: str, identifier: str) -> None:
     if identifier == "mig.state":
         world.mig("1g.18gb")

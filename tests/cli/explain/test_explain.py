@@ -98,53 +98,36 @@ def test_nvml_says_what_the_library_says() -> None:
     assert {code: texts[code] for code in said} == said
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        ("805", ["CUDA error 805"]),
-        ("CUDA error 805", ["CUDA error 805"]),
-        ("error 805", ["CUDA error 805"]),
-        ("CUDA_ERROR_MPS_CONNECTION_FAILED", ["CUDA error 805"]),
-        ("cudaErrorMpsConnectionFailed", ["CUDA error 805"]),
-        ("mps client failed to connect to the MPS control daemon or the MPS server", ["CUDA error 805"]),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", ["CUDA error 700"]),
-        # As cudaGetErrorString of the CUDA runtimes 12 and 13 has them.
-        ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", ["CUDA error 46"]),
-        ("CUDA error: MPS server is not ready to accept new MPS client requests", ["CUDA error 807"]),
-        (
-            "is using CUDA Dynamic Parallelism, but the current configuration, like MPS, does not support it",
-            ["CUDA error 811"],
-        ),
-        ("one or more resources are insufficient or non-applicable for the operation", ["CUDA error 915"]),
-        ("torch.AcceleratorError: cudaErrorMpsRpcFailure (error code 806)", ["CUDA error 806"]),
-        ("2", ["exit code 2", "CUDA error 2", "NVML return code 2"]),
-        ("NVML 2", ["NVML return code 2"]),
-        ("19", ["exit code 19", "NVML return code 19"]),
-        ("NVML_ERROR_IN_USE", ["NVML return code 19"]),
-        ("Not Found", ["NVML return code 6"]),
-        ("Unable to destroy GPU instance ID 9 from GPU 0: In use by another client", ["NVML return code 19"]),
-        ("Failed to initialize NVML: Driver/library version mismatch", ["NVML return code 18"]),
-        ("Failed to initialize NVML: GPU access blocked by the operating system", ["NVML return code 17"]),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", ["CUDA error 2"]),
-        ("RuntimeError: CUDA error: out of memory", ["CUDA error 2"]),
-        ("all CUDA-capable devices are busy or unavailable", ["CUDA error 46"]),
-        ("MPS client failed to connect", ["CUDA error 805"]),
-        ("Server encountered a fatal exception. Shutting down", ["MPS log line"]),
-        ("Hyper-Q", ["concept"]),
-        ("Xid 31", ["Xid 31"]),
-        ("xid 79", ["Xid 79"]),
-        ("143", ["exit code 143", "Xid 143"]),
-        ("exit code 143", ["exit code 143"]),
-        ("exit code 19", ["exit code 19"]),
-        ("exit status 137", ["exit code 137"]),
-        ("SIGTERM", ["exit code 143"]),
-        ("exit code 138", ["exit code 138"]),
-        ("exit code 77", ["exit code 77"]),
-        ("never seen attached to MPS", ["concept"]),
-        ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
-        ("NVRM: Xid (PCI:0000:01:00): 31, pid=812, name=python3, Ch 00000008, MMU Fault: ENGINE", ["Xid 31"]),
-    ],
-)
+@pytest.mark.parametrize(("asked", "found"), [
+    ("805", ["CUDA error 805"]), ("CUDA error 805", ["CUDA error 805"]), ("error 805", ["CUDA error 805"]),
+    ("CUDA_ERROR_MPS_CONNECTION_FAILED", ["CUDA error 805"]), ("cudaErrorMpsConnectionFailed", ["CUDA error 805"]),
+    ("mps client failed to connect to the MPS control daemon or the MPS server", ["CUDA error 805"]),
+    ("RuntimeError: CUDA error: an illegal memory access was encountered", ["CUDA error 700"]),
+    # As cudaGetErrorString of the CUDA runtimes 12 and 13 has them.
+    ("RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable", ["CUDA error 46"]),
+    ("CUDA error: MPS server is not ready to accept new MPS client requests", ["CUDA error 807"]),
+    ("is using CUDA Dynamic Parallelism, but the current configuration, like MPS, does not support it",
+     ["CUDA error 811"]),
+    ("one or more resources are insufficient or non-applicable for the operation", ["CUDA error 915"]),
+    ("torch.AcceleratorError: cudaErrorMpsRpcFailure (error code 806)", ["CUDA error 806"]),
+    ("2", ["exit code 2", "CUDA error 2", "NVML return code 2"]), ("NVML 2", ["NVML return code 2"]),
+    ("19", ["exit code 19", "NVML return code 19"]), ("NVML_ERROR_IN_USE", ["NVML return code 19"]),
+    ("Not Found", ["NVML return code 6"]),
+    ("Unable to destroy GPU instance ID 9 from GPU 0: In use by another client", ["NVML return code 19"]),
+    ("Failed to initialize NVML: Driver/library version mismatch", ["NVML return code 18"]),
+    ("Failed to initialize NVML: GPU access blocked by the operating system", ["NVML return code 17"]),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", ["CUDA error 2"]),
+    ("RuntimeError: CUDA error: out of memory", ["CUDA error 2"]),
+    ("all CUDA-capable devices are busy or unavailable", ["CUDA error 46"]),
+    ("MPS client failed to connect", ["CUDA error 805"]),
+    ("Server encountered a fatal exception. Shutting down", ["MPS log line"]), ("Hyper-Q", ["concept"]),
+    ("Xid 31", ["Xid 31"]), ("xid 79", ["Xid 79"]), ("143", ["exit code 143", "Xid 143"]),
+    ("exit code 143", ["exit code 143"]), ("exit code 19", ["exit code 19"]), ("exit status 137", ["exit code 137"]),
+    ("SIGTERM", ["exit code 143"]), ("exit code 138", ["exit code 138"]), ("exit code 77", ["exit code 77"]),
+    ("never seen attached to MPS", ["concept"]),
+    ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
+    ("NVRM: Xid (PCI:0000:01:00): 31, pid=812, name=python3, Ch 00000008, MMU Fault: ENGINE", ["Xid 31"]),
+])  # fmt: skip
 def test_codes_names_and_pasted_lines(asked: str, found: list[str]) -> None:
     assert titles(asked) == found
 
@@ -311,32 +294,19 @@ def test_every_error_code_of_gpushare_is_explained() -> None:
     assert codes_in_use() == set(own_codes())
 
 
-@pytest.mark.parametrize(
-    ("code", "says", "never"),
-    [
-        ("under_mps", "share what belongs to their server", "died"),
-        ("serves_clients", "share what belongs to their server", "died"),
-        ("limit_above_gpu", "too small", "daemon"),
-        ("no_acl", "file system", "daemon"),
-        ("memory_limit", "held more memory than it was given", "layout"),
-        ("time_limit", "time that it was given", "memory"),
-        ("never_fits", "Even an empty GPU", "Other jobs"),
-        ("no_room", "Other jobs", "Even an empty"),
-        ("needs_consent", "Nobody agreed", "not allowed"),
-        ("not_confirmed", "Nobody agreed", "not allowed"),
-        ("no_permission", "not allowed to do this", "in use"),
-        ("name_taken", "The name is taken", "another user"),
-        ("over_user_limit", "Root has set a limit", "lease"),
-        ("reserved", "lease", "gpushare.yaml"),
-        ("no_user", "user or the group", "GPU"),
-        ("command_not_found", "program to run", "container"),
-        ("no_row", "not one that gpushare", "ended"),
-        ("job_lost", "put the job back", "expects"),
-        ("interrupted", "Ctrl-C", "measure"),
-        ("too_large", "that is named", "gpushare keeps"),
-        ("timeout", "within the time", "NVIDIA"),
-    ],
-)
+@pytest.mark.parametrize(("code", "says", "never"), [
+    ("under_mps", "share what belongs to their server", "died"),
+    ("serves_clients", "share what belongs to their server", "died"), ("limit_above_gpu", "too small", "daemon"),
+    ("no_acl", "file system", "daemon"), ("memory_limit", "held more memory than it was given", "layout"),
+    ("time_limit", "time that it was given", "memory"), ("never_fits", "Even an empty GPU", "Other jobs"),
+    ("no_room", "Other jobs", "Even an empty"), ("needs_consent", "Nobody agreed", "not allowed"),
+    ("not_confirmed", "Nobody agreed", "not allowed"), ("no_permission", "not allowed to do this", "in use"),
+    ("name_taken", "The name is taken", "another user"), ("over_user_limit", "Root has set a limit", "lease"),
+    ("reserved", "lease", "gpushare.yaml"), ("no_user", "user or the group", "GPU"),
+    ("command_not_found", "program to run", "container"), ("no_row", "not one that gpushare", "ended"),
+    ("job_lost", "put the job back", "expects"), ("interrupted", "Ctrl-C", "measure"),
+    ("too_large", "that is named", "gpushare keeps"), ("timeout", "within the time", "NVIDIA"),
+])  # fmt: skip
 def test_the_cause_of_a_code_is_its_own(code: str, says: str, never: str) -> None:
     explanation = own_codes()[code]
     assert says in explanation.cause

@@ -236,32 +236,19 @@ def test_the_note_of_karpenter_names_only_options_that_k8s_has(cli: Cli) -> None
     cli("export", "k8s", "--replicas", "3", "--mig-replicas", "2", host=T4S).ok()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (["k8s", "-g", "0"], "per_node", 3),
-        (["k8s", "-g", "9"], "unknown_gpu", 6),
-        (["k8s", "--replicas", "0"], "usage", 2),
-        (["k8s", "--mig-replicas", "0"], "usage", 2),
-        (["k8s", "--namespace", "default"], "bad_namespace", 2),
-        (["k8s", "--node", "GPU 01"], "bad_node", 2),
-        (["dra", "--kubernetes", "1.20"], "no_dra", 3),
-        (["dra", "--kubernetes", "x"], "bad_version", 2),
-        (["karpenter", "--name", "A"], "bad_name", 2),
-        (["karpenter", "--max-nodes", "0"], "bad_number", 2),
-        (["slurm", "--autodetect", "x"], "bad_autodetect", 2),
-        (["mig-parted"], "no_mig", 3),
-        (["mig-parted", "--name", "a b"], "bad_name", 2),
-        (["systemd", "--program", "gpushare"], "bad_path", 2),
-        (["docker"], "gpu_not_named", 2),
-        (["compose", "-g", "all"], "one_gpu", 2),
-        (["compose", "-g", "0", "--image", "a b"], "bad_name", 2),
-        (["compose", "-g", "0", "--image", ""], "bad_name", 2),
-        (["ecs", "-g", "0", "--image", "nvcr.io/NVIDIA/cuda"], "bad_name", 2),
-        (["cdi", "-g", "9"], "unknown_gpu", 6),
-        (["k8s", "--to", f"{__file__}/below"], "not_written", 4),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "exit_code"), [
+    (["k8s", "-g", "0"], "per_node", 3), (["k8s", "-g", "9"], "unknown_gpu", 6),
+    (["k8s", "--replicas", "0"], "usage", 2), (["k8s", "--mig-replicas", "0"], "usage", 2),
+    (["k8s", "--namespace", "default"], "bad_namespace", 2), (["k8s", "--node", "GPU 01"], "bad_node", 2),
+    (["dra", "--kubernetes", "1.20"], "no_dra", 3), (["dra", "--kubernetes", "x"], "bad_version", 2),
+    (["karpenter", "--name", "A"], "bad_name", 2), (["karpenter", "--max-nodes", "0"], "bad_number", 2),
+    (["slurm", "--autodetect", "x"], "bad_autodetect", 2), (["mig-parted"], "no_mig", 3),
+    (["mig-parted", "--name", "a b"], "bad_name", 2), (["systemd", "--program", "gpushare"], "bad_path", 2),
+    (["docker"], "gpu_not_named", 2), (["compose", "-g", "all"], "one_gpu", 2),
+    (["compose", "-g", "0", "--image", "a b"], "bad_name", 2), (["compose", "-g", "0", "--image", ""], "bad_name", 2),
+    (["ecs", "-g", "0", "--image", "nvcr.io/NVIDIA/cuda"], "bad_name", 2), (["cdi", "-g", "9"], "unknown_gpu", 6),
+    (["k8s", "--to", f"{__file__}/below"], "not_written", 4),
+])  # fmt: skip
 def test_refused(refused: Refused, words: list[str], code: str, exit_code: int) -> None:
     refused("export", *words, code=code, exit_code=exit_code, host=T4S)
 
@@ -322,29 +309,23 @@ def test_mig_of_a_file(cli: Cli, write: Write) -> None:
     assert len([name for name in claims if re.match("gpu-0-[0-9a-f]{8}-mig-", name)]) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "code", "exit_code"),
-    [
-        ("version: 1\ngpus: [{match: {index: 9}, exclusive: true}]\n", "unknown_gpu", 6),
-        ("version: 1\ngpus: [{match: all, shared: true}]\n", "bad_file", 2),
-        ("version: 1\ngpus: [{match: all, timeslice: long}]\n", "no_slice_length", 3),
-        ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
-    ],
-)
+@pytest.mark.parametrize(("text", "code", "exit_code"), [
+    ("version: 1\ngpus: [{match: {index: 9}, exclusive: true}]\n", "unknown_gpu", 6),
+    ("version: 1\ngpus: [{match: all, shared: true}]\n", "bad_file", 2),
+    ("version: 1\ngpus: [{match: all, timeslice: long}]\n", "no_slice_length", 3),
+    ("version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n", "no_mig", 3),
+])  # fmt: skip
 def test_a_file_that_is_refused(refused: Refused, write: Write, text: str, code: str, exit_code: int) -> None:
     refused("export", "k8s", "-f", write(text), code=code, exit_code=exit_code, host=T4S)
 
 
-@pytest.mark.parametrize(
-    ("way", "code", "exit_code", "said"),
-    [
-        ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 does not fit on GPU 1, even empty"),
-        ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
-        ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
-        ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
-        ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
-    ],
-)
+@pytest.mark.parametrize(("way", "code", "exit_code", "said"), [
+    ("mig: [3g.40gb*3]", "never_fits", 3, ":3:3: 3g.40gb*3 does not fit on GPU 1, even empty"),
+    ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
+    ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
+    ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
+    ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
+])  # fmt: skip
 def test_what_a_gpu_can_never_hold_is_not_exported(
     cli: Cli, refused: Refused, write: Write, way: str, code: str, exit_code: int, said: str
 ) -> None:

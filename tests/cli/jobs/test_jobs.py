@@ -53,15 +53,12 @@ def runs(real: Real, world: World, *options: str) -> Started:
     return started
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--threads", "25"), {"way": "mps", "threads_percent": 25.0, "role": "plain", "slice_us": None}),
-        (("--slice", "500us"), {"way": "timeslice", "threads_percent": None, "slice_us": 500}),
-        (("--memory", "4G"), {"memory_limit_bytes": 4 * GIB, "memory_used_bytes": 512 * MIB}),
-        (("--mig", "tiny"), {"way": "mig", "mig_profile": "1g.18gb", "mig_name": "tiny", "gpu_indexes": [0]}),
-    ],
-)
+@pytest.mark.parametrize(("options", "expected"), [
+    (("--threads", "25"), {"way": "mps", "threads_percent": 25.0, "role": "plain", "slice_us": None}),
+    (("--slice", "500us"), {"way": "timeslice", "threads_percent": None, "slice_us": 500}),
+    (("--memory", "4G"), {"memory_limit_bytes": 4 * GIB, "memory_used_bytes": 512 * MIB}),
+    (("--mig", "tiny"), {"way": "mig", "mig_profile": "1g.18gb", "mig_name": "tiny", "gpu_indexes": [0]}),
+])  # fmt: skip
 def test_a_job_that_runs(
     real: Real, cli: Cli, world: World, options: tuple[str, ...], expected: dict[str, Any]
 ) -> None:

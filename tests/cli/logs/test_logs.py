@@ -132,17 +132,10 @@ def test_a_job_whose_output_was_not_kept(refused: Refused, real: Real, cli: Cli,
     started.result()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("nosuch",), "no_job", 6),
-        (("1",), "no_job", 6),
-        (("../train",), "bad_name", 2),
-        (("",), "bad_name", 2),
-        (("train", "--lines", "-1"), "usage", 2),
-        (("train", "--lines", "x"), "usage", 2),
-    ],
-)
+@pytest.mark.parametrize(("words", "code", "exit_code"), [
+    (("nosuch",), "no_job", 6), (("1",), "no_job", 6), (("../train",), "bad_name", 2), (("",), "bad_name", 2),
+    (("train", "--lines", "-1"), "usage", 2), (("train", "--lines", "x"), "usage", 2),
+])  # fmt: skip
 def test_wrong_words(refused: Refused, written: Path, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("logs", *words, code=code, exit_code=exit_code)
 
@@ -169,18 +162,11 @@ def _linked_directory(path: Path) -> None:
     path.parent.symlink_to(moved)
 
 
-@pytest.mark.parametrize(
-    "plant",
-    [
-        _link,
-        _fifo,
-        _linked_directory,
-        lambda path: path.chmod(0o666),
-        lambda path: path.parent.chmod(0o777),
-        pytest.param(lambda path: os.chown(path, 65534, 65534), marks=pytest.mark.needs_root),
-        pytest.param(lambda path: os.chown(path.parent, 65534, 65534), marks=pytest.mark.needs_root),
-    ],
-)
+@pytest.mark.parametrize("plant", [
+    _link, _fifo, _linked_directory, lambda path: path.chmod(0o666), lambda path: path.parent.chmod(0o777),
+    pytest.param(lambda path: os.chown(path, 65534, 65534), marks=pytest.mark.needs_root),
+    pytest.param(lambda path: os.chown(path.parent, 65534, 65534), marks=pytest.mark.needs_root),
+])  # fmt: skip
 def test_what_others_may_have_written_is_not_read(cli: Cli, written: Path, plant: Callable[[Path], None]) -> None:
     plant(written)
     answer = cli("logs", "train", output="json")
@@ -200,19 +186,12 @@ def test_root_is_told_to_ask_as_the_user(refused: Refused, world: World) -> None
         assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "lines", "rest", "more"),
-    [
-        (b"", 3, b"", False),
-        (b"a\nb\n", 3, b"a\nb\n", False),
-        (b"a\nb\n", 2, b"a\nb\n", False),
-        (b"a\nb\n", 1, b"b\n", True),
-        (b"a\nb", 1, b"b", True),
-        (b"\n\n\n", 2, b"\n\n", True),
-        (b"a" * 100_000 + b"\nb\n" + b"c" * 100_000, 2, b"b\n" + b"c" * 100_000, True),
-        (b"a" * 200_000, 1, b"a" * 200_000, False),
-    ],
-)
+@pytest.mark.parametrize(("text", "lines", "rest", "more"), [
+    (b"", 3, b"", False), (b"a\nb\n", 3, b"a\nb\n", False), (b"a\nb\n", 2, b"a\nb\n", False),
+    (b"a\nb\n", 1, b"b\n", True), (b"a\nb", 1, b"b", True), (b"\n\n\n", 2, b"\n\n", True),
+    (b"a" * 100_000 + b"\nb\n" + b"c" * 100_000, 2, b"b\n" + b"c" * 100_000, True),
+    (b"a" * 200_000, 1, b"a" * 200_000, False),
+])  # fmt: skip
 def test_the_last_lines(tmp_path: Path, text: bytes, lines: int, rest: bytes, more: bool) -> None:
     path = tmp_path / "log"
     path.write_bytes(text)
